@@ -203,7 +203,6 @@ def _watched(env: ParallelEnv, *, is_first_k: bool) -> _Clocks:
         return clocks
     intake, commands = engine.plain_intake, engine.pool.compile()
     assert intake is not None
-    assert commands is not None
     timed_intake = intake._replace(take_all=clocks.timed(intake.take_all, "actions"))
     timed_commands = commands._replace(
         give=clocks.timed(commands.give, "command"), has_all=clocks.timed(commands.has_all, "waiting")

@@ -144,9 +144,9 @@ class BatchedEnv:
         return self._guard.is_closed
 
     def __repr__(self) -> str:
-        """Describe the envs and the number of workers."""
-        state = ", closed" if self.is_closed else ""
-        return f"{type(self).__name__}({self.num_envs} x {self.spec.family}, num_workers={self.num_workers}{state})"
+        """Describe the envs, the number of workers, and whether C makes the steps."""
+        state = "closed" if self.is_closed else self._engine.plain.brief
+        return f"{type(self).__name__}({self.num_envs} x {self.spec.family}, num_workers={self.num_workers}, {state})"
 
     def __enter__(self) -> Self:
         """Return itself; closed at the end of the `with`."""
@@ -603,7 +603,7 @@ class BatchedEnv:
         return [infos.get(i, {}) for i in range(self.num_envs)]
 
     def statistics(self) -> Statistics:
-        """Return the counts so far, and each worker's load and memory."""
+        """Return the counts so far, each worker's load and memory, and which calls C makes."""
         self._guard.check()
         return self._engine.statistics()
 

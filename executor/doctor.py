@@ -28,6 +28,7 @@ from envherd.executor.sizing.limits import FILES_FIXED, FILES_PER_WORKER
 from envherd.shm.segment import HAS_MEMFD, Segment
 from envherd.workers import native
 from envherd.workers.adapters.meltingpot.factory import scenario_names, substrate_names
+from envherd.workers.build import Factory
 
 Level = Literal["ok", "warn", "fail"]
 _GIB, _MIB = 2**30, 2**20
@@ -56,8 +57,13 @@ class Finding:
     fix: str = ""
 
 
-def examine() -> Iterator[Finding]:
-    """Yield all findings, in the order of the report."""
+def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding]:
+    """Yield all findings, in the order of the report.
+
+    Args:
+        name: of an env whose steps are looked at, too.
+        make_env: its factory; None for no env.
+    """
     machine = read_machine()
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("python", _python),
@@ -68,6 +74,7 @@ def examine() -> Iterator[Finding]:
         ("rendering", _rendering),
         ("shared memory", _shared_memory),
         *((f"start method {name}", _starter(name)) for name in get_args(StartMethod)),
+        *([] if make_env is None else [(f"steps of {name}", lambda: steps_of(name, make_env))]),
         ("cores", lambda: cores(machine)),
         ("torch threads", lambda: torch_threads(machine)),
         ("memory", lambda: memory(machine)),
@@ -76,11 +83,11 @@ def examine() -> Iterator[Finding]:
         ("gpu", lambda: gpus(machine)),
         ("left behind", _left_behind),
     ]
-    for name, check in checks:
+    for what, check in checks:
         try:
             yield from check()
         except Exception as error:  # report it as a finding, and continue with the next check
-            yield Finding(name, "fail", f"looking at it raised {type(error).__name__}: {error}")
+            yield Finding(what, "fail", f"looking at it raised {type(error).__name__}: {error}")
 
 
 # ---- installation ----------------------------------------------------------------------------------
@@ -119,6 +126,14 @@ def plain_steps() -> Iterator[Finding]:
     else:
         fix = "install a C compiler, then envherd again; in a checkout: python setup.py build_ext --inplace"
         yield Finding("plain steps", "warn", found, fix)
+
+
+def steps_of(name: str, make_env: Factory) -> Iterator[Finding]:
+    """Report which calls C makes in an executor of such envs, with the default options."""
+    from envherd.executor.parallel import ParallelEnv  # imported here: see `_starter`
+
+    with ParallelEnv(1, make_env, num_workers=1) as env:
+        yield Finding(f"steps of {name}", "ok", env.statistics().path)
 
 
 def version_of(name: str) -> str | None:

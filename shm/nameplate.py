@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from envherd.shm.interrupts import ignoring_refusals
 from envherd.shm.segment import Segment
 
@@ -60,6 +62,14 @@ def create_named(nbytes: int, label: str, content: dict[str, Any], *, num_sparse
     memory[end - len(text) : end] = text
     memory[end:] = _TRAILER.pack(len(text), _MARK)
     return segment
+
+
+def change(memory: np.ndarray, **entries: Any) -> None:
+    """Replace entries of the nameplate of a segment, given its bytes; the new text must not be longer."""
+    end = len(memory) - _TRAILER.size
+    begin = end - _TRAILER.unpack(memory.data[end:])[0]
+    text = json.dumps(json.loads(memory[begin:end].tobytes()) | entries).encode()
+    memory.data[begin:end] = text.rjust(end - begin)
 
 
 def find(label: str) -> Iterator[Plate]:

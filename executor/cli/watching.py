@@ -209,7 +209,8 @@ def _executor(view: ExecutorView, selected: int, width: int) -> Table:
     for name in _DROPPED:
         if _width_of(names, rows) > width:
             names.remove(name)
-    table = Table(title=Text(title, overflow="ellipsis", no_wrap=True), title_justify="left", box=box.SIMPLE_HEAD)
+    heading = Text(title, overflow="ellipsis", no_wrap=True)
+    table = Table(title=heading, caption=one.path, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
     for name in names:
         table.add_column(name, justify="left" if name == "at" else "right", no_wrap=name != "at")
     for index, row in enumerate(rows):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,7 @@ class ClusterPool(SlabPool):
     """
 
     holds_storages = False
+    why_python = ("the envs run in a Ray cluster",)  # whose messages take far longer than a command
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions, fleet: Fleet) -> None:
         self.blueprint = blueprint
@@ -94,12 +95,6 @@ class ClusterPool(SlabPool):
         return np.asarray((self._words.command_seq[env_ids] > since) & self._is_under_way[env_ids])
 
     # ---- commands ----------------------------------------------------------------------------
-
-    def compile(self) -> None:
-        """Return None: compiling would save nothing, compared with the time of a command."""
-
-    def compile_exchange(self, facts: Mapping[str, Any]) -> None:
-        """Return None, likewise."""
 
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Give every env the same command, but some (int `[k]`) a RESET."""

@@ -31,6 +31,7 @@ class Listing:
         blocks: env ids of each worker.
         slab_path: where the slab can be opened.
         inode: of the slab; identifies it.
+        path: which calls are made in C; see `Statistics.path`. Empty if nobody has written it.
         words: word -> (offset in bytes, length).
         nbytes: of the part of the slab that holds the words.
     """
@@ -40,6 +41,7 @@ class Listing:
     command: str
     env: str
     blocks: tuple[tuple[int, ...], ...]
+    path: str
     slab_path: str
     inode: int
     words: Mapping[str, tuple[int, int]]
@@ -71,6 +73,7 @@ def _read(plate: Plate) -> Listing | None:
             command=_command(plate.pid),
             env=str(content["env"]),
             blocks=tuple(tuple(map(int, block)) for block in content["blocks"]),
+            path=str(content.get("path", "")).strip(),
             slab_path=plate.path,
             inode=plate.inode,
             words={name: (int(offset), int(length)) for name, (offset, length) in content["words"].items()},

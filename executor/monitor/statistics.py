@@ -88,6 +88,7 @@ class Statistics:
         workers: one entry for each worker that serves envs.
         spares: one entry for each worker that prepares an env's next episode, in the order of the envs.
         frames_lent: batches that the caller holds now and that were not copied (see `ExecutorOptions` and `copy`).
+        path: "steps in C", or "steps in Python, because ..." with the reasons, which docs/sizing.md explains.
     """
 
     env_steps: int
@@ -106,6 +107,7 @@ class Statistics:
     resets_missed: int = 0
     spares: tuple[WorkerStatistics, ...] = ()
     frames_lent: int = 0
+    path: str = ""
 
 
 class Tally(NamedTuple):
@@ -115,12 +117,14 @@ class Tally(NamedTuple):
         env_errors: exceptions of envs.
         interrupted: rows that a loss has ended.
         ready_at: monotonic seconds.
+        path: see `Statistics`.
         frames_lent: to the caller now.
     """
 
     env_errors: int
     interrupted: int
     ready_at: float
+    path: str
     frames_lent: int = 0
 
 
@@ -181,6 +185,7 @@ def count(pool: Pool, memory: MemoryLog, tally: Tally) -> Statistics:
         resets_missed=pool.num_missed,
         spares=spares,
         frames_lent=tally.frames_lent,
+        path=tally.path,
     )
 
 

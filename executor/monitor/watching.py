@@ -70,6 +70,7 @@ class ExecutorView:
             "pid": self.listing.pid,
             "command": self.listing.command,
             "env": self.listing.env,
+            "path": self.listing.path,
             "num_envs": self.listing.num_envs,
             "running_s": time.time() - self.listing.made_at,
             "span_s": self.span_s,

@@ -58,6 +58,7 @@ class AheadPool(WorkerPool):
         super().__init__(dataclasses.replace(blueprint, blocks=blueprint.blocks * 2), options)
         num_envs = self.num_workers = self.num_envs
         self.worker_of = np.arange(num_envs)
+        self.why_python = [*self.why_python, "reset_ahead=True"]  # only the answer shows whether a reset follows a step
         self.supervisor: SpareSupervisor
         self.serving: list[int] = list(range(num_envs))
         self._words: FusedWords
@@ -104,9 +105,6 @@ class AheadPool(WorkerPool):
 
     def _make_caller(self) -> None:
         """Return None: an answer may require another command."""
-
-    def compile(self) -> None:
-        """Return None: whether a reset follows a step is known only from its answer."""
 
     # ---- commands ----------------------------------------------------------------------------
 

@@ -81,6 +81,16 @@ class Pool(Protocol):
     lendable: PrivateView | None
 
     @property
+    def why_python(self) -> Sequence[str]:
+        """Why commands cannot be given to it in C, in words for users; empty if they can."""
+        ...
+
+    @property
+    def envs_in_python(self) -> Sequence[str]:
+        """Why its envs are called by the loop in Python, likewise."""
+        ...
+
+    @property
     def number(self) -> int:
         """Number of the latest command; it only increases."""
         ...
@@ -142,12 +152,12 @@ class Pool(Protocol):
         """
         ...
 
-    def compile(self) -> FastCommands | None:
-        """Return compiled forms of `submit_all` and `wait_all`; None if there are none."""
+    def compile(self) -> FastCommands:
+        """Return `submit_all` and `wait_all` in C; only if `why_python` is empty."""
         ...
 
-    def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange | None:
-        """Return compiled forms of `submit` and `wait_some` for steps; None if there are none.
+    def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange:
+        """Return `submit` and `wait_some` for steps in C; only of a pool with workers, if `why_python` is empty.
 
         Args:
             facts: the engine's arguments for `workers/native/exchange.c`.
@@ -194,6 +204,10 @@ class Pool(Protocol):
 
     def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
         """Return which envs were given a command after the one of number `since`, bool `[k]`."""
+        ...
+
+    def show_path(self, path: str) -> None:
+        """Tell `envherd top` which calls are made in C: the text of `protocol.plain.Plain`."""
         ...
 
     # ---- answers -----------------------------------------------------------------------------

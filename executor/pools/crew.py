@@ -78,6 +78,7 @@ class Crew:
         self._registered = registries.collect()
         self._episodes: tuple[int, ...] | None = None  # with which it was set
         self.workers: list[WorkerProcess] = []
+        self.envs_in_python: list[str] = []
         self._on_row_frame = on_row_frame
         self._inbox: list[list[Frame]] = [[] for _ in blueprint.blocks]
         self._zygote: Zygote | None = None
@@ -145,6 +146,7 @@ class Crew:
         frame = self.await_frame(worker_id, "build", self.options.build_timeout_s)
         if frame["kind"] == "fault":
             raise factory_error(frame, self.workers[worker_id])
+        self.envs_in_python += [why for why in frame["why_python"] if why not in self.envs_in_python]
         return [EnvSpec.from_plain(frame["specs"][str(env_id)]) for env_id in self.blueprint.blocks[worker_id]]
 
     def hand_over(self, plan: SlabPlan, segment: Segment, wake_worker: Callable[[int], None]) -> None:

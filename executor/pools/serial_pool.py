@@ -7,7 +7,7 @@ random generators are restored.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from envherd.executor.pools.slab_pool import SlabPool
 from envherd.shm.segment import HAS_MEMFD, Segment
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
 from envherd.shm.sync import Doorbell
-from envherd.workers import messages, plain, seeding
+from envherd.workers import messages, native, plain, seeding
 from envherd.workers.adapters import Adapter
 from envherd.workers.block.block import Block
 from envherd.workers.build import Builder, Factory
@@ -62,6 +62,7 @@ class SerialPool(SlabPool):
         self.serving = range(1)
         self.recyclable = None
         self.worker_of = np.zeros(self.num_envs, np.int64)
+        self.why_python = native.why_not()
         self.outcome = Outcome()
         self.lost: dict[int, EnvherdError] = {}
         self._factories = factories
@@ -94,6 +95,7 @@ class SerialPool(SlabPool):
             self.options.for_block(),
             passes=(KeyboardInterrupt,),
         )
+        self.envs_in_python = self._block.why_python()
         self._block.attach(self.slab)
         self._words = CommandWords(self.slab)
         self._bells = (
@@ -143,7 +145,7 @@ class SerialPool(SlabPool):
             ) from error
 
     def compile(self) -> FastCommands:
-        """Return compiled commands to all envs, which are carried out at once."""
+        """Return commands to all envs, which the loop in C carries out at once."""
         write_all, serve = self._words.write_all, self._serve_commands
 
         def give(command: int) -> None:
@@ -151,9 +153,6 @@ class SerialPool(SlabPool):
             serve()
 
         return FastCommands((), give, lambda: not self.outcome)
-
-    def compile_exchange(self, facts: Mapping[str, Any]) -> None:
-        """Return None: envs that are sent are stepped by `submit`."""
 
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Carry out the same command for every env, but a RESET for some (int `[k]`)."""

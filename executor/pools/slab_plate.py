@@ -8,10 +8,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from envherd.shm import nameplate
 from envherd.shm.slab import SlabPlan
 
 LABEL = "envherd-slab"
 SCHEMA = "envherd.slab/1"
+#: Bytes for the text that is known only after the slab was created.
+_PATH_BYTES = 512
 
 
 def describe(plan: SlabPlan, blocks: Sequence[Sequence[int]], family: str) -> dict[str, Any]:
@@ -28,10 +33,16 @@ def describe(plan: SlabPlan, blocks: Sequence[Sequence[int]], family: str) -> di
         "namespace": namespace(),
         "made_at": time.time(),
         "env": family,
+        "path": " " * _PATH_BYTES,
         "blocks": [list(block) for block in blocks],
         "words": {field.name[0]: [field.offset, field.shape[0]] for field in plan.words},
         "nbytes": plan.words.nbytes,
     }
+
+
+def show_path(buffer: np.ndarray, path: str) -> None:
+    """Write which calls are made in C to the nameplate of a slab; a long text is cut."""
+    nameplate.change(buffer, path=path.encode("ascii", "replace").decode()[: _PATH_BYTES // 2])  # `"` and `\\` take two
 
 
 def namespace() -> str:

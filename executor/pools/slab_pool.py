@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint
+from envherd.executor.pools.fast_commands import FastCommands, NativeExchange
 from envherd.executor.pools.replies import Outcome
 from envherd.shm.private_view import PrivateView
 
@@ -18,7 +19,7 @@ class SlabPool:
 
     Attributes:
         blueprint: see `Pool`.
-        outcome: see `Pool`.
+        outcome, why_python, envs_in_python: see `Pool`.
         question, answers: see `Pool`.
         lendable: see `Pool`.
     """
@@ -27,8 +28,21 @@ class SlabPool:
     outcome: Outcome
     question: Callable[..., dict[int, Any]]
     answers: Callable[[dict[int, Any], str], dict[int, Any]]
+    why_python: Sequence[str] = ()
+    envs_in_python: Sequence[str] = ()
     _words: CommandWords
     lendable: PrivateView | None = None
+
+    def compile(self) -> FastCommands:
+        """Refuse: `why_python` is not empty."""
+        raise AssertionError(f"no commands in C: {self.why_python}")
+
+    def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange:  # noqa: ARG002  # as of `Pool`
+        """Refuse, likewise."""
+        raise AssertionError(f"no exchange in C: {self.why_python}")
+
+    def show_path(self, path: str) -> None:
+        """Do nothing: `envherd top` shows only the workers of one machine."""
 
     @property
     def number(self) -> int:

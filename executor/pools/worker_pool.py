@@ -25,15 +25,13 @@ from envherd.executor.pools.fast_commands import (
     LOOK_S,
     FastCommands,
     NativeExchange,
-    compile_give,
-    compile_has_all,
     compile_natively,
     exchange_natively,
     native_caller,
 )
 from envherd.executor.pools.questions import Questions
 from envherd.executor.pools.replies import Outcome
-from envherd.executor.pools.slab_plate import LABEL, describe
+from envherd.executor.pools.slab_plate import LABEL, describe, show_path
 from envherd.executor.pools.slab_pool import SlabPool
 from envherd.executor.pools.supervisor import Supervisor
 from envherd.executor.pools.waiting import Deadline, Overdue
@@ -43,7 +41,7 @@ from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
 from envherd.shm.specs import EnvSpec
 from envherd.shm.sync import Doorbell
 from envherd.shm.tally import Tally
-from envherd.workers import messages
+from envherd.workers import messages, native
 from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.processes import memory_of
 from envherd.workers.protocol import Op, describe_phase, pack, pack_each
@@ -67,6 +65,7 @@ class WorkerPool(SlabPool):
         self.serving: Sequence[int] = self.worker_ids  # workers that run steps: all, unless envs have two instances
         self.num_workers = len(self.serving)
         self.worker_of = np.repeat(np.arange(self.num_workers), [len(b) for b in blueprint.blocks])
+        self.why_python = native.why_not()
         self.outcome = Outcome()
         self.specs: list[EnvSpec] = []
         self.crew = Crew(blueprint, options, self._take_frame)
@@ -86,6 +85,7 @@ class WorkerPool(SlabPool):
         """
         try:
             self.specs = self.crew.start()
+            self.envs_in_python = self.crew.envs_in_python
             self._make_slab()
         except FactoryError:
             self.close(min(_FAREWELL_S, self.options.close_timeout_s))  # the other workers close their envs
@@ -156,6 +156,9 @@ class WorkerPool(SlabPool):
     def recyclable(self) -> RecyclablePool | None:
         """This pool, because the engine knows when the envs of a worker are between episodes."""
         return self
+
+    def show_path(self, path: str) -> None:
+        show_path(self.slab.buffer, path)
 
     # ---- commands ----------------------------------------------------------------------------
 
@@ -248,17 +251,10 @@ class WorkerPool(SlabPool):
                     return True
         return False
 
-    def compile(self) -> FastCommands | None:
-        if self._caller is None:
-            give = compile_give(self._words, self._go)
-            has_all = compile_has_all(self, self._words, self._done)
-        else:
-            give, has_all = compile_natively(self, self._words, self._caller)
-        return FastCommands(self.supervisor.absent, give, has_all)
+    def compile(self) -> FastCommands:
+        return FastCommands(self.supervisor.absent, *compile_natively(self, self._words, self._caller))
 
-    def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange | None:
-        if self._caller is None:
-            return None
+    def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange:
         return exchange_natively(self._words, self._caller, self.supervisor.absent, self._must_look, facts)
 
     def _must_look(self) -> bool:

@@ -30,6 +30,7 @@ from envherd.executor.protocol.calls import Calls
 from envherd.executor.protocol.env_batches import Draft, EnvBatches
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.flight import Flight, Flights
+from envherd.executor.protocol.plain import what_is_plain
 from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.recycling import Recycler
 from envherd.executor.protocol.side_data import SideData
@@ -49,6 +50,7 @@ class Engine(Calls):
         side: the envs' values outside the slab.
         batches: makes batches of the rows.
         flights: all commands.
+        plain: which calls are made in C.
         side_inputs: env id -> the inputs of its latest step that did not go through the slab, one per side leaf.
     """
 
@@ -74,6 +76,8 @@ class Engine(Calls):
         self.guard = CallGuard(self)
         self.side_inputs: dict[int, list[Any]] = {}
         self.use_seed(seed)
+        self.plain = what_is_plain(pool, options, device, self.plain_intake)
+        pool.show_path(str(self.plain))
 
     def _make_intake(self, index: int) -> GroupIntake:
         group, level = self.pool.slab.groups[index], self.options.check_actions
@@ -149,7 +153,7 @@ class Engine(Calls):
             raise ValueError(f"step failed: expected a batch of {self.num_envs} envs, got batch size {batch_size}.")
         self.refuse_rolling()
         flight = self.flights.begin(op, cut=cut, write_inputs=partial(self.write_inputs, td))
-        draft = self.batches.draft[op](flight.at) if self.batches.is_plain else None
+        draft = None if self.plain.rows else self.batches.draft[op](flight.at)
         return self.land_step(flight, draft)
 
     def land_step(self, flight: Flight, draft: Draft | None) -> tuple[TensorDictBase, TensorDictBase | None]:
@@ -164,11 +168,6 @@ class Engine(Calls):
         if draft is not None:
             return batches.finish(draft, flight.at, flight.ended)
         return batches.after_step(flight.at, flight.ended, has_root=flight.op == Op.STEP_RESET)
-
-    @property
-    def is_unusual(self) -> bool:
-        """Whether a step of all envs may involve side values, infos, other devices or recycling."""
-        return not self.batches.is_plain or self.options.recycles or self.options.infos != "drop"
 
     @property
     def plain_intake(self) -> PlainIntake | None:
@@ -251,5 +250,5 @@ class Engine(Calls):
         """Return the statistics so far."""
         flights, loans = self.flights, self.positions.loans
         lent = 0 if loans is None else loans.num_lent
-        tally = Tally(flights.num_errors, flights.losses.num_interrupted, self.ready_at, lent)
+        tally = Tally(flights.num_errors, flights.losses.num_interrupted, self.ready_at, str(self.plain), lent)
         return count(self.pool, self.memory, tally)

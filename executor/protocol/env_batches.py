@@ -35,10 +35,9 @@ class EnvBatches:
     Attributes:
         mover: as given.
         groups: the `GroupBatch` of each group of equal envs.
-        is_plain: one group on the CPU, with only the slab's leaves.
         root_shell: for all envs of that group.
         draft: op -> `column -> draft`: creates the batches of a step before its rows exist, while the workers step;
-            `finish` fills them. Only for plain batches.
+            `finish` fills them. Only if `Plain.rows` is empty.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class EnvBatches:
         self._has_interrupted = positions.has_interrupted
         self.groups = [self._make_group(index, device) for index in range(len(positions.slab.groups))]
         first = self.groups[0]
-        self.is_plain = self._places.is_one_group and first.is_on_cpu and not (side.has_values or self._has_interrupted)
         self.root_shell = first.shell("root", (first.num_rows,))
         self._next_shell = first.shell("next", (first.num_rows,))
         self._root_shell_over_next = first.root_shell_over_next((first.num_rows,))

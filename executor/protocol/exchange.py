@@ -148,7 +148,7 @@ class Exchange:
         flights.take_news(ready)
         leaves = is_over = None
         next_td: TensorDictBase
-        if batches.is_plain:
+        if not engine.plain.rows:
             next_td, leaves, is_over = batches.groups[0].next_at(columns, ready)
         else:
             next_td = batches.next_of(ready, columns)

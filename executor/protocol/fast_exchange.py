@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from envherd.executor.batches.fast_tensordict import IS_AS_EXPECTED, Make, maker
+from envherd.executor.batches.fast_tensordict import Make, maker
 from envherd.executor.batches.hand_out import GroupBatch, Shell
 from envherd.executor.batches.reused_memory import ReusedMemory, splitter
 from envherd.executor.pools.fast_commands import NativeExchange
@@ -105,8 +105,8 @@ def _requests(section: str, leaves: Iterable[LeafSpec], count: int) -> list[tupl
 
 def facts_of(engine: Engine) -> dict[str, Any]:
     """Return an engine's arguments for C; see `workers/native/exchange.c`."""
-    batch, positions, states, plain = engine.batches.groups[0], engine.positions, engine.states, engine.plain_intake
-    can_send = plain is not None and plain.legal is not None
+    batch, positions, states = engine.batches.groups[0], engine.positions, engine.states
+    plain = None if engine.plain.send else engine.plain_intake
     return {
         "states": states.values,
         "ops": states.ops,
@@ -122,20 +122,17 @@ def facts_of(engine: Engine) -> dict[str, Any]:
         "inputs": [batch.slab.inputs["input", *leaf.key] for leaf in input_leaves(batch.spec)],
         "done": batch.next_keys.index(("done",)),
         "root_done": batch.root_keys.index(("done",)),
-        "action": plain.target if plain is not None and can_send else None,
-        "check": int(plain.legal or 0) if plain is not None else 0,
-        "limit": plain.limit if plain is not None else 0,
+        "action": None if plain is None else plain.target,
+        "check": 0 if plain is None or plain.legal is None else int(plain.legal),
+        "limit": 0 if plain is None else plain.limit,
         **{state.name.lower(): int(state) for state in (State.RUNNING, State.ENDED, State.STEPPING)},
         "step_resetting": int(State.STEP_RESETTING),
     }
 
 
 def compile_exchange(engine: Engine) -> FastExchange | None:
-    """Return sends and receives in C; None if C cannot be used."""
-    if engine.is_unusual or not engine.positions.places.is_flat or not IS_AS_EXPECTED:
-        return None
-    commands = engine.pool.compile_exchange(facts_of(engine))
-    return None if commands is None else FastExchange(engine, commands)
+    """Return sends and receives in C; None if `engine.plain` has reasons against them."""
+    return None if engine.plain.recv else FastExchange(engine, engine.pool.compile_exchange(facts_of(engine)))
 
 
 class FastExchange:
@@ -149,8 +146,7 @@ class FastExchange:
         self._absent, self._must_look, self._give, self._wait, self._take, self._gather_roots = commands
         self._has_reports, self._begin_mixed = engine.flights.has_reports, engine.positions.begin_mixed
         self._sizes = _Sizes(engine.batches.groups[0], len(engine.all_ids))
-        plain = engine.plain_intake
-        self._plain = None if plain is None or plain.legal is None else plain
+        self._intake = None if engine.plain.send else engine.plain_intake
 
     def _is_plain(self) -> bool:
         guard = self._guard
@@ -183,8 +179,8 @@ class FastExchange:
         return is_sent or None
 
     def _send(self, td: TensorDict, env_ids: Any, op: int) -> bool:
-        source: dict[str, Any] = td._tensordict  # noqa: SLF001  # as `IS_AS_EXPECTED` says
-        plain = self._plain
+        source: dict[str, Any] = td._tensordict  # noqa: SLF001  # as `fast_tensordict.IS_AS_EXPECTED` says
+        plain = self._intake
         if plain is None:
             return False
         if env_ids is None:

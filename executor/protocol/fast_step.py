@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tensordict import TensorDict, TensorDictBase
 
-from envherd.executor.batches.fast_tensordict import IS_AS_EXPECTED
-from envherd.executor.pools.fast_commands import FastCommands
 from envherd.executor.protocol.flight import Flight
 from envherd.workers.protocol import RING, STEP_RESET, Op, pack
 
@@ -32,10 +30,9 @@ def never(_: Any) -> None:
 
 def compile_step(engine: Engine, op: Op) -> FastStep:
     """Return a step of all envs; it holds the call guard for its caller, and sets `next` of its batch."""
-    commands = _commands(engine)
-    if commands is None or not IS_AS_EXPECTED:
+    if engine.plain.step:
         return never
-    absent, give, has_all = commands
+    absent, give, has_all = engine.pool.compile()
     guard, flights, positions, batches = engine.guard, engine.flights, engine.positions, engine.batches
     hold, release, frame_of = guard.hold, guard.release, sys._getframe
     batch_size, device = engine.batch_size, engine.device
@@ -53,7 +50,7 @@ def compile_step(engine: Engine, op: Op) -> FastStep:
         try:
             if (
                 td.__class__ is not TensorDict
-                or td._batch_size != batch_size  # noqa: SLF001  # as `IS_AS_EXPECTED` says
+                or td._batch_size != batch_size  # noqa: SLF001  # as `fast_tensordict.IS_AS_EXPECTED` says
                 or td._device is not device  # noqa: SLF001
                 or td._td_dim_names is not None  # noqa: SLF001
                 or td._is_locked  # noqa: SLF001
@@ -94,11 +91,11 @@ def compile_command(engine: Engine, op: Op) -> Callable[[int], Flight]:
     Returns:
         A function: column -> flight, which may have landed already.
     """
-    commands, flights = _commands(engine), engine.flights
+    flights = engine.flights
     begin = flights.begin
-    if commands is None:
+    if engine.plain.step:
         return lambda at: begin(op, at=at)
-    absent, give, has_all = commands
+    absent, give, has_all = engine.pool.compile()
     values, running, note = flights.states.values.tobytes, flights.states.running, compile_note(engine, op)
     first, each = pack(int(op), engine.positions.where.target, 0), pack(0, 0, 1)
     under_way = Flight(flights, op, None, None)
@@ -117,10 +114,6 @@ def compile_command(engine: Engine, op: Op) -> Callable[[int], Flight]:
         return under_way
 
     return command
-
-
-def _commands(engine: Engine) -> FastCommands | None:
-    return None if engine.is_unusual else engine.pool.compile()
 
 
 def compile_take(engine: Engine) -> Callable[[dict[str, Any]], bool | None]:

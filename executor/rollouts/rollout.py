@@ -294,7 +294,7 @@ class _Run:
 
     def _root(self, step: int) -> TensorDictBase:
         batches = self._batches
-        if batches.is_plain:
+        if not self._engine.plain.rows:
             return batches.root_shell.build(self._lease.roots[0][step])
         tds: list[TensorDictBase] = []
         for roots, batch in zip(self._lease.roots, batches.groups, strict=True):

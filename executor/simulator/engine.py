@@ -30,6 +30,7 @@ from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.protocol.calls import Calls
 from envherd.executor.protocol.env_states import EnvStates, Event, State
 from envherd.executor.protocol.exchange import Exchange, set_ids
+from envherd.executor.protocol.plain import Plain
 from envherd.executor.protocol.side_data import SideData
 from envherd.executor.simulator.actions import TensorIntake
 from envherd.executor.simulator.rows import Row, Rows
@@ -85,7 +86,7 @@ class SimulatorEngine(Calls):
         sent: the step that was sent; or None.
     """
 
-    is_unusual = True  # no command is compiled
+    plain = Plain.never("a torch simulator runs in this process")
 
     def __init__(
         self, pool: SerialPool, *, seed: int, device: torch.device | None, copy: bool, options: ExecutorOptions
@@ -348,7 +349,7 @@ class SimulatorEngine(Calls):
 
     def statistics(self) -> Statistics:
         """Return the statistics so far."""
-        return count(self.pool, self.memory, Tally(self._num_errors, 0, self.ready_at))
+        return count(self.pool, self.memory, Tally(self._num_errors, 0, self.ready_at, str(self.plain)))
 
 
 class SimulatorExchange(Exchange):

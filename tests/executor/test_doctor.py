@@ -71,8 +71,13 @@ def test_more_torch_threads_than_free_processors_are_warned_of(monkeypatch, thre
             "1", native.MODULE, "ok", "C", marks=pytest.mark.skipif(native.load() is None, reason="not built")
         ),
         ("0", native.MODULE, "ok", "Python (ENVHERD_NATIVE=0)"),
-        ("1", "math", "warn", "Python (built from other sources; run: python setup.py build_ext --inplace)"),
-        ("1", "_no_such_module", "warn", "Python (No module named '_no_such_module')"),
+        (
+            "1",
+            "math",
+            "warn",
+            "Python (the C extension was built from other sources; run: python setup.py build_ext --inplace)",
+        ),
+        ("1", "_no_such_module", "warn", "Python (the C extension is not built)"),
     ],
 )
 def test_it_says_whether_plain_steps_run_in_c(monkeypatch, switch, module, level, found):

@@ -34,7 +34,8 @@ from envherd.executor import (
     WorkerTimeout,
 )
 from envherd.executor.pools import fast_commands
-from envherd.executor.pools.worker_pool import WorkerPool
+from envherd.executor.protocol.plain import Plain
+from envherd.workers import native
 from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv
 from tests.gates import Gate, wait_for
 from tests.scale import scaled
@@ -131,8 +132,7 @@ class Derived(TensorDict):
 
 def generalised(env: Any) -> Any:
     """Disable compiled steps, sends and receives of an executor."""
-    env._pool.compile = lambda: None
-    env._pool.compile_exchange = lambda _: None
+    env._engine.plain = Plain.never("this is a test")._replace(rows=env._engine.plain.rows)
     env.compile()
     return env
 
@@ -320,6 +320,10 @@ def pair_of(name: str, setting: str) -> Iterator[Pair]:
         yield Pair(fast, generalised(general))
 
 
+needs_c = pytest.mark.skipif(native.load() is None, reason="the C extension was not built, or is switched off")
+
+
+@needs_c
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", ENVS)
@@ -370,6 +374,7 @@ def refuse(*_: Any, **__: Any) -> None:
     raise AssertionError("this was the general step")
 
 
+@needs_c
 def test_a_plain_step_is_the_compiled_one(env, monkeypatch):
     monkeypatch.setattr(env._engine, "step_all", refuse)
     monkeypatch.setattr(env._engine.flights, "land", refuse)
@@ -384,6 +389,7 @@ def test_a_plain_step_is_the_compiled_one(env, monkeypatch):
         env.step(td)  # which has a `next`
 
 
+@needs_c
 def test_rollouts_give_the_compiled_command(monkeypatch):
     be_patient(monkeypatch)
     with slow_pair() as env:
@@ -541,9 +547,3 @@ def test_an_executor_that_has_more_to_do_makes_no_compiled_step(options):
         env.reset()
         assert env._fast_step(actions(0, 0)) is None
         assert env._fast_step_reset(actions(0, 0)) is None
-
-
-def test_a_pool_compiles_only_where_a_command_is_all_there_is():
-    with ParallelEnv(2, CountingEnv, options=ExecutorOptions(reset_ahead=True)) as env:
-        assert isinstance(env._pool, WorkerPool)
-        assert env._pool.compile() is None

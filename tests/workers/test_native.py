@@ -363,7 +363,7 @@ def test_what_was_built_from_other_sources_is_not_used(monkeypatch):
     native.find.cache_clear()
     try:
         assert native.load() is None
-        assert native.describe().startswith("Python (built from other sources; run: ")
+        assert native.describe().startswith("Python (the C extension was built from other sources; run: ")
     finally:
         monkeypatch.undo()
         native.find.cache_clear()

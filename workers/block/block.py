@@ -11,6 +11,7 @@ Knows nothing of processes or doorbells: both the worker's loop and `SerialEnv` 
 from __future__ import annotations
 
 import copy
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from envherd.shm.slab import Slab, Storage
 from envherd.workers import seeding
 from envherd.workers.adapters.base import Adapter, StepValues
-from envherd.workers.block.compiling import compile_native
+from envherd.workers.block.compiling import compile_native, why_not_stored
 from envherd.workers.block.questions import answer
 from envherd.workers.block.slot import Begun, Sink, Slot, Step, compile_step, store
 from envherd.workers.errors import InternalError, SpecError
@@ -69,7 +70,7 @@ class Block:
             for slot in self.slots.values():
                 slot.adapter.on_left_out = slot.leave_out
         self._report = report
-        self._isolate_rng = options.isolate_rng
+        self._isolate_rng, self._info_keys = options.isolate_rng, options.info_keys
         self._has_episode_seeds = options.episode_seeds
         self._first_env_id = options.first_env_id
         self.use_root_seed(root_seed)
@@ -106,15 +107,22 @@ class Block:
 
         native = compile_native(slot, sink, self._words, step, notes_infos=self._pack_info is not None)
         sink.step = compile_step(slot, sink, self._words, step) if native is None else native.run
-        sink.native = native if self._steps_plainly(slot) else None
+        sink.native = None if slot.unwatched or self._why_python(slot) else native
 
-    def _steps_plainly(self, slot: Slot) -> bool:
-        """Return whether a step of an env only calls it and writes the result: no generator is watched or swapped.
+    def why_python(self) -> list[str]:
+        """Return why the loop in Python steps the envs, in words for users; empty if the loop in C does."""
+        return [*dict.fromkeys(why for slot in self.slots.values() for why in self._why_python(slot))]
+
+    def _why_python(self, slot: Slot) -> list[str]:
+        """Return why a step of an env does more than to call it and to write the result; see `why_python`.
 
         Such a step reports at most an info; C leaves non-empty infos to this block.
         """
-        is_watched = bool(slot.unwatched) or self._isolate_rng
-        return not (is_watched or slot.has_side or slot.adapter.on_left_out)
+        own = {
+            "isolate_rng=True": self._isolate_rng,
+            f"info_keys={reprlib.repr(self._info_keys)}": slot.adapter.on_left_out is not None,
+        }
+        return [*why_not_stored(slot), *(why for why, applies in own.items() if applies)]
 
     def detach_storage(self, target: int) -> None:
         """Forget a rollout storage."""

@@ -9,12 +9,13 @@ holds the buffers of its arrays, so their memory lives as long as it does.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
+from envherd.shm.specs import Discrete, LeafSpec
 from envherd.workers import native
 from envherd.workers.adapters.base import EnvCall, StepValues
 from envherd.workers.adapters.common.scalars import NUMBERS
@@ -38,13 +39,12 @@ def compile_native(
         step: steps the env, given the values of its action.
         notes_infos: whether the block reports infos that are not empty.
     """
-    module, adapter = native.load(), slot.adapter
-    if module is None or slot.check_finite or slot.has_side or adapter.takes_tensors:
+    if why_not_stored(slot):
         return None
-    if not _is_plain(slot.spec):
-        return None
-    call = adapter.env_call() if step == adapter.step else None
-    return module.Step(step_facts(slot, sink, words, step if call is None else call) | {"notes_infos": notes_infos})
+    call = slot.adapter.env_call() if step == slot.adapter.step else None
+    return native.load().Step(
+        step_facts(slot, sink, words, step if call is None else call) | {"notes_infos": notes_infos}
+    )
 
 
 def step_facts(
@@ -91,10 +91,21 @@ def step_facts(
     }
 
 
-def _is_plain(spec: EnvSpec) -> bool:
-    if spec.batch_shape or len(spec.done) != 3 or len(spec.action) + len(spec.state) == 0:
-        return False
-    return all(map(_is_stored_plainly, (*spec.observation, *spec.reward)))
+def why_not_stored(slot: Slot) -> list[str]:
+    """Return why C cannot step an env and store the result, in words for users; empty if it can."""
+    spec = slot.spec
+    side = [leaf.key for leaf in spec.leaves() if leaf.is_side]
+    odd = [leaf.key for leaf in (*spec.observation, *spec.reward) if not leaf.is_side and not _is_stored_plainly(leaf)]
+    reasons = {
+        "check_finite=True": slot.check_finite,
+        f"values without a fixed shape: {reprlib.repr(side)}": bool(side),
+        "the envs take tensors": slot.adapter.takes_tensors,
+        "each env is a batch of rows": bool(spec.batch_shape),
+        "agents have done flags": len(spec.done) != 3,
+        "the envs take no action": not (spec.action or spec.state),
+        f"neither an int64 nor an array with values: {reprlib.repr(odd)}": bool(odd),
+    }
+    return [*native.why_not(), *(why for why, applies in reasons.items() if applies)]
 
 
 def _is_stored_plainly(leaf: LeafSpec) -> bool:

@@ -28,6 +28,12 @@ def load() -> Any:
     return find()[0]
 
 
+def why_not() -> list[str]:
+    """Return why C is not used, in words for users; empty if it is."""
+    module, why = find()
+    return [] if module is not None else [why]
+
+
 def describe() -> str:
     """Return a text that names the code for plain steps: "C" or "Python (REASON)"."""
     module, why = find()
@@ -53,9 +59,11 @@ def find() -> tuple[Any, str]:
         return None, f"{SWITCH}=0"
     try:
         module = importlib.import_module(MODULE)
+    except ModuleNotFoundError:
+        return None, "the C extension is not built"
     except ImportError as error:
-        return None, str(error)
+        return None, f"the C extension cannot be loaded: {error}"
     sources = sorted(Path(__file__).parent.glob("*.[ch]"))  # in a checkout; an installed package has none
     if sources and getattr(module, "sources", None) != zlib.crc32(b"".join(path.read_bytes() for path in sources)):
-        return None, "built from other sources; run: python setup.py build_ext --inplace"
+        return None, "the C extension was built from other sources; run: python setup.py build_ext --inplace"
     return module, ""

@@ -66,6 +66,9 @@ class AheadBlock(Block):
         for slot in self.slots.values():
             slot.adapter.reseeded()
 
+    def why_python(self) -> list[str]:
+        return [*super().why_python(), "reset_ahead=True"]
+
     def forget_ahead(self) -> None:
         """Drop the prepared episode: the env has changed since."""
         self._kept = None

@@ -195,7 +195,7 @@ class Worker:
             self._block = AheadBlock(*parts) if message.block.reset_ahead else Block(*parts)
         _listen_for_stack_requests(self._log_fd)  # an imported package may have replaced the handler
         specs = {str(env_id): adapter.spec.to_plain() for env_id, adapter in adapters.items()}
-        self._channel.send_plain({"kind": "specs", "specs": specs})
+        self._channel.send_plain({"kind": "specs", "specs": specs, "why_python": self._block.why_python()})
 
     def _on_attach(self, message: messages.Attach) -> None:
         assert self._block is not None

@@ -137,6 +137,9 @@ class ThreadedBlock(Block):
         super().attach(slab)
         self._phase: Any = _Phases(self._words, steps_first=self._steps_first)
 
+    def why_python(self) -> list[str]:
+        return [*super().why_python(), "env_threads=True"]
+
     def rest(self) -> None:
         """Note that the calling thread is in no call of an env."""
         self._phase[self.worker_id] = 0

@@ -1,0 +1,101 @@
+"""Decide which calls of an executor are made in C, once, when it is created; with the reasons against the others.
+
+A call is *plain* if all that it needs are commands, and rows of one kind in the slab: then C gives the commands, waits
+and takes the rows. `Engine` and `Exchange` handle every other call, in Python. What may differ from call to call (the
+class of a batch, the envs' states, a loss) is not decided here.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import NamedTuple, Self
+
+import tensordict
+import torch
+
+from envherd.executor.batches.fast_tensordict import IS_AS_EXPECTED
+from envherd.executor.batches.plain_actions import PlainIntake
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.base import Pool
+
+#: Reasons in words for users, which docs/sizing.md explains; empty if there is none.
+Why = tuple[str, ...]
+
+
+class Plain(NamedTuple):
+    """Why calls are made in Python; nothing for those that are made in C. Its `str` is for users.
+
+    Attributes:
+        rows: why the rows of all envs are more than the arrays of one group.
+        step: of `step`, `step_and_maybe_reset` and rollouts.
+        send: of `send`.
+        recv: of `recv` and `current`.
+        envs: why the loop that calls the envs, in a worker or in this process, is the one in Python.
+    """
+
+    rows: Why
+    step: Why
+    send: Why
+    recv: Why
+    envs: Why = ()
+
+    @classmethod
+    def never(cls, why: str) -> Self:
+        """Return the decision for an engine without commands in C."""
+        return cls((why,), (why,), (why,), (why,))
+
+    @property
+    def brief(self) -> str:
+        """How steps of all envs are made."""
+        return f"steps in Python: {_listed(self.step)}" if self.step else "steps in C"
+
+    def __str__(self) -> str:
+        exchange = ("send and recv", self.recv) if self.recv else ("send", self.send)
+        others = [("calls of the envs", tuple(one for one in self.envs if one not in self.step))]
+        others += [] if self.step else [exchange]
+        parts = [f"{what} in Python, because {_listed(why)}" for what, why in (("steps", self.step), *others) if why]
+        return "; ".join(parts if self.step else ["steps in C", *parts])
+
+
+def what_is_plain(
+    pool: Pool, options: ExecutorOptions, device: torch.device | None, intake: PlainIntake | None
+) -> Plain:
+    """Return which calls of an executor are plain.
+
+    Args:
+        pool: with its slab.
+        options: of the executor.
+        device: of the batches.
+        intake: of all envs' actions; None if they are not one leaf of one group.
+    """
+    num_groups, spec = len(pool.slab.groups), pool.specs[0]
+    side = {leaf.key: None for one in pool.specs for leaf in one.observation if leaf.is_side}
+    recycles = pool.recyclable is not None
+    rows = _those(
+        (num_groups > 1, f"the envs have {num_groups} different specs"),
+        (device is not None and device.type != "cpu", f"device={str(device)!r}"),
+        (bool(side), f"values without a fixed shape: {reprlib.repr([*side])}"),
+        (options.on_worker_loss == "restart", "on_worker_loss='restart'"),
+    )
+    odd = _those(
+        (not IS_AS_EXPECTED, f"tensordict {tensordict.__version__} is not known"),
+        (recycles and options.recycle_after is not None, f"recycle_after={options.recycle_after}"),
+        (recycles and options.max_worker_memory is not None, f"max_worker_memory={options.max_worker_memory}"),
+        (options.infos != "drop", f"infos={options.infos!r}"),
+    )
+    step = (*pool.why_python, *rows, *odd)
+    here = (not pool.num_workers, "the envs run in this process")
+    recv = (*step, *_those(here, (bool(spec.batch_shape), "each env is a batch of rows")))
+    inputs = reprlib.repr([leaf.key for leaf in (*spec.action, *spec.state)])
+    unchecked = (intake is not None and intake.legal is None, f"check_actions={options.check_actions!r}")
+    send = (*recv, *_those((intake is None, f"the inputs are not one array: {inputs}"), unchecked))
+    return Plain(rows, step, send, recv, tuple(pool.envs_in_python))
+
+
+def _those(*reasons: tuple[bool, str]) -> Why:
+    """Return the reasons that apply."""
+    return tuple(why for applies, why in reasons if applies)
+
+
+def _listed(why: Why) -> str:
+    return " and ".join(why)
