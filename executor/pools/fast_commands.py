@@ -1,8 +1,7 @@
-"""Commands to all envs, compiled for one pool: the fast path of a step that returns only rows.
+"""Commands in C (`workers.native`) for one pool: to all envs, and to some of them.
 
 Guarantees: words are written in the order of `CommandWords.write_all`, and answers count as in `WorkerPool.wait_all`:
-these are the specification. Waits that take longer, or answers with more than rows, are left to `wait_all`. Runs in C
-(`workers.native`) if the extension is available.
+these are the specification. Waits that take longer, or answers with more than rows, are left to `wait_all`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.replies import Outcome
-from envherd.shm.sync import Doorbell, keep_order
+from envherd.shm.sync import Doorbell
 from envherd.workers import native
 
 #: Seconds without an answer after which the caller checks the workers' pidfds.
@@ -57,60 +56,15 @@ class NativeExchange(NamedTuple):
 
 
 class Waiting(Protocol):
-    """The part of a pool that `compile_has_all` uses.
+    """The part of a pool that `compile_natively` uses.
 
     Attributes:
-        num_workers: each worker rings once it has answered for all its envs.
         outcome: reports besides the rows.
         has_waited: set if `wait_all` need not wait for tokens; `wait_all` clears it.
     """
 
-    num_workers: int
     outcome: Outcome
     has_waited: bool
-
-
-def compile_give(words: CommandWords, bells: Sequence[Doorbell]) -> Callable[[int], None]:
-    """Return `FastCommands.give` over the words and the doorbells of a pool."""
-    fill_command, fill_lost, fill_seq = words.command.fill, words.answers_lost.fill, words.command_seq.fill
-    rings = [bell.ring for bell in bells]
-
-    def give(command: int) -> None:
-        words.number = number = words.number + 1
-        fill_command(command)
-        fill_lost(0)
-        keep_order()
-        fill_seq(number)
-        for ring in rings:
-            ring()
-
-    return give
-
-
-def compile_has_all(pool: Waiting, words: CommandWords, done: Doorbell) -> Callable[[], bool]:
-    """Return `FastCommands.has_all` over a pool's words and doorbell."""
-    replies, numbers, wait, num_workers = (
-        words.reply_seq.tobytes,
-        words.command_seq.tobytes,
-        done.wait,
-        pool.num_workers,
-    )
-    status, no_status = words.status.tobytes, bytes(words.status.nbytes)
-
-    def has_all() -> bool:
-        num_tokens = 0
-        while num_tokens < num_workers or replies() != numbers():
-            if not wait(LOOK_S):
-                pool.has_waited = True
-                return False
-            num_tokens += 1
-        keep_order()
-        if status() == no_status and not pool.outcome:
-            return True
-        pool.has_waited = True
-        return False
-
-    return has_all
 
 
 def native_caller(  # what a pool waits with
@@ -152,7 +106,7 @@ def native_caller(  # what a pool waits with
 def compile_natively(
     pool: Waiting, words: CommandWords, caller: Any
 ) -> tuple[Callable[[int], None], Callable[[], bool]]:
-    """Return the results of `compile_give` and `compile_has_all` in C."""
+    """Return `FastCommands.give` and `has_all` over a pool's words and the result of `native_caller`."""
     give_all, wait = caller.give, caller.has_all
 
     def give(command: int) -> None:

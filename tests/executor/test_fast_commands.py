@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from envherd.executor.pools import fast_commands
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.replies import Outcome
+from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
 from envherd.shm.tally import Counter
 from envherd.workers import native
@@ -48,10 +49,22 @@ class Side:
         )
         self.num_workers, self.outcome, self.has_waited = num_workers, Outcome(), False
         compiled = fast_commands.compile_natively(self, self.words, self.caller)
-        if not in_c:
-            has_all = fast_commands.compile_has_all(self, self.words, self.done)
-            compiled = fast_commands.compile_give(self.words, self.go), has_all
-        self.give, self.has_all = compiled
+        self.give, self.has_all = compiled if in_c else (self._give, self._has_all)
+
+    def _give(self, command: int) -> None:
+        """Do as `WorkerPool.submit_all` without C."""
+        self.words.write_all(command, None, 0)
+        for bell in self.go:
+            bell.ring()
+
+    def _has_all(self) -> bool:
+        """Do as `WorkerPool.wait_all` without C, before it waits slowly or reads messages."""
+        own = {"_caller": None, "_done": self.done, "_words": self.words, "_follow_up": lambda: None}
+        pool: Any = SimpleNamespace(num_workers=self.num_workers, **own)
+        if WorkerPool._take_tokens(pool) and self.words.announces_nothing() and not self.outcome:
+            return True
+        self.has_waited = True
+        return False
 
     def state(self) -> tuple[Any, ...]:
         """Return all state that commands may change; take the tokens."""
