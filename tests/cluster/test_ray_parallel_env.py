@@ -64,6 +64,7 @@ def test_it_is_spread_over_the_nodes(shared_env):
     assert len({node.node_id for node in shared_env.nodes}) == 2
     assert [worker.env_ids for worker in shared_env.statistics().workers] == [(0, 1), (2,), (3,), (4,)]
     assert len(set(shared_env.call("pid"))) == 4
+    assert shared_env.statistics().path == "steps in Python, because the envs run in a Ray cluster"
 
 
 def test_steps_and_resets_are_those_of_one_machine(pair):
