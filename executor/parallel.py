@@ -40,8 +40,7 @@ class ParallelEnv(BatchedEnv):
         seed: root seed of everything random; None draws one (see the attribute `seed`).
         device: of the batches; None leaves them on the CPU.
         copy: True hands out batches that nothing overwrites; False hands out views of a ring. The
-            `options.ring_frames`-th step after a view's
-            own step overwrites it; resets and rollouts do not.
+            `options.ring_frames`-th step after a view's own step overwrites it; resets and rollouts do not.
         options: see `ExecutorOptions`.
 
     Raises:

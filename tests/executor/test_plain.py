@@ -92,7 +92,12 @@ def assert_true(env: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
 
     def watch(owner: Any, name: str) -> None:
         method = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, **kwargs: [calls.append(name), method(*args, **kwargs)][1])
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
 
     for owner, name in ((env._engine, "step_all"), (env._exchange, "send"), (env._exchange, "recv")):
         watch(owner, name)
