@@ -224,6 +224,8 @@ class WorkerPool(SlabPool):
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
         """As `submit`, for envs of a worker that is being replaced: its successor carries out the commands."""
         self._words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
+        for worker_id in filter(self.supervisor.is_serving, self.worker_ids):
+            self._rings[worker_id]()  # after an interrupt, the successor may serve already
 
     def is_idle(self) -> bool:
         """Return whether no env owes an answer."""

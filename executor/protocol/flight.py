@@ -579,11 +579,11 @@ class Flights:
         if not flight.is_parked:
             self.states.move(ids, Event.IS_BROKEN_OFF)
             return ids
-        ids = ids[self.states.under_way[ids]]
-        not_given = ids[~self.pool.was_given(ids, flight.number)]
+        sent = ids[self.states.under_way[ids]]
+        not_given = sent[~self.pool.was_given(sent, flight.number)]
         is_in_doubt = self.pool.number > flight.number
         self.states.move(not_given, Event.IS_BROKEN_OFF if is_in_doubt else Event.IS_WITHDRAWN)
-        return not_given if is_in_doubt else _NOBODY
+        return ids[self.states.needs_reset[ids]]  # also those that an earlier, interrupted recovery has broken off
 
 
 def _some(env_ids: np.ndarray) -> np.ndarray | None:

@@ -56,9 +56,9 @@ class Losses:
     def accept(self) -> None:
         """Record losses outside any flight; the next flight reports those whose workers are replaced."""
         if not self._is_replacing:
-            losses = dict(self._pool.outcome.losses)
             self.forget()
-            self.replace(losses, _NOBODY)
+            # Not only the reported ones: an interrupt may have come after they were taken, before they were recorded.
+            self.replace(self._pool.lost, _NOBODY)
 
     def replace(self, losses: Mapping[int, EnvherdError], own: np.ndarray) -> EnvherdError | None:
         """Begin to replace lost workers, and record the losses of envs outside a flight.
