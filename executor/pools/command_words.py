@@ -39,7 +39,7 @@ class CommandWords:
         """Write some envs' next commands, int64 `[k]`, under one number."""
         self.number += 1
         self.command[env_ids] = commands
-        if b"\x01" in self.answers_lost.tobytes():
+        if 1 in self.answers_lost.tobytes():
             self.answers_lost[env_ids] = False
         keep_order()
         self.command_seq[env_ids] = self.number

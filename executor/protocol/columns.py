@@ -70,13 +70,13 @@ class Columns:
 
         A worker computes `done` from the env's two flags, so True is always the byte 1.
         """
-        if self._only_next_done is not None and b"\x01" not in self._only_next_done[column].tobytes():
+        if self._only_next_done is not None and 1 not in self._only_next_done[column].tobytes():
             return None
         if self._places.is_flat:
             return np.asarray(self._next_done[0][column, :, 0].nonzero()[0])
         ended = None
         for env_ids, done in zip(self._places.env_ids, self._next_done, strict=True):
-            if b"\x01" in done[column].tobytes():
+            if 1 in done[column].tobytes():
                 rows = done[column].reshape(len(env_ids), -1).any(1)
                 if ended is None:
                     ended = np.zeros(self._places.num_envs, bool)
@@ -93,7 +93,7 @@ class Columns:
 
     def has_no_done_root(self, column: int) -> bool:
         """Return True if a fast check shows that no root at a column is done (0.2 us); False otherwise."""
-        return self._places.is_flat and b"\x01" not in self._root_done[0][column].tobytes()
+        return self._places.is_flat and 1 not in self._root_done[0][column].tobytes()
 
     def _done_of(self, arrays: list[np.ndarray], env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
         if self._places.is_flat:

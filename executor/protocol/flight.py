@@ -141,7 +141,6 @@ class Flights:
         extras: Mapping[int, Prepare] = _NOTHING,
         write_inputs: Callable[[], None] | None = None,
         is_parked: bool = False,
-        is_late: bool = False,
         flags: int = 0,
     ) -> Flight:
         """Give envs a command. Reset masks must have been written.
@@ -157,7 +156,6 @@ class Flights:
             write_inputs: checks and writes the inputs of a step; called after all other checks. None if there are no
                 inputs, or if they have been written.
             is_parked: the call may end before the flight lands.
-            is_late: the workers are being replaced, and their successors will carry out the command.
             flags: of the command.
 
         Raises:
@@ -168,10 +166,9 @@ class Flights:
         concerned = self.all_ids if ids is None else ids
         if not is_plain:
             self._check(op, concerned, resets, cut)
-        if not is_late:
-            if op == RESET and self._recycler is not None:
-                self._recycler.before_resets(concerned, self.losses.lose)
-            self.pool.await_workers(concerned)
+        if op == RESET and self._recycler is not None:
+            self._recycler.before_resets(concerned, self.losses.lose)
+        self.pool.await_workers(concerned)
         if write_inputs is not None:
             write_inputs()
         if at is None:
@@ -186,7 +183,7 @@ class Flights:
         else:
             self._depart(flight, resets, cut)
         try:
-            self._submit(flight, flags, is_late=is_late)
+            self._submit(flight, flags)
         except EnvherdError:
             is_given = self.pool.number > flight.number
             self._close(flight, Event.IS_BROKEN_OFF if is_given else Event.IS_WITHDRAWN)
@@ -231,9 +228,9 @@ class Flights:
         if cut is not None and op == Op.STEP_RESET:
             states.start(cut, Op.RESET, at + positions.where.root_ahead)
         elif cut is not None:
-            states.start(cut, op, at)  # no worker gets it: its row is complete
+            states.ops[cut], states.columns[cut] = int(op), at  # no worker gets it, and its row is complete
 
-    def _submit(self, flight: Flight, flags: int, *, is_late: bool) -> None:
+    def _submit(self, flight: Flight, flags: int) -> None:
         pool, op, target, ids, cut = self.pool, flight.op, self.positions.where.target, flight.ids, flight.cut
         if flight.extras:
             for env_id in ids.tolist():
@@ -246,17 +243,13 @@ class Flights:
         if cut is not None and op != STEP_RESET:
             ids = np.setdiff1d(ids, cut)
         columns = self.states.columns[ids] if flight.at.__class__ is int or cut is not None else flight.at
-        if is_late:
-            pool.submit_later(ids, op, target, columns, flags)
-            pool.wake_workers()  # the successor may be running already, so no worker is replaced
-        else:
-            pool.submit(ids, op if cut is None else self.states.ops[ids], target, columns, flags)
+        pool.submit(ids, op if cut is None else self.states.ops[ids], target, columns, flags)
 
     def adopt(self, op: Op, at: int) -> Flight:
         """Return the flight of a STEP or STEP_RESET of all envs that `fast_step` has given but cannot land."""
         flight = Flight(self, op, None, at)
         flight.outer = None
-        self.states.start_all(op, at)
+        self.states.name_all(op, at)
         self.current = flight
         return flight
 
@@ -316,7 +309,8 @@ class Flights:
     def _note_rows(self, flight: Flight) -> None:
         """Update the positions of all envs of a flight, none of which raised or was lost."""
         positions, at = self.positions, flight.at
-        if not (flight.is_all and isinstance(at, int) and flight.op != Op.RESET):
+        is_partial = flight.cut is not None and flight.op == Op.STEP
+        if is_partial or not (flight.is_all and isinstance(at, int) and flight.op != Op.RESET):
             self._note_some(flight)
             return
         if flight.op == Op.STEP_RESET:
@@ -335,7 +329,7 @@ class Flights:
         self.states.land_all(over)
 
     def _note_some(self, flight: Flight) -> None:
-        """Update the positions of the envs of a flight, some of which may be dead."""
+        """Update the positions of the envs of a flight, some of which may be dead, or left out (see `Flight.cut`)."""
         positions, ids = self.positions, flight.ids
         ops, at = self.states.ops[ids], self.states.columns[ids]
         is_reset, is_alive = ops == RESET, ~np.isin(ids, flight.dead)
@@ -348,8 +342,9 @@ class Flights:
         flight.was_reset = _some(ids[is_fresh])
         fresh = ids[is_fresh]
         is_over[is_fresh] = positions.were_reset(fresh, at[is_fresh] + positions.where.root_ahead * ~is_reset[is_fresh])
-        self.states.move(ids[is_alive & is_over], Event.ENDS)
-        self.states.move(ids[is_alive & ~is_over], Event.ANSWERED)
+        has_answered = is_alive & self.states.under_way[ids]
+        self.states.move(ids[has_answered & is_over], Event.ENDS)
+        self.states.move(ids[has_answered & ~is_over], Event.ANSWERED)
 
     def _land_unusual(self, flight: Flight) -> None:
         """Land a flight for which the pool reports more than rows, or after which workers may be replaced.
@@ -526,8 +521,8 @@ class Flights:
         if positions.has_interrupted:
             positions.interrupted[env_ids] = False
         is_over = positions.stepped(env_ids, at, is_over)
-        if b"\x01" not in is_over.tobytes():
-            self.states.answer(env_ids)
+        if 1 not in is_over.tobytes():
+            self.states.move(env_ids, Event.ANSWERED)
             self._close(flight)
             return None
         is_fresh = is_over & (self.states.ops[env_ids] == STEP_RESET)
