@@ -22,7 +22,7 @@ from envherd.executor.batches.hand_out import GroupBatch, Shell
 from envherd.executor.batches.reused_memory import ReusedMemory, splitter
 from envherd.executor.pools.fast_commands import NativeExchange
 from envherd.executor.protocol.engine import Engine
-from envherd.executor.protocol.env_states import State
+from envherd.executor.protocol.env_states import NEXT, Event
 from envherd.executor.protocol.exchange import ENV_IDS
 from envherd.executor.protocol.received import Received, num_writes
 from envherd.shm.layout import Layout, Name, lay_out
@@ -125,8 +125,9 @@ def facts_of(engine: Engine) -> dict[str, Any]:
         "action": None if plain is None else plain.target,
         "check": 0 if plain is None or plain.legal is None else int(plain.legal),
         "limit": 0 if plain is None else plain.limit,
-        **{state.name.lower(): int(state) for state in (State.RUNNING, State.ENDED, State.STEPPING)},
-        "step_resetting": int(State.STEP_RESETTING),
+        "follows": NEXT,
+        "answered": int(Event.ANSWERED),
+        "ends": int(Event.ENDS),
     }
 
 

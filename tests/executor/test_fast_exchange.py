@@ -20,6 +20,7 @@ from envherd.executor import Busy, Closed, EnvError, ExecutorOptions, ParallelEn
 from envherd.executor.pools import fast_commands
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.protocol import fast_exchange
+from envherd.executor.protocol.env_states import NEXT, Event, State
 from envherd.executor.protocol.exchange import Exchange
 from envherd.workers import native
 from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv
@@ -508,7 +509,11 @@ def facts_of(env: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (lambda facts: facts.pop("running"), KeyError),
+        (lambda facts: facts.pop("follows"), KeyError),
+        (lambda facts: facts.update(follows=NEXT[0]), ValueError),
+        (lambda facts: facts.update(follows=NEXT.astype("i4")), ValueError),
+        (lambda facts: facts.update(ends=len(NEXT)), ValueError),
+        (lambda facts: facts.update(answered=-1), ValueError),
         (lambda facts: facts.update(caller=None), TypeError),
         (lambda facts: facts.update(caller=facts), TypeError),
         (lambda facts: facts.update(states=np.zeros(3, np.int8)), ValueError),
@@ -539,6 +544,31 @@ def test_memory_that_does_not_fit_is_refused(env, change, error):
     facts["states"] = env._engine.states.values
     after = sys.getrefcount(facts["states"])
     assert after <= before
+
+
+def test_c_moves_states_by_the_table_that_it_is_given(env):
+    follows, facts = NEXT.copy(), facts_of(env)
+    follows[Event.STEP, State.RUNNING] = -1
+    exchange = native.load().Exchange({**facts, "follows": follows})
+    before = state_of(env)
+    assert exchange.send(1, Event.STEP, np.arange(2), np.array([0, 1])) is False
+    assert state_of(env) == before
+    env.send(actions(0, 1))
+    wait_for(env._pool.is_idle)
+    states = env._engine.states.values
+    for event in (Event.ANSWERED, Event.ENDS):  # an env without one of these entries is not under way, or not taken
+        follows = NEXT.copy()
+        follows[event, State.STEP_RESETTING] = -1
+        other = native.load().Exchange({**facts, "follows": follows})
+        other.wait(None, 2)
+        assert other.take(2, np.zeros(4096, np.uint8), None, np.zeros(2, np.int64)) == -1
+        assert states.tolist() == [State.STEP_RESETTING] * 2
+    follows = NEXT.copy()
+    follows[Event.ANSWERED, State.STEP_RESETTING] = State.ENDED
+    other = native.load().Exchange({**facts, "follows": follows})
+    assert other.wait(None, 2) == 2
+    assert other.take(2, np.zeros(4096, np.uint8), None, np.zeros(2, np.int64)) == 0
+    assert states.tolist() == [State.ENDED] * 2
 
 
 def test_what_is_not_plain_is_refused_by_c(env):

@@ -26,12 +26,13 @@ typedef struct {
     PyObject *owner;                                /* the `Caller` */
     Caller *caller;
     Py_buffer states, in_root;                      /* a byte of each env: `EnvStates`, `Positions` */
+    Py_buffer follows;                              /* `env_states.NEXT`: int8 `[event, state]`; < 0: it cannot happen */
     Py_buffer ops, at, columns, step_columns;       /* int64 of each env, likewise */
     Group next, root, inputs;
     Rows action;                                    /* which `send` writes; no memory: it refuses */
     i64 check, limit;                               /* what it checks of actions */
     i64 done, root_done;                            /* which leaves say that an episode has ended */
-    i64 running, ended, stepping, step_resetting;   /* states; those from `stepping` on are under way */
+    i64 answered, ends;                             /* events; the other events are ops */
     i64 num_columns;
     i64 num_ring;
     Py_ssize_t num_envs, num_found;
@@ -47,6 +48,16 @@ static char *row_at(const Rows *rows, i64 column, i64 id)
 {
     return (char *)rows->memory.buf + column * rows->of_column + id * rows->of_row;
 }
+
+/* The state of an env after an event: < 0 if that cannot happen. */
+static signed char after_event(const Exchange *exchange, i64 id, i64 event)
+{
+    Py_ssize_t num_states = exchange->follows.shape[1];
+    unsigned char state = (unsigned char)*state_of(exchange, id);
+    return state < num_states ? ((signed char *)exchange->follows.buf)[event * num_states + state] : -1;
+}
+
+static int is_under_way(const Exchange *exchange, i64 id) { return after_event(exchange, id, exchange->answered) >= 0; }
 
 /* ---- construction ----------------------------------------------------------------------------------- */
 
@@ -127,6 +138,20 @@ static int take_of_envs(Exchange *exchange, PyObject *facts)
     return is_right ? 0 : -1;
 }
 
+static int take_follows(Exchange *exchange, PyObject *facts)
+{
+    PyObject *table = fact(facts, "follows");
+    Py_buffer *to = &exchange->follows;
+    if (table == NULL || PyObject_GetBuffer(table, to, PyBUF_C_CONTIGUOUS) < 0
+        || take_number(facts, "answered", &exchange->answered) < 0 || take_number(facts, "ends", &exchange->ends) < 0)
+        return -1;
+    int is_right = to->ndim == 2 && to->itemsize == 1 && OP_STEP_RESET < to->shape[0] && exchange->answered >= 0
+                   && exchange->answered < to->shape[0] && exchange->ends >= 0 && exchange->ends < to->shape[0];
+    if (!is_right)
+        PyErr_SetString(PyExc_ValueError, "expected bytes of each event and state, got others");
+    return is_right ? 0 : -1;
+}
+
 static int take_root_in_next(Exchange *exchange, PyObject *facts)
 {
     PyObject *indices = fact(facts, "root_in_next");
@@ -193,9 +218,7 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     if (take_caller(exchange, facts) < 0 || take_number(facts, "num_columns", &exchange->num_columns) < 0
         || take_number(facts, "num_ring", &exchange->num_ring) < 0
         || take_number(facts, "done", &exchange->done) < 0 || take_number(facts, "root_done", &exchange->root_done) < 0
-        || take_number(facts, "running", &exchange->running) < 0 || take_number(facts, "ended", &exchange->ended) < 0
-        || take_number(facts, "stepping", &exchange->stepping) < 0
-        || take_number(facts, "step_resetting", &exchange->step_resetting) < 0 || take_of_envs(exchange, facts) < 0
+        || take_follows(exchange, facts) < 0 || take_of_envs(exchange, facts) < 0
         || group_take(facts, "next", 2, exchange, &exchange->next) < 0
         || group_take(facts, "root", 2, exchange, &exchange->root) < 0
         || group_take(facts, "inputs", 1, exchange, &exchange->inputs) < 0 || take_root_in_next(exchange, facts) < 0
@@ -217,8 +240,8 @@ static void exchange_dealloc(Exchange *exchange)
 {
     PyTypeObject *type = Py_TYPE((PyObject *)exchange);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    Py_buffer *memories[] = {&exchange->states, &exchange->in_root, &exchange->ops, &exchange->at, &exchange->columns,
-                             &exchange->step_columns, &exchange->action.memory};
+    Py_buffer *memories[] = {&exchange->states, &exchange->in_root, &exchange->follows, &exchange->ops, &exchange->at,
+                             &exchange->columns, &exchange->step_columns, &exchange->action.memory};
     for (size_t i = 0; i < sizeof memories / sizeof *memories; i++)
         PyBuffer_Release(memories[i]);
     group_release(&exchange->next);
@@ -234,13 +257,13 @@ static void exchange_dealloc(Exchange *exchange)
 
 /* ---- send ------------------------------------------------------------------------------------------- */
 
-/* Whether all of some envs, in range, are different and running. */
-static int are_ready(Exchange *exchange, const Numbers *ids)
+/* Whether all of some envs, in range, are different and may be given a command. */
+static int are_ready(Exchange *exchange, const Numbers *ids, i64 op)
 {
     exchange->mark++;
     for (Py_ssize_t i = 0; i < ids->count; i++) {
         i64 id = number_at(ids, i);
-        if (exchange->marks[id] == exchange->mark || *state_of(exchange, id) != exchange->running)
+        if (exchange->marks[id] == exchange->mark || after_event(exchange, id, op) < 0)
             return 0;
         exchange->marks[id] = exchange->mark;
     }
@@ -290,13 +313,12 @@ static int actions_take(const Exchange *exchange, PyObject *array, Py_ssize_t co
 static void give_steps(Exchange *exchange, i64 number, i64 op, const Numbers *ids, const char *actions)
 {
     Numbers commands = {.at = (char *)exchange->commands, .stride = sizeof(i64), .count = ids->count};
-    i64 state = op == OP_STEP ? exchange->stepping : exchange->step_resetting;
     for (Py_ssize_t i = 0; i < ids->count; i++) {
         i64 id = number_at(ids, i), column = *of_env(&exchange->step_columns, id) + 1;
         if (column >= exchange->num_ring)
             column = 0;
         memcpy(row_at(&exchange->action, 0, id), actions + i * exchange->action.num_bytes, (size_t)exchange->action.num_bytes);
-        *state_of(exchange, id) = (signed char)state;
+        *state_of(exchange, id) = after_event(exchange, id, op);
         *of_env(&exchange->ops, id) = op;
         *of_env(&exchange->at, id) = column;
         exchange->commands[i] = op | FLAG_EACH << OP_BITS | column << (OP_BITS + FLAG_BITS + TARGET_BITS);
@@ -315,7 +337,7 @@ static PyObject *exchange_send(PyObject *self, PyObject *args)
         return NULL;
     if ((op != OP_STEP && op != OP_STEP_RESET) || !numbers_take(ids_array, exchange->num_envs, &ids))
         Py_RETURN_FALSE;
-    int is_sent = are_ready(exchange, &ids) && actions_take(exchange, actions_array, ids.count, &actions);
+    int is_sent = are_ready(exchange, &ids, op) && actions_take(exchange, actions_array, ids.count, &actions);
     if (is_sent) {
         give_steps(exchange, number, op, &ids, actions.buf);
         PyBuffer_Release(&actions);
@@ -335,7 +357,7 @@ static int find_sent(Exchange *exchange, const Numbers *ids, Numbers *sent)
     sent->count = 0;
     for (Py_ssize_t i = 0; i < (ids == NULL ? exchange->num_envs : ids->count); i++) {
         i64 id = ids == NULL ? i : number_at(ids, i);
-        int is_sent = *state_of(exchange, id) >= exchange->stepping;
+        int is_sent = is_under_way(exchange, id);
         if (ids != NULL && (!is_sent || exchange->marks[id] == exchange->mark))
             return 0;
         exchange->marks[id] = exchange->mark;
@@ -439,7 +461,7 @@ static void gather_inputs(const Exchange *exchange, const i64 *ids, Py_ssize_t c
 static int can_be_taken(const Exchange *exchange, i64 id)
 {
     i64 op = *of_env(&exchange->ops, id), column = *of_env(&exchange->at, id);
-    return *state_of(exchange, id) >= exchange->stepping && caller_has_number(exchange->caller, id)
+    return is_under_way(exchange, id) && after_event(exchange, id, exchange->ends) >= 0 && caller_has_number(exchange->caller, id)
            && !caller_answer_is_lost(exchange->caller, id)
            && (op == OP_STEP || op == OP_STEP_RESET) && column >= 0 && column < exchange->num_columns
            && (uint64_t)*of_env(&exchange->columns, id) < (uint64_t)exchange->num_columns;
@@ -455,7 +477,7 @@ static int deliver(const Exchange *exchange, i64 id)
         has_ended = *row_at(&exchange->root.rows[exchange->root_done], column, id) != 0;
     *of_env(&exchange->columns, id) = *of_env(&exchange->step_columns, id) = column;
     *is_in_root(exchange, id) = (char)was_reset;
-    *state_of(exchange, id) = (signed char)(has_ended ? exchange->ended : exchange->running);
+    *state_of(exchange, id) = after_event(exchange, id, has_ended ? exchange->ends : exchange->answered);
     return was_reset;
 }
 
