@@ -39,7 +39,7 @@ def compile_step(engine: Engine, op: Op) -> FastStep:
     take, write_inputs, land = compile_take(engine), engine.write_inputs, engine.land_step
     next_column, draft, finish = positions.next_column, batches.draft[op], batches.finish
     note = compile_note(engine, op)
-    values, running = flights.states.values.tobytes, flights.states.running
+    values, running, move_all = flights.states.values.tobytes, flights.states.running, flights.states.move_all
     words = [pack(int(op), RING, column) for column in range(positions.num_frames)]
     under_way = Flight(flights, op, None, None)
 
@@ -67,6 +67,7 @@ def compile_step(engine: Engine, op: Op) -> FastStep:
                 write_inputs(td)
             column = next_column()
             flights.current = under_way
+            move_all(op)
             give(words[column])
             drafted = draft(column)
             if has_all():
@@ -96,7 +97,8 @@ def compile_command(engine: Engine, op: Op) -> Callable[[int], Flight]:
     if engine.plain.step:
         return lambda at: begin(op, at=at)
     absent, give, has_all = engine.pool.compile()
-    values, running, note = flights.states.values.tobytes, flights.states.running, compile_note(engine, op)
+    values, running, move_all = flights.states.values.tobytes, flights.states.running, flights.states.move_all
+    note = compile_note(engine, op)
     first, each = pack(int(op), engine.positions.where.target, 0), pack(0, 0, 1)
     under_way = Flight(flights, op, None, None)
 
@@ -105,6 +107,7 @@ def compile_command(engine: Engine, op: Op) -> Callable[[int], Flight]:
             return begin(op, at=at)
         under_way.has_landed = False
         flights.current = under_way
+        move_all(op)
         give(first + at * each)
         if not has_all():
             return flights.adopt(op, at)
@@ -126,20 +129,15 @@ def compile_take(engine: Engine) -> Callable[[dict[str, Any]], bool | None]:
 
 
 def compile_note(engine: Engine, op: Op) -> Callable[[int], np.ndarray | None]:
-    """Return a function that records that all RUNNING envs have answered at a column; it returns the envs reset."""
+    """Return a function that records that all envs have answered at a column; it returns the envs reset."""
     positions, states = engine.positions, engine.states
 
     def note_step(column: int) -> None:
-        ended = positions.stepped_all(column)
-        if ended is not None:
-            states.land_all(ended)
+        states.land_all(positions.stepped_all(column))
 
     def note_step_reset(column: int) -> np.ndarray | None:
         ended = positions.stepped_all_and_reset(column)
-        if ended is not None:
-            over = positions.over_at_once(ended, column + positions.where.root_ahead)
-            if over is not None:
-                states.land_all(over)
+        states.land_all(positions.over_at_once(ended, column + positions.where.root_ahead))
         return ended
 
     return note_step_reset if op == STEP_RESET else note_step
