@@ -63,8 +63,9 @@ TESTS = {
         *_LOSSES,
         "executor/test_reset_ahead.py",
     ),
-    "executor/protocol/env_states.py": ("faults/test_env_model.py", *_STEPS, *_LOSSES),
+    "executor/protocol/env_states.py": ("faults/test_env_model.py", "faults/test_executor_model.py", *_STEPS, *_LOSSES),
     "executor/protocol/flight.py": (
+        "faults/test_executor_model.py",
         *_STEPS,
         *_LOSSES,
         "executor/test_rollout.py",

@@ -1,0 +1,162 @@
+"""The real executor over simulated workers: whatever happens, its states, positions and rows are those of the envs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from envherd.executor import Busy
+from envherd.executor.protocol.env_states import FOLLOWS, Event, State
+from envherd.workers import native
+from envherd.workers.errors import EnvherdError
+from tests.faults.executor_model import Explorer
+from tests.faults.simulated import GOES_ON, Fate, simulated
+from tests.faults.state_trace import StateTrace
+from tests.faults.test_interrupts import Interrupt
+from tests.scale import scaled
+
+pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.timeout(240)]
+
+RESTARTS = {"on_worker_loss": "restart", "max_restarts": 10_000}
+#: How many walks of 60 calls an ordinary run makes with each.
+SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
+    "raise": ({"blocks": [[0], [1]]}, 40),
+    "restart": ({"blocks": [[0], [1]], **RESTARTS}, 30),
+    "pairs": ({"blocks": [[0, 1], [2]], "ring_frames": 2, "poison": True}, 30),
+}
+COMMANDS = (Event.STEP, Event.STEP_RESET, Event.RESET)
+FAILURES = (Event.FAILS, Event.IS_LOST, Event.IS_BROKEN_OFF)
+#: Entries of the table that an exploration meets.
+MET = {
+    *((state, event) for state in State for event in FOLLOWS[state] if event in (*COMMANDS, Event.ANSWERED)),
+    *((state, event) for state in (State.STEPPING, State.STEP_RESETTING, State.RESETTING) for event in FAILURES),
+    (State.STEPPING, Event.ENDS),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_nothing_goes_wrong(name, monkeypatch):
+    setting, num_walks = SETTINGS[name]
+    trace = StateTrace(monkeypatch)
+    explorer = Explorer(functools.partial(simulated, monkeypatch, **setting), seed=0)
+    explorer.explore(num_walks * scaled(1, full=30), 60)
+    assert len(explorer.tries) > 200
+    assert min(explorer.num_interrupted, explorer.num_refused) > 150
+    missing = MET - {(state, event) for state, event, _ in trace.steps}
+    assert not missing, missing
+    assert bool(trace.in_c) == (native.load() is not None and name != "restart")
+
+
+class InterruptIn(Interrupt):
+    """Raises KeyboardInterrupt at the n-th line of some functions."""
+
+    def __init__(self, line: int, names: set[str]) -> None:
+        super().__init__(line)
+        self._names = names
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+        if event == "line" and frame.f_code.co_name not in self._names:
+            return self
+        return super().__call__(frame, event, argument)
+
+
+def interrupted(call: Callable[[], Any], interrupt: Interrupt) -> bool:
+    """Make a call; return whether it was interrupted."""
+    sys.settrace(interrupt)
+    try:
+        call()
+    except (KeyboardInterrupt, EnvherdError, ValueError):
+        pass
+    finally:
+        sys.settrace(None)
+    return bool(interrupt.where)
+
+
+def at_each(make: Callable[[int], Interrupt], stride: int = 1) -> Iterator[Interrupt]:
+    """Yield interrupts at later and later lines, until one has not come."""
+    for line in itertools.count(1, stride):
+        interrupt = make(line)
+        yield interrupt
+        if not interrupt.where:
+            return
+
+
+def actions(num_envs: int) -> TensorDict:
+    return TensorDict({"action": torch.full((num_envs,), GOES_ON)}, [num_envs])
+
+
+def only(num_envs: int, env_id: int) -> TensorDict:
+    return TensorDict({"_reset": torch.arange(num_envs) == env_id}, [num_envs])
+
+
+def test_an_interrupt_while_a_loss_is_noticed_in_another_envs_reset(monkeypatch):
+    """All envs of the lost worker need a reset, and their rows say so."""
+    for interrupt in at_each(Interrupt):
+        with contextlib.closing(simulated(monkeypatch, [[0, 1], [2]])) as env:
+            env.reset()
+            env._pool.crew.workers[0].kill()
+            interrupted(lambda: env.reset(only(3, 1)), interrupt)  # at once
+            done = env.current()["done"].flatten().tolist()
+            assert done == env._engine.states.needs_reset.tolist(), interrupt.where
+            assert all(done[:2]) or not env._pool.lost, interrupt.where
+
+
+def test_two_interrupts_while_envs_are_sent(monkeypatch):
+    """An env of which nobody knows whether it was given its step needs a reset, and its row says so."""
+    names, num_in_doubt = {"_submit", "submit"}, 0
+    for line in range(1, 100):
+        for second in at_each(Interrupt, stride=3):
+            with contextlib.closing(simulated(monkeypatch, [[0], [1]], **RESTARTS)) as env:
+                env.reset()
+                was_hit = interrupted(lambda: env.send(actions(2)), InterruptIn(line, names))  # at once
+                interrupted(env.current, second)
+                with contextlib.suppress(Busy):  # some are sent
+                    done = env.current()["done"].flatten().tolist()
+                    assert done == env._engine.states.needs_reset.tolist(), (line, second.where)
+                    num_in_doubt += any(done)
+        if not was_hit:
+            break
+    assert num_in_doubt
+
+
+def test_two_interrupts_while_the_answers_of_a_lost_worker_are_lost(monkeypatch):
+    """Its successor does not carry out what was given to it."""
+    names = {"declare_lost", "lose_answers_of", "lose_answers"}
+    for line in range(1, 100):
+        for second in at_each(Interrupt, stride=scaled(5, full=1)):
+            with contextlib.closing(simulated(monkeypatch, [[0], [1]], **RESTARTS)) as env:
+                env.reset()
+                env._pool.fates = {0: Fate.DIES_BEFORE, 1: Fate.LATE}
+                env.send(actions(2))
+                was_hit = interrupted(env.recv, InterruptIn(line, names))
+                interrupted(lambda: env.recv(env_ids=[1]), second)  # at once
+                if env._engine.states.under_way.any():
+                    env.recv()  # an InternalError, if the successor was told to step
+        if not was_hit:
+            break
+    assert line > 5
+
+
+def test_an_interrupt_before_a_successor_is_told_to_reset_a_sent_env(monkeypatch):
+    """The successor may serve by the time at which the next call tells it."""
+    for interrupt in at_each(lambda line: InterruptIn(line, {"cut_off_sent"})):
+        with contextlib.closing(simulated(monkeypatch, [[0], [1]], **RESTARTS)) as env:
+            env.reset()
+            env._pool.fates = {1: Fate.DIES_BEFORE}
+            env.send(actions(1), [1])
+            interrupted(env.recv, interrupt)
+            for _ in range(
+                2
+            ):  # the caller looks at the workers: it puts the successor into service, which looks for commands
+                env._pool.fates = {0: Fate.LATE}
+                env.reset(only(2, 0))
+            if env._engine.states.under_way.any():
+                assert env.recv()["next", "interrupted"].all(), interrupt.where
