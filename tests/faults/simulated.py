@@ -165,6 +165,7 @@ class SimulatedCrew:
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions, on_row_frame: Callable[[Any], None]) -> None:
         self.blueprint, self._options, self._on_row_frame = blueprint, options, on_row_frame
         self.workers = [self._launch(worker_id, 0) for worker_id in range(len(blueprint.blocks))]
+        self.envs_in_python: list[str] = []
 
     def _launch(self, worker_id: int, generation: int) -> SimulatedWorker:
         return SimulatedWorker(worker_id, generation, self.blueprint.blocks[worker_id], self._options)
