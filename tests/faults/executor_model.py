@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import random
 import sys
@@ -69,7 +70,8 @@ class Explorer:
         for _ in range(num_walks):
             self._trail.clear()
             with contextlib.closing(self._make()) as env:
-                self._env, self._received = env, None
+                self._env = env
+                self._received: Any = None
                 self._events = self._events_of(env.num_envs)
                 try:
                     while num_calls > len(self._trail) and len(env._pool.lost) < env.num_workers:
@@ -93,13 +95,13 @@ class Explorer:
         }
         for ids in subsets:
             for fused in (False, True):
-                events[f"send {ids} {fused}"] = lambda ids=ids, fused=fused: self._send(ids, maybe_reset=fused)
-            events[f"recv {ids}"] = lambda ids=ids: self._recv(env_ids=list(ids))
+                events[f"send {ids} {fused}"] = functools.partial(self._send, ids, maybe_reset=fused)
+            events[f"recv {ids}"] = functools.partial(self._recv, env_ids=list(ids))
             if ids == tuple(sorted(ids)):
-                events[f"reset {ids}"] = lambda ids=ids: self._env.reset(self._mask(ids))
+                events[f"reset {ids}"] = functools.partial(self._env.reset, self._mask(ids))
         for least in range(1, num_envs + 1):
-            events[f"recv at least {least}"] = lambda least=least: self._recv(least)
-            events[f"recv up to {least}"] = lambda least=least: self._recv(1, max_envs=least)
+            events[f"recv at least {least}"] = functools.partial(self._recv, least)
+            events[f"recv up to {least}"] = functools.partial(self._recv, 1, max_envs=least)
         events["recv in no time"] = lambda: self._recv(1, timeout_s=0.0)
         events["recv all"] = self._recv
         events["death"] = lambda: self._rng.choice(self._env._pool.crew.workers).kill()

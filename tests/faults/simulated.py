@@ -175,7 +175,8 @@ class SimulatedCrew:
 
     def hand_over(self, plan: SlabPlan, segment: Segment, wake_worker: Callable[[int], None]) -> None:
         self._wake_worker = wake_worker
-        self._segment, self._plan, self._storages = segment, plan, {}
+        self._segment, self._plan = segment, plan
+        self._storages: dict[int, tuple[StoragePlan, Segment]] = {}
         self._slab = Slab(plan, segment.array())
         for worker in self.workers:
             worker.attach(self._slab, plan)
@@ -251,7 +252,8 @@ class SimulatedPool(WorkerPool):
         self.crew = SimulatedCrew(blueprint, options, self._take_frame)
         self.fates: dict[int, Fate] = {}
         self.start()
-        self.supervisor._restarts.next_delay_s = lambda _: 0.0
+        restarts: Any = self.supervisor._restarts
+        restarts.next_delay_s = lambda _: 0.0
 
     def run_prompt(self) -> None:
         """Let the workers that answer at once carry out their commands."""
@@ -287,13 +289,13 @@ class SimulatedPool(WorkerPool):
     def submit(self, *args: Any) -> None:
         self._after(super().submit)(*args)
 
-    def compile(self) -> FastCommands | None:
+    def compile(self) -> FastCommands:
         commands = super().compile()
-        return None if commands is None else commands._replace(give=self._after(commands.give))
+        return commands._replace(give=self._after(commands.give))
 
-    def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange | None:
+    def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange:
         commands = super().compile_exchange(facts)
-        return None if commands is None else commands._replace(send=self._after(commands.send))
+        return commands._replace(send=self._after(commands.send))
 
     @property
     def envs(self) -> list[Scripted]:

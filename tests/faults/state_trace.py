@@ -87,7 +87,8 @@ class StateTrace:
             self._arrays.append(values)
         latest = self._latest.setdefault(id(values), before)
         assert (before == latest).all(), f"states were changed from {latest.tolist()} to {before.tolist()}"
-        result, events = None, {}
+        result: Any = None
+        events: Mapping[int, Any] = {}
         try:
             result = call()
         finally:
