@@ -176,8 +176,7 @@ class Positions:
         section = "root" if self.in_root[env_id] else "next"
         if section == "next":
             self._side.root[env_id] = self._side.next[env_id]
-        self.columns[env_id] = column
-        self.in_root[env_id] = True
+        self._put(np.array([env_id]), column, in_root=True)
 
     def _poison(self, column: int) -> None:
         """Poison a frame that is no longer valid, unless it holds an env's latest row."""

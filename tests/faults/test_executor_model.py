@@ -160,3 +160,22 @@ def test_an_interrupt_before_a_successor_is_told_to_reset_a_sent_env(monkeypatch
                 env.reset(only(2, 0))
             if env._engine.states.under_way.any():
                 assert env.recv()["next", "interrupted"].all(), interrupt.where
+
+
+@pytest.mark.parametrize("num_steps", range(1, 4))
+def test_an_interrupt_while_a_row_is_moved_out_of_the_next_column(num_steps, monkeypatch):
+    """A step of all overwrites the column in which an env is that was not stepped lately."""
+    lines = 0
+    for interrupt in at_each(lambda line: InterruptIn(line, {"_keep_latest", "_move_latest", "_put", "_put_latest"})):
+        with contextlib.closing(simulated(monkeypatch, [[0], [1]])) as env:
+            env.reset()
+            env.step(actions(2))
+            for _ in range(num_steps):
+                env.send(actions(1), [0])
+                env.recv()
+            interrupted(lambda: env.step(actions(2)), interrupt)  # at once
+            rows, needs_reset = env.current()["observation"].flatten().tolist(), env._engine.states.needs_reset
+            for row, scripted, is_lost in zip(rows, env._pool.envs, needs_reset, strict=True):
+                assert is_lost or row == scripted.latest, interrupt.where
+            lines += 1
+    assert lines > 1
