@@ -132,7 +132,6 @@ class Loans:
 
 def make_loans(slab: Slab, view: PrivateView | None) -> Loans | None:
     """Return the lendable frames of a slab; None if nothing can be lent."""
-    plan = slab.plan
-    return (
-        Loans(slab.groups[0], view, plan.num_frames - plan.num_lendable) if view is not None and can_count() else None
-    )
+    if view is None or not can_count():
+        return None
+    return Loans(slab.groups[0], view, slab.plan.num_frames - slab.plan.num_lendable)

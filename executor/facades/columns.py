@@ -27,7 +27,7 @@ class Column:
         loans: for `own`, of a leaf of "next".
     """
 
-    def __init__(  # what describes a leaf
+    def __init__(
         self,
         slab: Slab,
         section: str,

@@ -87,7 +87,7 @@ class Statistics:
         wall_s: seconds since the executor was ready.
         workers: one entry for each worker that serves envs.
         spares: one entry for each worker that prepares an env's next episode, in the order of the envs.
-        frames_lent: batches that the caller holds now and that were not copied (see `ExecutorOptions` and `copy`).
+        frames_lent: batches that the caller holds now and that were not copied (docs/batches.md, Memory).
         path: "steps in C", or "steps in Python, because ..." with the reasons, which docs/sizing.md explains.
     """
 

@@ -58,7 +58,7 @@ class Pictures(gymnasium.Env[Any, Any]):
 
     def step(self, action: int) -> Any:
         if action == 9 and self.fails:
-            raise ValueError("told to")
+            raise ValueError("action 9")
         self.t += 1
         return self._observe(), float(self.t), self.t >= self.length, False, {}
 

@@ -50,7 +50,7 @@ class Scripted(PlainEnv):
         is_in_episode: whether it was reset, and has neither ended nor raised since.
         has_ended: whether its latest row is done.
         stepped: the number of its latest step's row.
-        faults: what it was told to do and must not do.
+        faults: faults that its action asks for.
     """
 
     spec = EnvSpec(observation=(LEAF,), action=(LeafSpec(("action",), (), "int64", Discrete(4)),), family="plain")

@@ -139,7 +139,7 @@ def test_two_interrupts_while_the_answers_of_a_lost_worker_are_lost(monkeypatch)
                 was_hit = interrupted(env.recv, InterruptIn(line, names))
                 interrupted(lambda: env.recv(env_ids=[1]), second)  # at once
                 if env._engine.states.under_way.any():
-                    env.recv()  # an InternalError, if the successor was told to step
+                    env.recv()  # an InternalError, if the successor had a command to step
         if not was_hit:
             break
     assert line > 5
