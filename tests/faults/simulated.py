@@ -50,7 +50,7 @@ class Scripted(PlainEnv):
         is_in_episode: whether it was reset, and has neither ended nor raised since.
         has_ended: whether its latest row is done.
         stepped: the number of its latest step's row.
-        faults: faults that its action asks for.
+        faults: calls that it must not get, but got.
     """
 
     spec = EnvSpec(observation=(LEAF,), action=(LeafSpec(("action",), (), "int64", Discrete(4)),), family="plain")

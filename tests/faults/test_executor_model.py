@@ -145,7 +145,7 @@ def test_two_interrupts_while_the_answers_of_a_lost_worker_are_lost(monkeypatch)
     assert line > 5
 
 
-def test_an_interrupt_before_a_successor_is_told_to_reset_a_sent_env(monkeypatch):
+def test_an_interrupt_before_a_successor_gets_the_reset_of_a_sent_env(monkeypatch):
     """The successor may serve by the time at which the next call tells it."""
     for interrupt in at_each(lambda line: InterruptIn(line, {"cut_off_sent"})):
         with contextlib.closing(simulated(monkeypatch, [[0], [1]], **RESTARTS)) as env:
