@@ -64,7 +64,7 @@ BUDGET = {
     "executor/monitor": 587,
     "executor/pictures": 254,
     "executor/pools": 4162,
-    "executor/protocol": 3200,
+    "executor/protocol": 3170,
     "executor/rollouts": 906,
     "executor/simulator": 798,
     "executor/sizing": 2708,

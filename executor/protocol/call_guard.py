@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from envherd.workers.errors import Busy, Closed, EnvherdError
 
@@ -72,15 +73,12 @@ class CallGuard:
     Attributes:
         is_closed: the executor was closed.
         is_foreign: this process is a fork of the one that made the executor.
-        hold: `("call", frame)` -> the frame that holds the guard: this one, unless another already does.
-        release: releases it after a call that has ended without an exception; see `break_off`.
     """
 
     def __init__(self, engine: Guarded) -> None:
         self._engine = engine
         self._holder: dict[str, FrameType] = {}
-        self.hold = self._holder.setdefault  # one C function, so only one of two threads is first
-        self.release = self._holder.clear
+        self._hold = self._holder.setdefault  # one C function, so only one of two threads is first
         self.is_closed = False
         self.is_foreign = False
         _guards.add(self)
@@ -100,9 +98,32 @@ class CallGuard:
         if self.is_foreign:
             raise Closed(f"{call_name()} failed: this executor belongs to the process that made it. Make one here.")
 
+    def held(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that makes a call while its caller holds the guard, for calls of a few microseconds.
+
+        The function does nothing and returns None if another call holds the guard, or if this one must be refused or
+        begin with a recovery. Its caller then uses `with`, which decides that.
+        """
+        hold, release, engine, frame_of = self._hold, self._holder.clear, self._engine, sys._getframe
+
+        def call_held(*args: Any, **named: Any) -> Any:
+            frame = frame_of(1)  # the caller's: a frame that has itself as a local would keep the batch of the call
+            if hold("call", frame) is not frame:
+                return None
+            try:
+                must_enter = self.is_closed or self.is_foreign or engine.is_dirty
+                result = None if must_enter else call(*args, **named)
+                release()
+                return result
+            except BaseException as error:
+                self._break_off(frame, error)
+                raise
+
+        return call_held
+
     def __enter__(self) -> None:
         frame = sys._getframe(1)
-        holder = self.hold("call", frame)
+        holder = self._hold("call", frame)
         if holder is not frame and not self._take_over(holder, frame):
             self.check()
             return
@@ -139,11 +160,11 @@ class CallGuard:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.break_off(sys._getframe(1), error)
+            self._break_off(sys._getframe(1), error)
         elif self._holder.get("call") is sys._getframe(1):
-            self.release()
+            self._holder.clear()
 
-    def break_off(self, frame: FrameType, error: BaseException) -> None:
+    def _break_off(self, frame: FrameType, error: BaseException) -> None:
         """Release the guard after an exception.
 
         Args:
@@ -156,7 +177,7 @@ class CallGuard:
         if self._holder.get("call") is frame:
             if not isinstance(error, EnvherdError) or self._engine.is_in_flight:
                 self._engine.is_dirty = True
-            self.release()
+            self._holder.clear()
         if self.is_closed and isinstance(error, Exception) and not isinstance(error, Closed):
             raise Closed(f"{call_name()} failed: this executor was closed while it waited. Make a new one.") from error
 

@@ -9,7 +9,6 @@ Limits: needs the C extension, and envs of one kind on worker processes of this 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -137,9 +136,12 @@ def compile_exchange(engine: Engine) -> FastExchange | None:
 
 
 class FastExchange:
-    """`BatchedEnv` tries these methods before those of `Exchange`; each returns None if it has done nothing.
+    """`BatchedEnv` tries these calls before those of `Exchange`. They hold the call guard.
 
-    The methods hold the call guard in the name of their callers.
+    Attributes:
+        send: as `BatchedEnv.send`; returns True, or None if it has done nothing.
+        recv: as `BatchedEnv.recv`; returns a batch, or None if it has taken nothing.
+        current: as `BatchedEnv.current`, for the envs that were received last; None for others.
     """
 
     def __init__(self, engine: Engine, commands: NativeExchange) -> None:
@@ -148,10 +150,10 @@ class FastExchange:
         self._has_reports, self._begin_mixed = engine.flights.has_reports, engine.positions.begin_mixed
         self._sizes = _Sizes(engine.batches.groups[0], len(engine.all_ids))
         self._intake = None if engine.plain.send else engine.plain_intake
+        self.send, self.recv, self.current = map(engine.guard.held, (self._send, self._recv, self._current))
 
     def _is_plain(self) -> bool:
-        guard = self._guard
-        return not (guard.is_closed or guard.is_foreign or self._engine.is_dirty or self._absent or self._has_reports())
+        return not (self._guard.is_closed or self._absent or self._has_reports())
 
     def _as_ids(self, env_ids: Any) -> np.ndarray | None:
         """Return ids as int64 `[k]`, without a check of their values; None for other objects."""
@@ -165,25 +167,11 @@ class FastExchange:
 
     # ---- send --------------------------------------------------------------------------------
 
-    def send(self, td: Any, env_ids: Any, *, maybe_reset: bool) -> bool | None:
-        """Step some envs: True. See `BatchedEnv.send`."""
-        guard, frame = self._guard, sys._getframe(1)
-        if guard.hold("call", frame) is not frame:
-            return None
-        try:
-            op = STEP_RESET if maybe_reset else STEP
-            is_sent = td.__class__ is TensorDict and self._is_plain() and self._send(td, env_ids, op)
-            guard.release()
-        except BaseException as error:
-            guard.break_off(frame, error)
-            raise
-        return is_sent or None
-
-    def _send(self, td: TensorDict, env_ids: Any, op: int) -> bool:
-        source: dict[str, Any] = td._tensordict  # noqa: SLF001  # as `fast_tensordict.IS_AS_EXPECTED` says
+    def _send(self, td: Any, env_ids: Any, *, maybe_reset: bool) -> bool | None:
         plain = self._intake
-        if plain is None:
-            return False
+        if td.__class__ is not TensorDict or plain is None or not self._is_plain():
+            return None
+        source: dict[str, Any] = td._tensordict  # noqa: SLF001  # as `fast_tensordict.IS_AS_EXPECTED` says
         if env_ids is None:
             env_ids = source.get(ENV_IDS)
         ids = self._engine.all_ids if env_ids is None else self._as_ids(env_ids)
@@ -196,30 +184,19 @@ class FastExchange:
             or not value.is_cpu
             or td._batch_size != (len(ids),)  # noqa: SLF001
         ):
-            return False
+            return None
         self._begin_mixed()
-        return self._give(op, ids, value.numpy())
+        return self._give(STEP_RESET if maybe_reset else STEP, ids, value.numpy()) or None
 
     # ---- recv --------------------------------------------------------------------------------
 
-    def recv(
+    def _recv(
         self, min_envs: Any, timeout_s: float | None, max_envs: Any, env_ids: Any, *, with_root: bool
     ) -> TensorDict | None:
-        """Return transitions of the first envs that are ready; see `BatchedEnv.recv`."""
-        guard, frame = self._guard, sys._getframe(1)
-        if guard.hold("call", frame) is not frame:
+        if timeout_s is not None or not self._is_plain() or self._must_look():
             return None
-        try:
-            td = None
-            if timeout_s is None and self._is_plain() and not self._must_look():
-                count = self._wait_for(min_envs, max_envs, env_ids)
-                if count and self._is_plain():
-                    td = self._hand_out(count, with_root=with_root)
-            guard.release()
-        except BaseException as error:
-            guard.break_off(frame, error)
-            raise
-        return td
+        count = self._wait_for(min_envs, max_envs, env_ids)
+        return self._hand_out(count, with_root=with_root) if count and self._is_plain() else None
 
     def _wait_for(self, min_envs: Any, max_envs: Any, env_ids: Any) -> int:
         """Wait; return how many envs to take, or 0 if the request or its outcome is not plain."""
@@ -258,23 +235,10 @@ class FastExchange:
 
     # ---- current -----------------------------------------------------------------------------
 
-    def current(self, env_ids: Any) -> TensorDict | None:
-        """Return the roots of the envs received last; see `BatchedEnv.current`."""
+    def _current(self, env_ids: Any) -> TensorDict | None:
         received = self._engine.received
-        if received is None or env_ids is not received.ids:
-            return None
-        guard, frame = self._guard, sys._getframe(1)
-        if guard.hold("call", frame) is not frame:
-            return None
-        try:
-            td = None
-            if received.is_of(env_ids) and self._is_plain():
-                td = self._root_of(received)
-            guard.release()
-        except BaseException as error:
-            guard.break_off(frame, error)
-            raise
-        return td
+        is_known = received is not None and received.is_of(env_ids) and self._is_plain()
+        return self._root_of(received) if is_known else None
 
     def _root_of(self, received: Received) -> TensorDict | None:
         pool, sizes = self._pool, self._sizes

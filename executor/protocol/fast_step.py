@@ -7,7 +7,6 @@ command is given, nothing has changed and the caller calls `step_all`. If the an
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +28,11 @@ def never(_: Any) -> None:
 
 
 def compile_step(engine: Engine, op: Op) -> FastStep:
-    """Return a step of all envs; it holds the call guard for its caller, and sets `next` of its batch."""
+    """Return a step of all envs, which holds the call guard, and sets `next` of its batch."""
     if engine.plain.step:
         return never
     absent, give, has_all = engine.pool.compile()
-    guard, flights, positions, batches = engine.guard, engine.flights, engine.positions, engine.batches
-    hold, release, frame_of = guard.hold, guard.release, sys._getframe
+    flights, positions, batches = engine.flights, engine.positions, engine.batches
     batch_size, device = engine.batch_size, engine.device
     take, write_inputs, land = compile_take(engine), engine.write_inputs, engine.land_step
     next_column, draft, finish = positions.next_column, batches.draft[op], batches.finish
@@ -44,46 +42,34 @@ def compile_step(engine: Engine, op: Op) -> FastStep:
     under_way = Flight(flights, op, None, None)
 
     def step(td: Any) -> Any:
-        frame = frame_of(1)
-        if hold("call", frame) is not frame:
+        if (
+            td.__class__ is not TensorDict
+            or td._batch_size != batch_size  # noqa: SLF001  # as `fast_tensordict.IS_AS_EXPECTED` says
+            or td._device is not device  # noqa: SLF001
+            or td._td_dim_names is not None  # noqa: SLF001
+            or td._is_locked  # noqa: SLF001
+            or "next" in (source := td._tensordict)  # noqa: SLF001
+            or absent
+            or values() != running
+        ):
             return None
-        try:
-            if (
-                td.__class__ is not TensorDict
-                or td._batch_size != batch_size  # noqa: SLF001  # as `fast_tensordict.IS_AS_EXPECTED` says
-                or td._device is not device  # noqa: SLF001
-                or td._td_dim_names is not None  # noqa: SLF001
-                or td._is_locked  # noqa: SLF001
-                or "next" in (source := td._tensordict)  # noqa: SLF001
-                or guard.is_closed
-                or guard.is_foreign
-                or engine.is_dirty
-                or absent
-                or values() != running
-            ):
-                release()
-                return None
-            if not take(source):
-                write_inputs(td)
-            column = next_column()
-            flights.current = under_way
-            move_all(op)
-            give(words[column])
-            drafted = draft(column)
-            if has_all():
-                ended = note(column)
-                flights.current = None
-                pair = finish(drafted, column, ended)
-            else:
-                pair = land(flights.adopt(op, column), drafted)
-            source["next"] = pair[0]
-            release()
-            return td, pair[1]
-        except BaseException as error:
-            guard.break_off(frame, error)
-            raise
+        if not take(source):
+            write_inputs(td)
+        column = next_column()
+        flights.current = under_way
+        move_all(op)
+        give(words[column])
+        drafted = draft(column)
+        if has_all():
+            ended = note(column)
+            flights.current = None
+            pair = finish(drafted, column, ended)
+        else:
+            pair = land(flights.adopt(op, column), drafted)
+        source["next"] = pair[0]
+        return td, pair[1]
 
-    return step
+    return engine.guard.held(step)
 
 
 def compile_command(engine: Engine, op: Op) -> Callable[[int], Flight]:
