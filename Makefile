@@ -46,7 +46,7 @@ help:
 venv: $(STAMP)
 
 # Because of the stamp, a second run does nothing until one of these files changes.
-$(STAMP): pyproject.toml setup.py $(wildcard workers/native/*.[ch]) constraints.txt .ci/install_meltingpot.py
+$(STAMP): pyproject.toml setup.py $(wildcard */native/*.[ch]) constraints.txt .ci/install_meltingpot.py
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found; install it, or: make venv PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python .ci/install_meltingpot.py -c constraints.txt

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-FOLDER = "workers/native"
+#: Folders of the C sources: the worker's part, and the caller's.
+WORKER, CALLER = "workers/native", "executor/native"
 IS_POSSIBLE = (
     sys.platform == "linux"
     and sys.implementation.name == "cpython"
@@ -26,12 +27,13 @@ IS_POSSIBLE = (
 )
 
 #: Checksum of the C sources. `workers.native` does not load an extension that was built from other sources.
-SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(FOLDER).glob("*.[ch]"))))
+SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path().glob("*/native/*.[ch]"))))
 
 NATIVE = Extension(
     "envherd.workers.native._native",
-    [f"{FOLDER}/{name}.c" for name in ("bell", "step", "loop", "caller", "exchange")],
-    depends=[f"{FOLDER}/native.h"],
+    [*(f"{WORKER}/{name}.c" for name in ("bell", "step", "loop")), f"{CALLER}/caller.c", f"{CALLER}/exchange.c"],
+    depends=[f"{WORKER}/native.h", f"{CALLER}/caller.h"],
+    include_dirs=[WORKER],
     define_macros=[("_POSIX_C_SOURCE", "200809L"), ("SOURCES", f"{SOURCES}LL")],
     extra_compile_args=["-O2", "-g0", "-std=c11", "-fvisibility=hidden"],
     extra_link_args=["-pthread"],

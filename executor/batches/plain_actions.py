@@ -27,7 +27,7 @@ Check = Callable[[np.ndarray], np.ndarray | None]
 
 
 class Legal(IntEnum):
-    """How C code checks actions; the numbers are those of `workers/native/exchange.c`."""
+    """How C code checks actions; the numbers are those of `executor/native/exchange.c`."""
 
     ANY = 0
     INDEX = 1

@@ -160,7 +160,7 @@ class Pool(Protocol):
         """Return `submit` and `wait_some` for steps in C; only of a pool with workers, if `why_python` is empty.
 
         Args:
-            facts: the engine's arguments for `workers/native/exchange.c`.
+            facts: the engine's arguments for `executor/native/exchange.c`.
         """
         ...
 

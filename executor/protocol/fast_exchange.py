@@ -103,7 +103,7 @@ def _requests(section: str, leaves: Iterable[LeafSpec], count: int) -> list[tupl
 
 
 def facts_of(engine: Engine) -> dict[str, Any]:
-    """Return an engine's arguments for C; see `workers/native/exchange.c`."""
+    """Return an engine's arguments for C; see `executor/native/exchange.c`."""
     batch, positions, states = engine.batches.groups[0], engine.positions, engine.states
     plain = None if engine.plain.send else engine.plain_intake
     return {

@@ -1,7 +1,8 @@
-"""The optional C extension of a worker: find and load it, unless it is switched off.
+"""The optional C extension of a worker and of its caller: find and load it, unless it is switched off.
 
 The Python code is the specification. C makes plain steps (see `block.compiling`) and leaves everything else to Python;
-both write the same bytes. `ENVHERD_NATIVE=0` in the environment switches C off.
+both write the same bytes. `ENVHERD_NATIVE=0` in the environment switches C off. The caller's part is in
+`executor/native/`.
 Limits: Linux, and CPython with its GIL. `pip install` builds the extension where there is a compiler.
 """
 
@@ -63,7 +64,7 @@ def find() -> tuple[Any, str]:
         return None, "the C extension is not built"
     except ImportError as error:
         return None, f"the C extension cannot be loaded: {error}"
-    sources = sorted(Path(__file__).parent.glob("*.[ch]"))  # in a checkout; an installed package has none
+    sources = sorted(Path(__file__).parents[2].glob("*/native/*.[ch]"))  # in a checkout; an installed package has none
     if sources and getattr(module, "sources", None) != zlib.crc32(b"".join(path.read_bytes() for path in sources)):
         return None, "the C extension was built from other sources; run: python setup.py build_ext --inplace"
     return module, ""

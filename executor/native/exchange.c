@@ -2,7 +2,7 @@
  *
  * Each function does all that it does or nothing, and runs no Python code in between but for handlers of signals within
  * `wait`, which changes nothing. So an interrupt finds envs either sent or not, and either taken or not. */
-#include "native.h"
+#include "caller.h"
 
 #include <math.h>
 #include <string.h>

@@ -1,5 +1,5 @@
 /* Commands to envs of a pool, and the wait for their answers: see executor.pools.fast_commands, the specification. */
-#include "native.h"
+#include "caller.h"
 
 #include <stdlib.h>
 #include <string.h>
