@@ -18,8 +18,8 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-#: Folders of the C sources: the worker's part, and the caller's.
-WORKER, CALLER = "workers/native", "executor/native"
+#: The C files: the worker's part, and the caller's.
+FILES = sorted(Path().glob("*/native/*.[ch]"))
 IS_POSSIBLE = (
     sys.platform == "linux"
     and sys.implementation.name == "cpython"
@@ -27,13 +27,13 @@ IS_POSSIBLE = (
 )
 
 #: Checksum of the C sources. `workers.native` does not load an extension that was built from other sources.
-SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path().glob("*/native/*.[ch]"))))
+SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in FILES))
 
 NATIVE = Extension(
     "envherd.workers.native._native",
-    [*(f"{WORKER}/{name}.c" for name in ("bell", "step", "loop")), f"{CALLER}/caller.c", f"{CALLER}/exchange.c"],
-    depends=[f"{WORKER}/native.h", f"{CALLER}/caller.h"],
-    include_dirs=[WORKER],
+    [str(path) for path in FILES if path.suffix == ".c"],
+    depends=[str(path) for path in FILES if path.suffix == ".h"],
+    include_dirs=["workers/native"],
     define_macros=[("_POSIX_C_SOURCE", "200809L"), ("SOURCES", f"{SOURCES}LL")],
     extra_compile_args=["-O2", "-g0", "-std=c11", "-fvisibility=hidden"],
     extra_link_args=["-pthread"],

@@ -4,9 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const WORDS[] = {"command", "command_seq", "reply_seq", "status", "answered", "ring_at"};
 enum { FEW = 64 }; /* answers up to which an insertion sort is the fastest */
-enum { COMMAND, COMMAND_SEQ, REPLY_SEQ, STATUS, NUM_OF_ENVS, ANSWERED = NUM_OF_ENVS, RING_AT, NUM_WORDS };
 
 typedef struct {
     i64 number;
@@ -15,7 +13,8 @@ typedef struct {
 
 struct Caller {
     PyObject_HEAD
-    Py_buffer words[NUM_WORDS];                 /* of each env; `answered` and `ring_at` of each worker */
+    Py_buffer command, command_seq, reply_seq, status; /* words of each env */
+    Py_buffer answered, ring_at;                /* words of each worker */
     Py_buffer answers_lost, worker_of;          /* of each env */
     Py_buffer waits_stopped;                    /* a byte: not 0 ends a wait */
     Bell done, *go;                             /* `go`: one of each worker */
@@ -26,24 +25,32 @@ struct Caller {
     i64 look_ns;
 };
 
-static i64 *word(const Caller *caller, int name) { return caller->words[name].buf; }
+static const Fact FACTS[] = {
+    FACT(WORDS, Caller, command), FACT(WORDS, Caller, command_seq), FACT(WORDS, Caller, reply_seq),
+    FACT(WORDS, Caller, status), FACT(WORDS, Caller, answered), FACT(WORDS, Caller, ring_at),
+    FACT(BYTES, Caller, answers_lost), FACT(WORDS, Caller, worker_of), FACT(BYTES, Caller, waits_stopped),
+    FACT(NUMBER, Caller, look_ns), {NULL},
+};
 
 /* ---- construction ----------------------------------------------------------------------------------- */
 
-static int take_words_and_flags(Caller *caller, PyObject *facts)
+static int are_of_the_same(Caller *caller)
 {
-    PyObject *words = fact(facts, "words"), *answers_lost = fact(facts, "answers_lost");
-    PyObject *waits_stopped = fact(facts, "waits_stopped");
-    if (words == NULL || answers_lost == NULL || waits_stopped == NULL
-        || take_words(facts, "worker_of", &caller->worker_of) < 0)
-        return -1;
-    for (int i = 0; i < NUM_WORDS; i++)
-        if (take_words(words, WORDS[i], &caller->words[i]) < 0)
-            return -1;
-    if (PyObject_GetBuffer(answers_lost, &caller->answers_lost, PyBUF_CONTIG) < 0
-        || PyObject_GetBuffer(waits_stopped, &caller->waits_stopped, PyBUF_CONTIG) < 0)
-        return -1;
-    caller->num_envs = caller->words[COMMAND].shape[0];
+    const Py_buffer *of_envs[] = {&caller->command_seq, &caller->reply_seq, &caller->status, &caller->worker_of};
+    int is_right = caller->answers_lost.len == caller->num_envs && caller->waits_stopped.len == 1
+                   && caller->answered.shape[0] == caller->num_workers && caller->ring_at.shape[0] == caller->num_workers;
+    for (size_t i = 0; i < sizeof of_envs / sizeof *of_envs; i++)
+        is_right = is_right && of_envs[i]->shape[0] == caller->num_envs;
+    for (Py_ssize_t i = 0; is_right && i < caller->num_envs; i++)
+        is_right = (size_t)*word(&caller->worker_of, i) < (size_t)caller->num_workers;
+    if (!is_right)
+        PyErr_SetString(PyExc_ValueError, "expected words and flags of the same envs and workers");
+    return is_right ? 0 : -1;
+}
+
+static int take_room(Caller *caller)
+{
+    caller->num_envs = caller->command.shape[0];
     caller->answers = PyMem_Calloc((size_t)caller->num_envs + 1, sizeof *caller->answers);
     caller->sorted = PyMem_Calloc((size_t)caller->num_envs + 1, sizeof *caller->sorted);
     if (caller->answers == NULL || caller->sorted == NULL) {
@@ -51,19 +58,6 @@ static int take_words_and_flags(Caller *caller, PyObject *facts)
         return -1;
     }
     return 0;
-}
-
-static int are_of_the_same(Caller *caller)
-{
-    int is_right = caller->answers_lost.len == caller->num_envs && caller->worker_of.shape[0] == caller->num_envs
-                   && caller->waits_stopped.len == 1;
-    for (int i = 0; i < NUM_WORDS; i++)
-        is_right = is_right && caller->words[i].shape[0] == (i < NUM_OF_ENVS ? caller->num_envs : caller->num_workers);
-    for (Py_ssize_t i = 0; is_right && i < caller->num_envs; i++)
-        is_right = (size_t)((i64 *)caller->worker_of.buf)[i] < (size_t)caller->num_workers;
-    if (!is_right)
-        PyErr_SetString(PyExc_ValueError, "expected words and flags of the same envs and workers");
-    return is_right ? 0 : -1;
 }
 
 static int take_bells(Caller *caller, PyObject *facts)
@@ -93,8 +87,8 @@ static PyObject *caller_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNU
     Caller *caller = (Caller *)PyType_GenericAlloc(type, 0);
     if (caller == NULL)
         return NULL;
-    if (take_number(facts, "look_ns", &caller->look_ns) < 0 || take_words_and_flags(caller, facts) < 0
-        || take_bells(caller, facts) < 0 || are_of_the_same(caller) < 0) {
+    if (take_facts(facts, FACTS, caller) < 0 || take_room(caller) < 0 || take_bells(caller, facts) < 0
+        || are_of_the_same(caller) < 0) {
         Py_DECREF(caller);
         return NULL;
     }
@@ -105,11 +99,7 @@ static void caller_dealloc(Caller *caller)
 {
     PyTypeObject *type = Py_TYPE((PyObject *)caller);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    for (int i = 0; i < NUM_WORDS; i++)
-        PyBuffer_Release(&caller->words[i]);
-    PyBuffer_Release(&caller->answers_lost);
-    PyBuffer_Release(&caller->worker_of);
-    PyBuffer_Release(&caller->waits_stopped);
+    release_facts(FACTS, caller);
     PyBuffer_Release(&caller->done.memory);
     for (Py_ssize_t i = 0; i < caller->num_workers; i++)
         PyBuffer_Release(&caller->go[i].memory);
@@ -131,9 +121,9 @@ static PyObject *caller_give(PyObject *self, PyObject *args)
         return NULL;
     memset(caller->answers_lost.buf, 0, (size_t)caller->num_envs);
     for (Py_ssize_t i = 0; i < caller->num_envs; i++)
-        STORE(word(caller, COMMAND) + i, command);
+        STORE(word(&caller->command, i), command);
     for (Py_ssize_t i = 0; i < caller->num_envs; i++)
-        STORE_NUMBER(word(caller, COMMAND_SEQ) + i, number);
+        STORE_NUMBER(word(&caller->command_seq, i), number);
     for (Py_ssize_t i = 0; i < caller->num_workers; i++)
         bell_ring(&caller->go[i]);
     Py_RETURN_NONE;
@@ -141,7 +131,7 @@ static PyObject *caller_give(PyObject *self, PyObject *args)
 
 int caller_has_number(const Caller *caller, i64 id)
 {
-    return LOAD_NUMBER(word(caller, REPLY_SEQ) + id) == LOAD(word(caller, COMMAND_SEQ) + id);
+    return LOAD_NUMBER(word(&caller->reply_seq, id)) == LOAD(word(&caller->command_seq, id));
 }
 
 int caller_answer_is_lost(const Caller *caller, i64 id) { return ((char *)caller->answers_lost.buf)[id] != 0; }
@@ -157,7 +147,7 @@ static int have_answered(const Caller *caller)
 int caller_has_news(const Caller *caller)
 {
     for (Py_ssize_t i = 0; i < caller->num_envs; i++)
-        if (LOAD(word(caller, STATUS) + i) != 0)
+        if (LOAD(word(&caller->status, i)) != 0)
             return 1;
     return 0;
 }
@@ -198,13 +188,13 @@ int numbers_take(PyObject *array, i64 below, Numbers *to)
 void caller_give_each(Caller *caller, i64 number, const Numbers *ids, const Numbers *commands)
 {
     for (Py_ssize_t i = 0; i < ids->count; i++)
-        STORE(word(caller, COMMAND) + number_at(ids, i), number_at(commands, i));
+        STORE(word(&caller->command, number_at(ids, i)), number_at(commands, i));
     for (Py_ssize_t i = 0; i < ids->count; i++)
         ((char *)caller->answers_lost.buf)[number_at(ids, i)] = 0;
     for (Py_ssize_t i = 0; i < ids->count; i++)
-        STORE_NUMBER(word(caller, COMMAND_SEQ) + number_at(ids, i), number);
+        STORE_NUMBER(word(&caller->command_seq, number_at(ids, i)), number);
     for (Py_ssize_t i = 0; i < ids->count; i++) {
-        i64 worker = ((i64 *)caller->worker_of.buf)[number_at(ids, i)];
+        i64 worker = *word(&caller->worker_of, number_at(ids, i));
         if (caller->rung[worker] != number)
             bell_ring(&caller->go[worker]);
         caller->rung[worker] = number;
@@ -236,7 +226,7 @@ static i64 num_counted(const Caller *caller)
 {
     i64 sum = 0;
     for (Py_ssize_t i = 0; i < caller->num_workers; i++)
-        sum += LOAD(word(caller, ANSWERED) + i);
+        sum += LOAD(word(&caller->answered, i));
     return sum;
 }
 
@@ -251,7 +241,7 @@ static int oldest_first(const void *one, const void *other)
 /* Sort envs by the numbers of their commands, then as given. */
 static void sort(const Caller *caller, i64 *ids, Py_ssize_t count)
 {
-    const i64 *numbers = word(caller, COMMAND_SEQ);
+    const i64 *numbers = word(&caller->command_seq, 0);
     if (count <= FEW) {
         for (Py_ssize_t i = 1; i < count; i++) {
             i64 id = ids[i], number = LOAD(numbers + id);
@@ -287,7 +277,7 @@ static Py_ssize_t find_ready(const Caller *caller, const Numbers *ids, i64 *to)
 static int expect(Caller *caller, i64 total)
 {
     for (Py_ssize_t i = 0; i < caller->num_workers; i++)
-        STORE(word(caller, RING_AT) + i, total);
+        STORE(word(&caller->ring_at, i), total);
     FULL_FENCE();
     return num_counted(caller) < total;
 }

@@ -40,7 +40,15 @@ typedef struct {
     i64 *sent, *found, *commands, *marks, mark;     /* one for each env */
 } Exchange;
 
-static i64 *of_env(const Py_buffer *memory, i64 id) { return (i64 *)memory->buf + id; }
+static const Fact FACTS[] = {
+    {"caller", OBJECT, offsetof(Exchange, owner)}, FACT(BYTES, Exchange, states), FACT(BYTES, Exchange, in_root),
+    FACT(CONSTANTS, Exchange, follows), FACT(WORDS, Exchange, ops), FACT(WORDS, Exchange, at),
+    FACT(WORDS, Exchange, columns), FACT(WORDS, Exchange, step_columns), FACT(NUMBER, Exchange, check),
+    FACT(NUMBER, Exchange, limit), FACT(NUMBER, Exchange, done), FACT(NUMBER, Exchange, root_done),
+    FACT(NUMBER, Exchange, answered), FACT(NUMBER, Exchange, ends), FACT(NUMBER, Exchange, num_columns),
+    FACT(NUMBER, Exchange, num_ring), {NULL},
+};
+
 static signed char *state_of(const Exchange *exchange, i64 id) { return (signed char *)exchange->states.buf + id; }
 static char *is_in_root(const Exchange *exchange, i64 id) { return (char *)exchange->in_root.buf + id; }
 
@@ -103,7 +111,7 @@ static int group_take(PyObject *facts, const char *name, int num_leading, Exchan
 static int take_caller(Exchange *exchange, PyObject *facts)
 {
     PyObject *type = fact(facts, "caller_type");
-    if (type == NULL || take_fact(facts, "caller", &exchange->owner) < 0)
+    if (type == NULL)
         return -1;
     if (exchange->owner == NULL || (PyObject *)Py_TYPE(exchange->owner) != type) {
         PyErr_SetString(PyExc_TypeError, "expected a Caller as caller");
@@ -114,42 +122,20 @@ static int take_caller(Exchange *exchange, PyObject *facts)
     return 0;
 }
 
-static int take_of_envs(Exchange *exchange, PyObject *facts)
+/* Whether the arrays have an item for each env, and the table one for each event and state. */
+static int have_right_shapes(const Exchange *exchange)
 {
-    struct { const char *name; Py_buffer *to; } bytes[] = {{"states", &exchange->states}, {"in_root", &exchange->in_root}};
-    struct { const char *name; Py_buffer *to; } words[] = {
-        {"ops", &exchange->ops}, {"at", &exchange->at}, {"columns", &exchange->columns},
-        {"step_columns", &exchange->step_columns},
-    };
-    int is_right = 1;
-    for (size_t i = 0; i < sizeof bytes / sizeof *bytes; i++) {
-        PyObject *array = fact(facts, bytes[i].name);
-        if (array == NULL || PyObject_GetBuffer(array, bytes[i].to, PyBUF_CONTIG) < 0)
-            return -1;
-        is_right = is_right && bytes[i].to->itemsize == 1 && bytes[i].to->len == exchange->num_envs;
-    }
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
-        if (take_words(facts, words[i].name, words[i].to) < 0)
-            return -1;
-        is_right = is_right && words[i].to->shape[0] == exchange->num_envs;
-    }
+    const Py_buffer *of_envs[] = {&exchange->states, &exchange->in_root, &exchange->ops, &exchange->at, &exchange->columns,
+                                  &exchange->step_columns};
+    const Py_buffer *follows = &exchange->follows;
+    int is_right = follows->obj != NULL && follows->ndim == 2 && follows->itemsize == 1
+                   && OP_STEP_RESET < follows->shape[0] && (size_t)exchange->answered < (size_t)follows->shape[0]
+                   && (size_t)exchange->ends < (size_t)follows->shape[0];
+    for (size_t i = 0; i < sizeof of_envs / sizeof *of_envs; i++)
+        is_right = is_right && of_envs[i]->len == exchange->num_envs * of_envs[i]->itemsize;
     if (!is_right)
-        PyErr_SetString(PyExc_ValueError, "expected arrays of the caller's envs, got others");
-    return is_right ? 0 : -1;
-}
-
-static int take_follows(Exchange *exchange, PyObject *facts)
-{
-    PyObject *table = fact(facts, "follows");
-    Py_buffer *to = &exchange->follows;
-    if (table == NULL || PyObject_GetBuffer(table, to, PyBUF_C_CONTIGUOUS) < 0
-        || take_number(facts, "answered", &exchange->answered) < 0 || take_number(facts, "ends", &exchange->ends) < 0)
-        return -1;
-    int is_right = to->ndim == 2 && to->itemsize == 1 && OP_STEP_RESET < to->shape[0] && exchange->answered >= 0
-                   && exchange->answered < to->shape[0] && exchange->ends >= 0 && exchange->ends < to->shape[0];
-    if (!is_right)
-        PyErr_SetString(PyExc_ValueError, "expected bytes of each event and state, got others");
-    return is_right ? 0 : -1;
+        PyErr_SetString(PyExc_ValueError, "expected arrays of the caller's envs, and of events and states, got others");
+    return is_right;
 }
 
 static int take_root_in_next(Exchange *exchange, PyObject *facts)
@@ -177,8 +163,7 @@ static int take_root_in_next(Exchange *exchange, PyObject *facts)
 static int take_action(Exchange *exchange, PyObject *facts)
 {
     PyObject *action = fact(facts, "action");
-    if (action == NULL || take_number(facts, "check", &exchange->check) < 0
-        || take_number(facts, "limit", &exchange->limit) < 0)
+    if (action == NULL)
         return -1;
     if (action == Py_None)
         return 0;
@@ -215,10 +200,7 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     Exchange *exchange = (Exchange *)PyType_GenericAlloc(type, 0);
     if (exchange == NULL)
         return NULL;
-    if (take_caller(exchange, facts) < 0 || take_number(facts, "num_columns", &exchange->num_columns) < 0
-        || take_number(facts, "num_ring", &exchange->num_ring) < 0
-        || take_number(facts, "done", &exchange->done) < 0 || take_number(facts, "root_done", &exchange->root_done) < 0
-        || take_follows(exchange, facts) < 0 || take_of_envs(exchange, facts) < 0
+    if (take_facts(facts, FACTS, exchange) < 0 || take_caller(exchange, facts) < 0 || !have_right_shapes(exchange)
         || group_take(facts, "next", 2, exchange, &exchange->next) < 0
         || group_take(facts, "root", 2, exchange, &exchange->root) < 0
         || group_take(facts, "inputs", 1, exchange, &exchange->inputs) < 0 || take_root_in_next(exchange, facts) < 0
@@ -240,17 +222,14 @@ static void exchange_dealloc(Exchange *exchange)
 {
     PyTypeObject *type = Py_TYPE((PyObject *)exchange);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    Py_buffer *memories[] = {&exchange->states, &exchange->in_root, &exchange->follows, &exchange->ops, &exchange->at,
-                             &exchange->columns, &exchange->step_columns, &exchange->action.memory};
-    for (size_t i = 0; i < sizeof memories / sizeof *memories; i++)
-        PyBuffer_Release(memories[i]);
+    PyBuffer_Release(&exchange->action.memory);
     group_release(&exchange->next);
     group_release(&exchange->root);
     group_release(&exchange->inputs);
     void *places[] = {exchange->root_in_next, exchange->sent, exchange->found, exchange->commands, exchange->marks};
     for (size_t i = 0; i < sizeof places / sizeof *places; i++)
         PyMem_Free(places[i]);
-    Py_XDECREF(exchange->owner);
+    release_facts(FACTS, exchange);
     release(exchange);
     Py_DECREF(type);
 }
@@ -314,13 +293,13 @@ static void give_steps(Exchange *exchange, i64 number, i64 op, const Numbers *id
 {
     Numbers commands = {.at = (char *)exchange->commands, .stride = sizeof(i64), .count = ids->count};
     for (Py_ssize_t i = 0; i < ids->count; i++) {
-        i64 id = number_at(ids, i), column = *of_env(&exchange->step_columns, id) + 1;
+        i64 id = number_at(ids, i), column = *word(&exchange->step_columns, id) + 1;
         if (column >= exchange->num_ring)
             column = 0;
         memcpy(row_at(&exchange->action, 0, id), actions + i * exchange->action.num_bytes, (size_t)exchange->action.num_bytes);
         *state_of(exchange, id) = after_event(exchange, id, op);
-        *of_env(&exchange->ops, id) = op;
-        *of_env(&exchange->at, id) = column;
+        *word(&exchange->ops, id) = op;
+        *word(&exchange->at, id) = column;
         exchange->commands[i] = op | FLAG_EACH << OP_BITS | column << (OP_BITS + FLAG_BITS + TARGET_BITS);
     }
     caller_give_each(exchange->caller, number, ids, &commands);
@@ -427,7 +406,7 @@ static void gather_next(const Exchange *exchange, const i64 *ids, Py_ssize_t cou
     for (Py_ssize_t leaf = 0, offset = 0; leaf < exchange->next.count; leaf++) {
         const Rows *rows = &exchange->next.rows[leaf];
         for (Py_ssize_t i = 0; i < count; i++)
-            memcpy(to + offset + i * rows->num_bytes, row_at(rows, *of_env(&exchange->at, ids[i]), ids[i]),
+            memcpy(to + offset + i * rows->num_bytes, row_at(rows, *word(&exchange->at, ids[i]), ids[i]),
                    (size_t)rows->num_bytes);
         offset = after(offset, count * rows->num_bytes);
     }
@@ -441,7 +420,7 @@ static void gather_roots(const Exchange *exchange, const Numbers *ids, char *to)
         for (Py_ssize_t i = 0; i < ids->count; i++) {
             i64 id = number_at(ids, i);
             const Rows *rows = *is_in_root(exchange, id) ? root : next;
-            memcpy(to + offset + i * root->num_bytes, row_at(rows, *of_env(&exchange->columns, id), id),
+            memcpy(to + offset + i * root->num_bytes, row_at(rows, *word(&exchange->columns, id), id),
                    (size_t)root->num_bytes);
         }
         offset = after(offset, ids->count * root->num_bytes);
@@ -460,22 +439,22 @@ static void gather_inputs(const Exchange *exchange, const i64 *ids, Py_ssize_t c
 
 static int can_be_taken(const Exchange *exchange, i64 id)
 {
-    i64 op = *of_env(&exchange->ops, id), column = *of_env(&exchange->at, id);
+    i64 op = *word(&exchange->ops, id), column = *word(&exchange->at, id);
     return is_under_way(exchange, id) && after_event(exchange, id, exchange->ends) >= 0 && caller_has_number(exchange->caller, id)
            && !caller_answer_is_lost(exchange->caller, id)
            && (op == OP_STEP || op == OP_STEP_RESET) && column >= 0 && column < exchange->num_columns
-           && (uint64_t)*of_env(&exchange->columns, id) < (uint64_t)exchange->num_columns;
+           && (uint64_t)*word(&exchange->columns, id) < (uint64_t)exchange->num_columns;
 }
 
 /* Note where an env is whose transition is taken; return whether it was reset. */
 static int deliver(const Exchange *exchange, i64 id)
 {
-    i64 column = *of_env(&exchange->at, id);
+    i64 column = *word(&exchange->at, id);
     int has_ended = *row_at(&exchange->next.rows[exchange->done], column, id) != 0;
-    int was_reset = has_ended && *of_env(&exchange->ops, id) == OP_STEP_RESET;
+    int was_reset = has_ended && *word(&exchange->ops, id) == OP_STEP_RESET;
     if (was_reset)
         has_ended = *row_at(&exchange->root.rows[exchange->root_done], column, id) != 0;
-    *of_env(&exchange->columns, id) = *of_env(&exchange->step_columns, id) = column;
+    *word(&exchange->columns, id) = *word(&exchange->step_columns, id) = column;
     *is_in_root(exchange, id) = (char)was_reset;
     *state_of(exchange, id) = after_event(exchange, id, has_ended ? exchange->ends : exchange->answered);
     return was_reset;
@@ -536,7 +515,7 @@ static PyObject *exchange_roots(PyObject *self, PyObject *args)
     if (is_right) {
         is_right = to.len >= size_of(&exchange->root, ids.count);
         for (Py_ssize_t i = 0; is_right && i < ids.count; i++)
-            is_right = (uint64_t)*of_env(&exchange->columns, number_at(&ids, i)) < (uint64_t)exchange->num_columns;
+            is_right = (uint64_t)*word(&exchange->columns, number_at(&ids, i)) < (uint64_t)exchange->num_columns;
         if (is_right)
             gather_roots(exchange, &ids, to.buf);
         PyBuffer_Release(&ids.memory);

@@ -88,11 +88,11 @@ def native_caller(  # what a pool waits with
     module = native.load()
     if module is None:
         return None
-    own = {name: getattr(words, name) for name in ("command", "command_seq", "reply_seq", "status")}
+    own = ("command", "command_seq", "reply_seq", "status", "answers_lost")
     return module.Caller(
         {
-            "words": own | {name: tally[name] for name in ("answered", "ring_at")},
-            "answers_lost": words.answers_lost,
+            **{name: getattr(words, name) for name in own},
+            **{name: tally[name] for name in ("answered", "ring_at")},
             "worker_of": worker_of,
             "waits_stopped": waits_stopped,
             "go": [bell.memory for bell in bells],

@@ -275,13 +275,13 @@ def test_a_signal_ends_the_wait(monkeypatch, delay_s, is_for_all):
     ("change", "error"),
     [
         (lambda facts: facts.pop("done"), KeyError),
-        (lambda facts: facts["words"].update(status=np.zeros(3, np.int64)), ValueError),
-        (lambda facts: facts["words"].update(status=np.zeros(2, np.int32)), ValueError),
+        (lambda facts: facts.update(status=np.zeros(3, np.int64)), ValueError),
+        (lambda facts: facts.update(status=np.zeros(2, np.int32)), ValueError),
         (lambda facts: facts.update(answers_lost=np.zeros(5, bool)), ValueError),
         (lambda facts: facts.update(go=[np.zeros(3, np.uint8)]), ValueError),
         (lambda facts: facts.update(go=None), (TypeError, SystemError)),
         (lambda facts: facts.update(look_ns="soon"), TypeError),
-        (lambda facts: facts["words"].update(ring_at=np.zeros(2, np.int64)), ValueError),
+        (lambda facts: facts.update(ring_at=np.zeros(2, np.int64)), ValueError),
         (lambda facts: facts.update(worker_of=np.array([0, 1])), ValueError),
         (lambda facts: facts.update(worker_of=np.array([0, -1])), ValueError),
         (lambda facts: facts.update(worker_of=np.array([0])), ValueError),
@@ -291,7 +291,8 @@ def test_a_signal_ends_the_wait(monkeypatch, delay_s, is_for_all):
 def test_memory_that_does_not_fit_is_refused(change, error):
     side = Side(2, 1, in_c=False)
     facts: dict[str, Any] = {
-        "words": {name: getattr(side.words, name) for name in NAMES} | side.counts,
+        **{name: getattr(side.words, name) for name in NAMES},
+        **side.counts,
         "answers_lost": side.words.answers_lost,
         "worker_of": side.worker_of,
         "waits_stopped": side.waits_stopped,

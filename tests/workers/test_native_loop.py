@@ -214,16 +214,16 @@ def body_of(function: str) -> str:
 
 def test_it_does_it_in_the_order_of_the_protocol():
     landmarks = {
-        "command_seq": "number = LOAD_NUMBER(word(loop, COMMAND_SEQ",
+        "command_seq": "number = LOAD_NUMBER(word(&loop->command_seq",
         "rows": "carry_out(loop, env, command)",
-        "status": "STORE(word(loop, STATUS",
-        "reply_seq": "STORE_NUMBER(word(loop, REPLY_SEQ",
+        "status": "STORE(word(&loop->status",
+        "reply_seq": "STORE_NUMBER(word(&loop->reply_seq",
         "done": "bell_ring(&loop->done)",
     }
     source = body_of("scan")
     places = [source.index(landmarks[step]) for step in WORKER_STEPS[1:]]
     assert places == sorted(places)
-    assert source.index("command = LOAD(word(loop, COMMAND,") > places[0]
+    assert source.index("command = LOAD(word(&loop->command,") > places[0]
     assert "bell_ring" not in SOURCE.replace(source, "")
 
 

@@ -1,4 +1,4 @@
-/* Facts, and doorbells by the rules of `shm.sync.Doorbell.wait`, whose constants python hands over. */
+/* Doorbells by the rules of `shm.sync.Doorbell.wait`, whose constants python hands over. */
 #include "native.h"
 
 #include <errno.h>
@@ -13,47 +13,6 @@ static const i64 SLICE_NS = 60LL * NS_PER_S; /* without sem_clockwait a wait fol
 #define HAS_CLOCKWAIT
 #endif
 #endif
-
-/* ---- facts ------------------------------------------------------------------------------------------ */
-
-PyObject *fact(PyObject *facts, const char *name)
-{
-    PyObject *value = PyDict_GetItemString(facts, name);
-    if (value == NULL && !PyErr_Occurred())
-        PyErr_SetString(PyExc_KeyError, name);
-    return value;
-}
-
-int take_fact(PyObject *facts, const char *name, PyObject **to)
-{
-    PyObject *value = fact(facts, name);
-    if (value == NULL)
-        return -1;
-    *to = value == Py_None ? NULL : Py_NewRef(value);
-    return 0;
-}
-
-int take_number(PyObject *facts, const char *name, i64 *to)
-{
-    PyObject *value = fact(facts, name);
-    if (value == NULL)
-        return -1;
-    *to = PyLong_AsLongLong(value);
-    return *to == -1 && PyErr_Occurred() ? -1 : 0;
-}
-
-int take_words(PyObject *words, const char *name, Py_buffer *to)
-{
-    PyObject *array = fact(words, name);
-    if (array == NULL || PyObject_GetBuffer(array, to, PyBUF_CONTIG | PyBUF_FORMAT) < 0)
-        return -1;
-    if (to->ndim == 1 && to->itemsize == 8 && (to->format[0] == 'l' || to->format[0] == 'q'))
-        return 0;
-    PyErr_Format(PyExc_ValueError, "expected int64 words, got other memory as %s", name);
-    return -1;
-}
-
-/* ---- doorbells -------------------------------------------------------------------------------------- */
 
 i64 monotonic_ns(void)
 {
@@ -93,15 +52,15 @@ int bell_take_memory(PyObject *array, const char *name, Bell *bell)
     return -1;
 }
 
+static const Fact FACTS[] = {
+    FACT(NUMBER, Bell, brief_spin), FACT(NUMBER, Bell, long_spin), FACT(NUMBER, Bell, short_wait),
+    FACT(NUMBER, Bell, overrun), FACT(NUMBER, Bell, fewest_waits), FACT(NUMBER, Bell, most_waits), {NULL},
+};
+
 int bell_take(PyObject *facts, const char *name, Bell *bell)
 {
     PyObject *array = fact(facts, name);
-    if (array == NULL || bell_take_memory(array, name, bell) < 0)
-        return -1;
-    if (take_number(facts, "brief_spin", &bell->brief_spin) < 0 || take_number(facts, "long_spin", &bell->long_spin) < 0
-        || take_number(facts, "short_wait", &bell->short_wait) < 0 || take_number(facts, "overrun", &bell->overrun) < 0
-        || take_number(facts, "fewest_waits", &bell->fewest_waits) < 0
-        || take_number(facts, "most_waits", &bell->most_waits) < 0)
+    if (array == NULL || bell_take_memory(array, name, bell) < 0 || take_facts(facts, FACTS, bell) < 0)
         return -1;
     bell->spin = bell->brief_spin;
     bell->back_off = bell->fewest_waits;

@@ -9,14 +9,6 @@
 
 enum { STATUS_OK = 0 };
 
-static const char *const WORDS[] = {"command_seq", "command", "reply_seq", "status", "resets", "mail_seq", "answered",
-                                    "ring_at", "busy_ns", "since_ns", "reset_ns", "step_bins", "phase", "answered_ns"};
-enum { COMMAND_SEQ, COMMAND, REPLY_SEQ, STATUS, RESETS, MAIL_SEQ, ANSWERED, RING_AT, BUSY, SINCE, RESET_NS,
-       STEP_BINS, PHASE, ANSWERED_NS, NUM_WORDS };
-/* What Python does: functions of `process.native_loop.NativeLoop` and its block. */
-static const char *const CALLS[] = {"execute", "hand_over", "fail", "go_on", "hand_over_reset", "fail_reset", "check_mail",
-                                    "tidy"};
-enum { EXECUTE, HAND_OVER, FAIL, GO_ON, HAND_OVER_RESET, FAIL_RESET, CHECK_MAIL, TIDY, NUM_CALLS };
 static const char *const NAMES[] = {"sinks", "native", "must_reset", "has_ended", "prepared"};
 enum { SINKS, NATIVE, MUST_RESET, HAS_ENDED, PREPARED, NUM_NAMES };
 
@@ -34,9 +26,13 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    Py_buffer words[NUM_WORDS];
+    /* Words of each env, or of each worker; see shm.slab and shm.tally. */
+    Py_buffer command_seq, command, reply_seq, status, resets, mail_seq, answered, ring_at, busy_ns, since_ns, reset_ns,
+        step_bins, phase, answered_ns;
     Bell go, done;
-    PyObject *calls[NUM_CALLS], *names[NUM_NAMES], *step_type;
+    /* What Python does: functions of `process.native_loop.NativeLoop` and its block. */
+    PyObject *execute, *hand_over, *fail, *go_on, *hand_over_reset, *fail_reset, *check_mail, *tidy;
+    PyObject *names[NUM_NAMES], *step_type;
     Env *envs;
     Pending *pending;
     Py_ssize_t num_envs;
@@ -44,14 +40,28 @@ typedef struct {
     i64 num_wakes, num_scans, mail_read;
 } Loop;
 
-static i64 *word(const Loop *loop, int name, i64 index) { return (i64 *)loop->words[name].buf + index; }
+static const Fact FACTS[] = {
+    FACT(OBJECT, Loop, step_type), FACT(NUMBER, Loop, worker_id), FACT(NUMBER, Loop, num_bins),
+    FACT(NUMBER, Loop, mail_read), FACT(NUMBER, Loop, tidy_every), {NULL},
+};
+static const Fact CALLS[] = {
+    FACT(OBJECT, Loop, execute), FACT(OBJECT, Loop, hand_over), FACT(OBJECT, Loop, fail), FACT(OBJECT, Loop, go_on),
+    FACT(OBJECT, Loop, hand_over_reset), FACT(OBJECT, Loop, fail_reset), FACT(OBJECT, Loop, check_mail),
+    FACT(OBJECT, Loop, tidy), {NULL},
+};
+static const Fact WORDS_OF_SLAB[] = {
+    FACT(WORDS, Loop, command_seq), FACT(WORDS, Loop, command), FACT(WORDS, Loop, reply_seq), FACT(WORDS, Loop, status),
+    FACT(WORDS, Loop, resets), FACT(WORDS, Loop, mail_seq), FACT(WORDS, Loop, answered), FACT(WORDS, Loop, ring_at),
+    FACT(WORDS, Loop, busy_ns), FACT(WORDS, Loop, since_ns), FACT(WORDS, Loop, reset_ns), FACT(WORDS, Loop, step_bins),
+    FACT(WORDS, Loop, phase), FACT(WORDS, Loop, answered_ns), {NULL},
+};
 
 /* ---- construction ----------------------------------------------------------------------------------- */
 
 static int take_envs(Loop *loop, PyObject *facts)
 {
     PyObject *slots = fact(facts, "slots");
-    Py_ssize_t count = slots == NULL ? -1 : PyList_Size(slots), num_words = loop->words[COMMAND_SEQ].shape[0];
+    Py_ssize_t count = slots == NULL ? -1 : PyList_Size(slots), num_words = loop->command_seq.shape[0];
     if (count < 0)
         return -1;
     loop->envs = PyMem_Calloc((size_t)count + 1, sizeof *loop->envs);
@@ -72,7 +82,7 @@ static int take_envs(Loop *loop, PyObject *facts)
             PyErr_SetString(PyExc_ValueError, "expected env ids of the slab");
             return -1;
         }
-        env->latest = LOAD(word(loop, REPLY_SEQ, env->id));
+        env->latest = LOAD(word(&loop->reply_seq, env->id));
     }
     return 0;
 }
@@ -80,23 +90,16 @@ static int take_envs(Loop *loop, PyObject *facts)
 static int take_all(Loop *loop, PyObject *facts)
 {
     PyObject *words = fact(facts, "words"), *calls = fact(facts, "calls");
-    if (words == NULL || calls == NULL || take_number(facts, "worker_id", &loop->worker_id) < 0
-        || take_number(facts, "num_bins", &loop->num_bins) < 0 || take_number(facts, "mail_read", &loop->mail_read) < 0
-        || take_number(facts, "tidy_every", &loop->tidy_every) < 0 || bell_take(facts, "go", &loop->go) < 0
+    if (words == NULL || calls == NULL || take_facts(facts, FACTS, loop) < 0 || take_facts(words, WORDS_OF_SLAB, loop) < 0
+        || take_facts(calls, CALLS, loop) < 0 || bell_take(facts, "go", &loop->go) < 0
         || bell_take(facts, "done", &loop->done) < 0)
         return -1;
-    for (int i = 0; i < NUM_WORDS; i++)
-        if (take_words(words, WORDS[i], &loop->words[i]) < 0)
-            return -1;
-    for (int i = 0; i < NUM_CALLS; i++)
-        if (take_fact(calls, CALLS[i], &loop->calls[i]) < 0)
-            return -1;
     for (int i = 0; i < NUM_NAMES; i++)
         if ((loop->names[i] = PyUnicode_InternFromString(NAMES[i])) == NULL)
             return -1;
-    loop->num_workers = loop->words[ANSWERED].shape[0];
+    loop->num_workers = loop->answered.shape[0];
     int is_of_slab = loop->worker_id >= 0 && loop->worker_id < loop->num_workers && loop->num_bins > 0
-        && loop->tidy_every > 0 && loop->words[STEP_BINS].shape[0] == loop->num_workers * loop->num_bins;
+        && loop->tidy_every > 0 && loop->step_bins.shape[0] == loop->num_workers * loop->num_bins;
     if (!is_of_slab) {
         PyErr_SetString(PyExc_ValueError, "expected a worker of the slab");
         return -1;
@@ -106,13 +109,12 @@ static int take_all(Loop *loop, PyObject *facts)
 
 static PyObject *loop_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
 {
-    PyObject *facts, *step_type;
-    if (!PyArg_ParseTuple(args, "O!", &PyDict_Type, &facts) || (step_type = fact(facts, "step_type")) == NULL)
+    PyObject *facts;
+    if (!PyArg_ParseTuple(args, "O!", &PyDict_Type, &facts))
         return NULL;
     Loop *loop = (Loop *)PyType_GenericAlloc(type, 0);
     if (loop == NULL)
         return NULL;
-    loop->step_type = Py_NewRef(step_type);
     if (take_all(loop, facts) < 0) {
         Py_DECREF(loop);
         return NULL;
@@ -123,19 +125,16 @@ static PyObject *loop_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
 static int loop_traverse(Loop *loop, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE((PyObject *)loop));
-    for (int i = 0; i < NUM_CALLS; i++)
-        Py_VISIT(loop->calls[i]);
     for (Py_ssize_t i = 0; i < loop->num_envs; i++) {
         Py_VISIT(loop->envs[i].slot);
         Py_VISIT(loop->envs[i].step);
     }
-    return 0;
+    return visit_facts(CALLS, loop, visit, arg);
 }
 
 static int loop_clear(Loop *loop)
 {
-    for (int i = 0; i < NUM_CALLS; i++)
-        Py_CLEAR(loop->calls[i]);
+    clear_facts(CALLS, loop);
     for (Py_ssize_t i = 0; i < loop->num_envs; i++) {
         Py_CLEAR(loop->envs[i].slot);
         Py_CLEAR(loop->envs[i].step);
@@ -148,13 +147,12 @@ static void loop_dealloc(Loop *loop)
     PyTypeObject *type = Py_TYPE((PyObject *)loop);
     PyObject_GC_UnTrack(loop);
     loop_clear(loop);
-    for (int i = 0; i < NUM_WORDS; i++)
-        PyBuffer_Release(&loop->words[i]);
+    release_facts(FACTS, loop);
+    release_facts(WORDS_OF_SLAB, loop);
     for (int i = 0; i < NUM_NAMES; i++)
         Py_XDECREF(loop->names[i]);
     PyBuffer_Release(&loop->go.memory);
     PyBuffer_Release(&loop->done.memory);
-    Py_XDECREF(loop->step_type);
     PyMem_Free(loop->envs);
     PyMem_Free(loop->pending);
     PyObject_GC_Del(loop);
@@ -167,19 +165,19 @@ static void forget_step(Env *env) { Py_CLEAR(env->step); }
 
 /* Make one of the calls about a command of an env, with up to two objects more; return the status that it returns, or
  * -1 with an exception. */
-static i64 ask_python(Loop *loop, Env *env, int call, i64 command, PyObject *more, PyObject *other)
+static i64 ask_python(Env *env, PyObject *call, i64 command, PyObject *more, PyObject *other)
 {
     const char *format = more == NULL ? "LL" : other == NULL ? "LLO" : "LLOO";
-    PyObject *reply = PyObject_CallFunction(loop->calls[call], format, env->id, command, more, other);
+    PyObject *reply = PyObject_CallFunction(call, format, env->id, command, more, other);
     forget_step(env);
     i64 status = reply == NULL ? -1 : PyLong_AsLongLong(reply);
     Py_XDECREF(reply);
     return status;
 }
 
-static int call(Loop *loop, int name)
+static int call(PyObject *function)
 {
-    PyObject *reply = PyObject_CallNoArgs(loop->calls[name]);
+    PyObject *reply = PyObject_CallNoArgs(function);
     Py_XDECREF(reply);
     return reply == NULL ? -1 : 0;
 }
@@ -192,8 +190,8 @@ static i64 report_failure(Loop *loop, Env *env, i64 command, PyObject *observati
     PyErr_NormalizeException(&type, &error, &traceback);
     if (traceback != NULL)
         PyException_SetTraceback(error, traceback);
-    i64 status = observation == NULL ? ask_python(loop, env, FAIL, command, error, NULL)
-                                     : ask_python(loop, env, FAIL_RESET, command, observation, error);
+    i64 status = observation == NULL ? ask_python(env, loop->fail, command, error, NULL)
+                                     : ask_python(env, loop->fail_reset, command, observation, error);
     Py_XDECREF(type);
     Py_XDECREF(error);
     Py_XDECREF(traceback);
@@ -234,13 +232,13 @@ static i64 reset_env(Loop *loop, Env *env, Step *step, i64 command, i64 column, 
 {
     PyObject *root;
     i64 status;
-    STORE(word(loop, PHASE, loop->worker_id), OP_RESET | (env->id + 1) << OP_BITS);
+    STORE(word(&loop->phase, loop->worker_id), OP_RESET | (env->id + 1) << OP_BITS);
     switch (step_reset(step, column, &root)) {
     case STEP_STORED:
         status = step_note_end(step, 0) < 0 ? -1 : STATUS_OK;
         break;
     case STEP_ODD:
-        status = ask_python(loop, env, HAND_OVER_RESET, command, observation, root);
+        status = ask_python(env, loop->hand_over_reset, command, observation, root);
         break;
     default:
         status = report_failure(loop, env, command, observation);
@@ -257,14 +255,14 @@ static i64 note_end(Loop *loop, Env *env, Step *step, i64 command, i64 column, P
     if (resets && step_can_reset(step))
         return reset_env(loop, env, step, command, column + step_root_follows(step), observation);
     forget_step(env);
-    return resets || step_root_follows(step) ? ask_python(loop, env, GO_ON, command, observation, NULL) : STATUS_OK;
+    return resets || step_root_follows(step) ? ask_python(env, loop->go_on, command, observation, NULL) : STATUS_OK;
 }
 
 static i64 step_env(Loop *loop, Env *env, i64 command, i64 column)
 {
     PyObject *given;
     i64 status = STATUS_OK;
-    STORE(word(loop, PHASE, loop->worker_id), (command & ((1 << OP_BITS) - 1)) | (env->id + 1) << OP_BITS);
+    STORE(word(&loop->phase, loop->worker_id), (command & ((1 << OP_BITS) - 1)) | (env->id + 1) << OP_BITS);
     Step *step = (Step *)Py_NewRef((PyObject *)env->step);
     switch (step_once(step, column, &given)) {
     case STEP_STORED:
@@ -273,7 +271,7 @@ static i64 step_env(Loop *loop, Env *env, i64 command, i64 column)
         status = note_end(loop, env, step, command, column, given);
         break;
     case STEP_ODD:
-        status = ask_python(loop, env, HAND_OVER, command, step_hand_over(step), given);
+        status = ask_python(env, loop->hand_over, command, step_hand_over(step), given);
         break;
     case STEP_RAISED:
         status = report_failure(loop, env, command, NULL);
@@ -309,7 +307,7 @@ static i64 carry_out(Loop *loop, Env *env, i64 command)
         if (env->step != NULL && op != OP_RESET && column < step_num_columns(env->step))
             return step_env(loop, env, command, column);
     }
-    return ask_python(loop, env, EXECUTE, command, NULL, NULL);
+    return ask_python(env, loop->execute, command, NULL, NULL);
 }
 
 /* ---- the loop --------------------------------------------------------------------------------------- */
@@ -325,12 +323,12 @@ static i64 bin_of(i64 nanoseconds, i64 num_bins)
 
 static i64 carry_out_timed(Loop *loop, Env *env, i64 command, i64 weight)
 {
-    i64 *resets = word(loop, RESETS, env->id), before = LOAD(resets), began = monotonic_ns();
+    i64 *resets = word(&loop->resets, env->id), before = LOAD(resets), began = monotonic_ns();
     i64 status = carry_out(loop, env, command), took = monotonic_ns() - began;
     if (LOAD(resets) == before)
-        ADD(word(loop, STEP_BINS, loop->worker_id * loop->num_bins + bin_of(took, loop->num_bins)), 1);
+        ADD(word(&loop->step_bins, loop->worker_id * loop->num_bins + bin_of(took, loop->num_bins)), 1);
     else
-        ADD(word(loop, RESET_NS, loop->worker_id), took * weight);
+        ADD(word(&loop->reset_ns, loop->worker_id), took * weight);
     return status;
 }
 
@@ -338,20 +336,20 @@ static i64 carry_out_timed(Loop *loop, Env *env, i64 command, i64 weight)
 static int count_answer(Loop *loop)
 {
     i64 sum = 0;
-    ADD(word(loop, ANSWERED, loop->worker_id), 1);
+    ADD(word(&loop->answered, loop->worker_id), 1);
     FULL_FENCE();
     for (i64 worker = 0; worker < loop->num_workers; worker++)
-        sum += LOAD(word(loop, ANSWERED, worker));
-    return sum >= LOAD(word(loop, RING_AT, loop->worker_id));
+        sum += LOAD(word(&loop->answered, worker));
+    return sum >= LOAD(word(&loop->ring_at, loop->worker_id));
 }
 
 /* Read the messages that are there: 1; 0 if one of them says to leave; -1 with an exception. */
 static int read_mail(Loop *loop)
 {
-    i64 sent = LOAD_NUMBER(word(loop, MAIL_SEQ, loop->worker_id));
+    i64 sent = LOAD_NUMBER(word(&loop->mail_seq, loop->worker_id));
     if (loop->mail_read >= sent)
         return 1;
-    PyObject *reply = PyObject_CallNoArgs(loop->calls[CHECK_MAIL]);
+    PyObject *reply = PyObject_CallNoArgs(loop->check_mail);
     int goes_on = reply == NULL ? -1 : PyObject_IsTrue(reply);
     Py_XDECREF(reply);
     for (Py_ssize_t i = 0; i < loop->num_envs; i++)
@@ -372,11 +370,11 @@ static Py_ssize_t find_pending(Loop *loop)
 {
     Py_ssize_t count = 0;
     for (Py_ssize_t i = 0; i < loop->num_envs; i++) {
-        i64 number = LOAD_NUMBER(word(loop, COMMAND_SEQ, loop->envs[i].id));
+        i64 number = LOAD_NUMBER(word(&loop->command_seq, loop->envs[i].id));
         if (number != loop->envs[i].latest)
             loop->pending[count++] = (Pending){number, i};
     }
-    if (count > 1 && LOAD(word(loop, COMMAND, loop->envs[loop->pending[0].index].id)) & FLAG_EACH << OP_BITS)
+    if (count > 1 && LOAD(word(&loop->command, loop->envs[loop->pending[0].index].id)) & FLAG_EACH << OP_BITS)
         qsort(loop->pending, (size_t)count, sizeof *loop->pending, longest_waiting_first);
     return count;
 }
@@ -391,15 +389,15 @@ static int scan(Loop *loop)
     Py_ssize_t sampled = (Py_ssize_t)(++loop->num_scans % count);
     for (Py_ssize_t i = 0; i < count; i++) {
         Env *env = &loop->envs[loop->pending[i].index];
-        i64 number = LOAD_NUMBER(word(loop, COMMAND_SEQ, env->id)), command = LOAD(word(loop, COMMAND, env->id));
+        i64 number = LOAD_NUMBER(word(&loop->command_seq, env->id)), command = LOAD(word(&loop->command, env->id));
         i64 status = i == sampled ? carry_out_timed(loop, env, command, count) : carry_out(loop, env, command);
         if (status < 0)
             return -1;
-        STORE(word(loop, STATUS, env->id), status);
+        STORE(word(&loop->status, env->id), status);
         env->latest = number;
         if (command & FLAG_EACH << OP_BITS)
-            STORE(word(loop, ANSWERED_NS, env->id), monotonic_ns());
-        STORE_NUMBER(word(loop, REPLY_SEQ, env->id), number);
+            STORE(word(&loop->answered_ns, env->id), monotonic_ns());
+        STORE_NUMBER(word(&loop->reply_seq, env->id), number);
         if (!(command & FLAG_EACH << OP_BITS))
             owes_ring = 1;
         else if (count_answer(loop))
@@ -413,19 +411,19 @@ static int scan(Loop *loop)
 static int serve_token(Loop *loop)
 {
     i64 worker_id = loop->worker_id;
-    if (++loop->num_wakes % loop->tidy_every == 0 && call(loop, TIDY) < 0)
+    if (++loop->num_wakes % loop->tidy_every == 0 && call(loop->tidy) < 0)
         return -1;
     i64 began = monotonic_ns();
-    STORE(word(loop, SINCE, worker_id), began);
+    STORE(word(&loop->since_ns, worker_id), began);
     int goes_on = read_mail(loop);
     if (goes_on == 1)
         goes_on = scan(loop);
     if (goes_on < 0)
         return -1;
     i64 ended = monotonic_ns();
-    STORE(word(loop, PHASE, worker_id), 0);
-    STORE(word(loop, SINCE, worker_id), ended);
-    ADD(word(loop, BUSY, worker_id), ended - began);
+    STORE(word(&loop->phase, worker_id), 0);
+    STORE(word(&loop->since_ns, worker_id), ended);
+    ADD(word(&loop->busy_ns, worker_id), ended - began);
     return goes_on;
 }
 

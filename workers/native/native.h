@@ -9,6 +9,7 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 #include <semaphore.h>
+#include <stddef.h>
 #include <stdint.h>
 
 typedef int64_t i64;
@@ -22,12 +23,31 @@ typedef int64_t i64;
 #define ADD(place, value) STORE((place), LOAD(place) + (value))
 #define FULL_FENCE() __atomic_thread_fence(__ATOMIC_SEQ_CST)
 
-/* ---- facts: what python hands a constructor, as a dict ---------------------------------------------- */
+static inline i64 *word(const Py_buffer *words, i64 index) { return (i64 *)words->buf + index; }
 
-PyObject *fact(PyObject *facts, const char *name);                     /* borrowed; NULL with KeyError */
-int take_fact(PyObject *facts, const char *name, PyObject **to);       /* a reference; python's None gives NULL */
-int take_number(PyObject *facts, const char *name, i64 *to);           /* 0, or -1 with an exception */
-int take_words(PyObject *words, const char *name, Py_buffer *to);      /* int64 `[n]`, writable */
+/* ---- facts, which Python passes to a constructor in a dict: facts.c ----------------------------------- */
+
+/* One fact, and the field of a struct that gets it. A table of these ends with a name of NULL. */
+typedef struct {
+    const char *name;
+    enum {
+        OBJECT,        /* PyObject *, a reference; NULL for None */
+        NUMBER,        /* i64 */
+        WORDS,         /* Py_buffer: int64 `[n]`, writable */
+        BYTES,         /* Py_buffer: items of one byte, contiguous, writable */
+        WORDS_OR_NONE, /* as WORDS; no object for None */
+        CONSTANTS,     /* Py_buffer: contiguous, only read; no object for None */
+    } kind;
+    size_t offset;
+} Fact;
+
+#define FACT(kind, type, field) {#field, kind, offsetof(type, field)}
+
+PyObject *fact(PyObject *facts, const char *name);                  /* borrowed; NULL with KeyError */
+int take_facts(PyObject *facts, const Fact *table, void *to);       /* 0, or -1 with an exception */
+int visit_facts(const Fact *table, void *of, visitproc visit, void *arg);
+void clear_facts(const Fact *table, void *of);                      /* give up the objects */
+void release_facts(const Fact *table, void *of);                    /* and the buffers */
 
 /* ---- doorbells: bell.c ------------------------------------------------------------------------------ */
 

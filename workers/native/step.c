@@ -57,6 +57,18 @@ struct Step {
     Value *values;                         /* one per observation and reward leaf, used within `store` */
 };
 
+static const Fact FACTS[] = {
+    FACT(OBJECT, Step, slot), FACT(OBJECT, Step, adapter), FACT(OBJECT, Step, step), FACT(OBJECT, Step, hand_over),
+    FACT(OBJECT, Step, readers), FACT(OBJECT, Step, give), FACT(OBJECT, Step, build), FACT(OBJECT, Step, flatten),
+    FACT(OBJECT, Step, ready), FACT(OBJECT, Step, array_type), FACT(OBJECT, Step, bool_type),
+    FACT(OBJECT, Step, integer_type), FACT(OBJECT, Step, number_types), FACT(NUMBER, Step, reads_number),
+    FACT(NUMBER, Step, notes_infos), FACT(NUMBER, Step, root_follows), FACT(NUMBER, Step, num_columns),
+    FACT(NUMBER, Step, env_id), FACT(WORDS_OR_NONE, Step, index), FACT(CONSTANTS, Step, seed_pool), {NULL},
+};
+static const Fact WORDS_OF_ENVS[] = {
+    FACT(WORDS, Step, env_steps), FACT(WORDS, Step, ends), FACT(WORDS, Step, episode), FACT(WORDS, Step, resets), {NULL},
+};
+
 /* ---- construction ----------------------------------------------------------------------------------- */
 
 static int leaf_take(PyObject *array, Leaf *leaf, i64 num_columns)
@@ -114,55 +126,24 @@ static int flags_take(PyObject *facts, const char *name, Leaves *flags, i64 num_
     return are_flags ? 0 : -1;
 }
 
-static int take_objects(PyObject *facts, Step *step)
+/* Whether what was taken is of this env. */
+static int are_own(const Step *step)
 {
-    struct { const char *name; PyObject **to; } wanted[] = {
-        {"slot", &step->slot}, {"adapter", &step->adapter}, {"step", &step->step}, {"hand_over", &step->hand_over},
-        {"readers", &step->readers}, {"give", &step->give}, {"build", &step->build}, {"flatten", &step->flatten},
-        {"ready", &step->ready}, {"array_type", &step->array_type}, {"bool_type", &step->bool_type},
-        {"integer_type", &step->integer_type}, {"number_types", &step->number_types},
-    };
-    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
-        if (take_fact(facts, wanted[i].name, wanted[i].to) < 0)
-            return -1;
-    step->calls_env = step->step == NULL;
-    for (int i = 0; i < NUM_NAMES; i++)
-        if ((step->names[i] = PyUnicode_InternFromString(NAMES[i])) == NULL)
-            return -1;
-    return 0;
-}
-
-static int take_memory(PyObject *facts, Step *step)
-{
-    struct { const char *name; Py_buffer *to; } counts[] = {
-        {"env_steps", &step->env_steps}, {"ends", &step->ends}, {"episode", &step->episode}, {"resets", &step->resets},
-    };
-    PyObject *words = fact(facts, "words"), *index = fact(facts, "index"), *pool = fact(facts, "seed_pool");
-    i64 columns = step->num_columns;
-    int is_own = step->env_id >= 0;
-    if (words == NULL || index == NULL || pool == NULL)
-        return -1;
-    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
-        if (take_words(words, counts[i].name, counts[i].to) < 0)
-            return -1;
-        is_own = is_own && step->env_id < counts[i].to->shape[0];
-    }
-    if ((pool != Py_None && PyObject_GetBuffer(pool, &step->seed_pool, PyBUF_CONTIG_RO) < 0)
-        || leaves_take(facts, "observation", &step->observation, columns) < 0
-        || leaves_take(facts, "root", &step->root, columns) < 0 || leaves_take(facts, "reward", &step->reward, columns) < 0
-        || flags_take(facts, "done", &step->done, columns) < 0
-        || flags_take(facts, "root_done", &step->root_done, columns) < 0)
-        return -1;
-    if (index != Py_None && take_words(facts, "index", &step->index) < 0)
-        return -1;
-    is_own = is_own && step->root.count == step->observation.count
-        && (pool == Py_None || step->seed_pool.len == SEED_WORDS * sizeof(uint32_t));
+    const Py_buffer *words[] = {&step->env_steps, &step->ends, &step->episode, &step->resets};
+    int is_own = step->env_id >= 0 && step->root.count == step->observation.count
+        && (step->index.obj == NULL || step->index.shape[0] == 1)
+        && (step->seed_pool.obj == NULL || step->seed_pool.len == SEED_WORDS * sizeof(uint32_t));
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+        is_own = is_own && step->env_id < words[i]->shape[0];
     for (Py_ssize_t i = 0; is_own && i < step->root.count; i++)
         is_own = step->root.leaf[i].num_bytes == step->observation.leaf[i].num_bytes;
-    if (!is_own || (index != Py_None && step->index.shape[0] != 1)) {
+    if (!is_own)
         PyErr_SetString(PyExc_ValueError, "compiling a step failed: expected memory of this env, got other memory");
-        return -1;
-    }
+    return is_own;
+}
+
+static int take_room(Step *step)
+{
     step->values = PyMem_Calloc((size_t)(step->observation.count + step->reward.count) + 1, sizeof *step->values);
     int has_room = step->values != NULL;
     for (Py_ssize_t i = 0; has_room && i < step->observation.count; i++) {
@@ -177,6 +158,23 @@ static int take_memory(PyObject *facts, Step *step)
     return has_room ? 0 : -1;
 }
 
+static int take_all(Step *step, PyObject *facts)
+{
+    PyObject *words = fact(facts, "words");
+    if (words == NULL || take_facts(facts, FACTS, step) < 0 || take_facts(words, WORDS_OF_ENVS, step) < 0
+        || leaves_take(facts, "observation", &step->observation, step->num_columns) < 0
+        || leaves_take(facts, "root", &step->root, step->num_columns) < 0
+        || leaves_take(facts, "reward", &step->reward, step->num_columns) < 0
+        || flags_take(facts, "done", &step->done, step->num_columns) < 0
+        || flags_take(facts, "root_done", &step->root_done, step->num_columns) < 0 || !are_own(step))
+        return -1;
+    step->calls_env = step->step == NULL;
+    for (int i = 0; i < NUM_NAMES; i++)
+        if ((step->names[i] = PyUnicode_InternFromString(NAMES[i])) == NULL)
+            return -1;
+    return take_room(step);
+}
+
 static PyObject *step_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
 {
     PyObject *facts;
@@ -185,11 +183,7 @@ static PyObject *step_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     Step *step = (Step *)PyType_GenericAlloc(type, 0);
     if (step == NULL)
         return NULL;
-    if (take_number(facts, "reads_number", &step->reads_number) < 0
-        || take_number(facts, "notes_infos", &step->notes_infos) < 0
-        || take_number(facts, "root_follows", &step->root_follows) < 0 || take_number(facts, "env_id", &step->env_id) < 0
-        || take_number(facts, "num_columns", &step->num_columns) < 0 || take_objects(facts, step) < 0
-        || take_memory(facts, step) < 0) {
+    if (take_all(step, facts) < 0) {
         Py_DECREF(step);
         return NULL;
     }
@@ -199,31 +193,12 @@ static PyObject *step_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
 static int step_traverse(Step *step, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE((PyObject *)step));
-    Py_VISIT(step->slot);
-    Py_VISIT(step->adapter);
-    Py_VISIT(step->step);
-    Py_VISIT(step->hand_over);
-    Py_VISIT(step->readers);
-    Py_VISIT(step->give);
-    Py_VISIT(step->build);
-    Py_VISIT(step->flatten);
-    Py_VISIT(step->ready);
-    Py_VISIT(step->number_types);
-    return 0;
+    return visit_facts(FACTS, step, visit, arg);
 }
 
 static int step_clear(Step *step)
 {
-    Py_CLEAR(step->slot);
-    Py_CLEAR(step->adapter);
-    Py_CLEAR(step->step);
-    Py_CLEAR(step->hand_over);
-    Py_CLEAR(step->readers);
-    Py_CLEAR(step->give);
-    Py_CLEAR(step->build);
-    Py_CLEAR(step->flatten);
-    Py_CLEAR(step->ready);
-    Py_CLEAR(step->number_types);
+    clear_facts(FACTS, step);
     return 0;
 }
 
@@ -238,20 +213,14 @@ static void step_dealloc(Step *step)
 {
     PyTypeObject *type = Py_TYPE((PyObject *)step);
     PyObject_GC_UnTrack(step);
-    step_clear(step);
+    release_facts(FACTS, step);
+    release_facts(WORDS_OF_ENVS, step);
     for (Py_ssize_t i = 0; step->values != NULL && i < step->observation.count; i++)
         PyMem_Free(step->values[i].rows);
     Leaves *groups[] = {&step->observation, &step->root, &step->reward, &step->done, &step->root_done};
     for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
         leaves_release(groups[i]);
-    PyBuffer_Release(&step->index);
-    Py_buffer *others[] = {&step->seed_pool, &step->env_steps, &step->ends, &step->episode, &step->resets};
-    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
-        PyBuffer_Release(others[i]);
     PyMem_Free(step->values);
-    Py_XDECREF(step->array_type);
-    Py_XDECREF(step->bool_type);
-    Py_XDECREF(step->integer_type);
     for (int i = 0; i < NUM_NAMES; i++)
         Py_XDECREF(step->names[i]);
     PyObject_GC_Del(step);
