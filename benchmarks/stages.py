@@ -211,7 +211,7 @@ def _watched(env: ParallelEnv, *, is_first_k: bool) -> _Clocks:
     replaced._intake.plain = timed_intake  # noqa: SLF001
     replaced.pool.compile = lambda: timed_commands
     replaced.batches.draft = {op: clocks.timed(make, "TensorDicts") for op, make in engine.batches.draft.items()}
-    clocks.watch(engine.positions, "stepped_all_and_reset", "noting")
+    clocks.watch(engine.positions, "stepped_all", "noting")
     clocks.watch(engine.batches, "finish", "copying")
     env.compile()
     return clocks

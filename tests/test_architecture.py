@@ -65,7 +65,7 @@ BUDGET = {
     "executor/native": 941,
     "executor/pictures": 254,
     "executor/pools": 4162,
-    "executor/protocol": 3170,
+    "executor/protocol": 3163,
     "executor/rollouts": 906,
     "executor/simulator": 798,
     "executor/sizing": 2708,

@@ -191,7 +191,7 @@ class GroupBatch:
 
     def gather_roots(self, columns: np.ndarray, in_root: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
         """Return the current root leaves of some rows, fresh `[k, ...]`: from a reset's root or a step's `next`."""
-        was_reset = in_root if b"\x01" in in_root.tobytes() else None
+        was_reset = in_root if 1 in in_root.tobytes() else None
         return self._roots.gather(self._roots.places(columns, rows, was_reset))
 
     def roots(self, arrays: Sequence[np.ndarray]) -> TensorDict:

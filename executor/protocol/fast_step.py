@@ -8,9 +8,9 @@ command is given, nothing has changed and the caller calls `step_all`. If the an
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.protocol.flight import Flight
@@ -36,7 +36,7 @@ def compile_step(engine: Engine, op: Op) -> FastStep:
     batch_size, device = engine.batch_size, engine.device
     take, write_inputs, land = compile_take(engine), engine.write_inputs, engine.land_step
     next_column, draft, finish = positions.next_column, batches.draft[op], batches.finish
-    note = compile_note(engine, op)
+    note = partial(flights.note_all, int(op))
     values, running, move_all = flights.states.values.tobytes, flights.states.running, flights.states.move_all
     words = [pack(int(op), RING, column) for column in range(positions.num_frames)]
     under_way = Flight(flights, op, None, None)
@@ -84,7 +84,7 @@ def compile_command(engine: Engine, op: Op) -> Callable[[int], Flight]:
         return lambda at: begin(op, at=at)
     absent, give, has_all = engine.pool.compile()
     values, running, move_all = flights.states.values.tobytes, flights.states.running, flights.states.move_all
-    note = compile_note(engine, op)
+    note = partial(flights.note_all, int(op))
     first, each = pack(int(op), engine.positions.where.target, 0), pack(0, 0, 1)
     under_way = Flight(flights, op, None, None)
 
@@ -97,7 +97,8 @@ def compile_command(engine: Engine, op: Op) -> Callable[[int], Flight]:
         give(first + at * each)
         if not has_all():
             return flights.adopt(op, at)
-        under_way.was_reset = note(at)
+        ended = note(at)
+        under_way.was_reset = ended if op == STEP_RESET else None
         under_way.has_landed = True
         flights.current = None
         return under_way
@@ -112,18 +113,3 @@ def compile_take(engine: Engine) -> Callable[[dict[str, Any]], bool | None]:
         return never
     find, take_all = plain.find, plain.take_all
     return lambda source: take_all(find(source))
-
-
-def compile_note(engine: Engine, op: Op) -> Callable[[int], np.ndarray | None]:
-    """Return a function that records that all envs have answered at a column; it returns the envs reset."""
-    positions, states = engine.positions, engine.states
-
-    def note_step(column: int) -> None:
-        states.land_all(positions.stepped_all(column))
-
-    def note_step_reset(column: int) -> np.ndarray | None:
-        ended = positions.stepped_all_and_reset(column)
-        states.land_all(positions.over_at_once(ended, column + positions.where.root_ahead))
-        return ended
-
-    return note_step_reset if op == STEP_RESET else note_step

@@ -308,25 +308,33 @@ class Flights:
 
     def _note_rows(self, flight: Flight) -> None:
         """Update the positions of all envs of a flight, none of which raised or was lost."""
-        positions, at = self.positions, flight.at
+        at = flight.at
         is_partial = flight.cut is not None and flight.op == Op.STEP
         if is_partial or not (flight.is_all and isinstance(at, int) and flight.op != Op.RESET):
             self._note_some(flight)
             return
-        if flight.op == Op.STEP_RESET:
-            ended = positions.stepped_all_and_reset(at)
-            if ended is None:
-                self.states.land_all(None)
-                return
-            flight.was_reset = flight.ended = ended
-            self.states.land_all(positions.over_at_once(ended, at + positions.where.root_ahead))
-            return
-        flight.was_reset = flight.resets
-        flight.ended = over = positions.stepped_all(at, flight.resets)
-        over_at_once = None if flight.resets is None else positions.over_at_once(flight.resets, at)
-        if over_at_once is not None:
-            over = over_at_once if over is None else np.union1d(over, over_at_once)
+        flight.ended = self.note_all(flight.op, at, flight.resets)
+        flight.was_reset = flight.ended if flight.op == Op.STEP_RESET else flight.resets
+
+    def note_all(self, op: int, at: int, reset_ids: np.ndarray | None = None) -> np.ndarray | None:
+        """Update the positions and states of all envs, which have answered a STEP or a STEP_RESET.
+
+        Args:
+            op: the command.
+            at: the column of the rows.
+            reset_ids: envs that a STEP has reset instead; see `begin`.
+
+        Returns:
+            The envs whose episodes ended with their step, int64 `[k]`; None for none.
+        """
+        positions, resets_ended = self.positions, op == STEP_RESET
+        ended = positions.stepped_all(at, reset_ids, resets_ended=resets_ended)
+        fresh = ended if resets_ended else reset_ids
+        over = None if fresh is None else positions.over_at_once(fresh, at + positions.where.root_ahead)
+        if not resets_ended and ended is not None:
+            over = ended if over is None else np.union1d(ended, over)
         self.states.land_all(over)
+        return ended
 
     def _note_some(self, flight: Flight) -> None:
         """Update the positions of the envs of a flight, some of which may be dead, or left out (see `Flight.cut`)."""

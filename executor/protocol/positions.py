@@ -45,7 +45,6 @@ class Positions:
         column: of the ring, of the latest command to all envs.
     """
 
-    _reset_there: np.ndarray | None = None  # envs that were reset at `_stepped_to`
     _latest: tuple[np.ndarray, np.ndarray | int, bool] | None = None  # the update that `_put` has begun
 
     def __init__(
@@ -72,7 +71,8 @@ class Positions:
         self._columns = np.zeros(self.num_envs, np.int64)
         self._in_root = np.ones(self.num_envs, bool)
         self._step_columns = np.zeros(self.num_envs, np.int64)  # of the ring, of each env's latest step
-        self._stepped_to: int | None = None  # a column to which all envs were stepped, not yet in these two arrays
+        #: A column to which all envs were stepped, and the envs that were reset there: not yet in these three arrays.
+        self._stepped: tuple[int, np.ndarray | None] | None = None
         following = np.arange(1, self.num_frames + 1)
         self._following = np.where(following < self.num_ring, following, 0)
         self._is_mixed = False  # whether latest rows may be in several columns
@@ -99,13 +99,14 @@ class Positions:
     def _catch_up(self) -> None:
         if self._latest is not None:
             self._put_latest(*self._latest)
-        if self._stepped_to is not None:
-            self._columns[:] = self._step_columns[:] = self._stepped_to
+        if self._stepped is not None:
+            column, reset_ids = self._stepped
+            self._columns[:] = self._step_columns[:] = column
             self._in_root[:] = False
-            if self._reset_there is not None:
-                self._in_root[self._reset_there] = True
-                self._columns[self._reset_there] += self.where.root_ahead
-            self._stepped_to = None
+            if reset_ids is not None:
+                self._in_root[reset_ids] = True
+                self._columns[reset_ids] += self.where.root_ahead
+            self._stepped = None
 
     def _put(self, env_ids: np.ndarray, columns: np.ndarray | int, *, in_root: bool) -> None:
         """Update the positions of some envs atomically: after an interrupt `_catch_up` completes the update."""
@@ -222,31 +223,29 @@ class Positions:
 
     # ---- after a command ---------------------------------------------------------------------
 
-    def stepped_all(self, column: int, reset_ids: np.ndarray | None = None) -> np.ndarray | None:
+    def stepped_all(
+        self, column: int, reset_ids: np.ndarray | None = None, *, resets_ended: bool = False
+    ) -> np.ndarray | None:
         """Note that all envs were stepped to a column, or reset there; return the ids that ended, or None.
 
         Args:
-            column: of the ring.
+            column: of the ring, or of a storage.
             reset_ids: envs that were reset instead, after `blank_steps`.
+            resets_ended: the envs that ended were reset after their step.
         """
-        self._stepped_to, self._reset_there = column, reset_ids
+        ended = self.where.find_ended(column)
+        self._stepped = column, ended if resets_ended else reset_ids
         self._is_mixed = False
-        return self.where.find_ended(column)
-
-    def stepped_all_and_reset(self, column: int) -> np.ndarray | None:
-        """Note that all envs were stepped to a column, and those that ended reset there; return them, or None."""
-        self._stepped_to, self._is_mixed = column, False
-        self._reset_there = ended = self.where.find_ended(column)
         return ended
 
-    def over_at_once(self, env_ids: np.ndarray | None, column: int) -> np.ndarray | None:
+    def over_at_once(self, env_ids: np.ndarray, column: int) -> np.ndarray | None:
         """Return which of the envs that were just reset, int `[k]`, have roots that are done (some resets end at once).
 
         Args:
-            env_ids: int `[k]`; None for none.
+            env_ids: int `[k]`.
             column: of their roots.
         """
-        if env_ids is None or self.where.has_no_done_root(column):
+        if self.where.has_no_done_root(column):
             return None
         over = env_ids[self.where.root_done_of(env_ids, self.columns[env_ids])]
         return over if len(over) else None

@@ -182,7 +182,7 @@ class Explorer:
             bool(engine.guard._holder),
             flights.current and (flights.current.is_parked, flights.current.ids.tobytes()),
             positions._is_mixed,
-            positions._stepped_to is None,
+            positions._stepped is None,
             pool._words.is_owed().tobytes(),
             pool.answers_lost.tobytes(),
             tuple(worker.is_alive for worker in pool.crew.workers),
@@ -217,10 +217,10 @@ class Explorer:
         assert not engine.is_in_flight
         is_owed, positions = pool._words.is_owed(), engine.positions
         before = {name: np.copy(getattr(positions, name)) for name in ("_columns", "_in_root", "_step_columns")}
-        pending = positions._stepped_to, positions._reset_there
+        pending = positions._stepped
         for env_id, env in enumerate(pool.envs):
             self._check_env(env_id, env, is_owed=bool(is_owed[env_id]))
-        positions._stepped_to, positions._reset_there = pending  # as it was: the fast paths leave this to others
+        positions._stepped = pending  # as it was: the fast paths leave this to others
         for name, array in before.items():
             getattr(positions, name)[:] = array
 
