@@ -29,13 +29,13 @@ def _measure(*, copy: bool) -> dict[str, float]:
         for _ in range(4):
             _, root = env.step_and_maybe_reset(env.rand_action(root))
         batches = env.engine.batches
-        draft = batches.draft[Op.STEP]
+        draft = batches.steps.draft[Op.STEP]
         column = 0
         found = []
         for _ in range(_BATCHES):
             began = time.thread_time_ns()
             for _ in range(_CALLS):
-                batches.finish(draft(column), column, None)
+                batches.steps.finish(draft(column), column, None)
             found.append((time.thread_time_ns() - began) / 1e3 / _CALLS)
     return {"median_us": statistics.median(found), "lowest_us": min(found)}
 

@@ -210,9 +210,11 @@ def _watched(env: ParallelEnv, *, is_first_k: bool) -> _Clocks:
     replaced: Any = engine
     replaced._intake.plain = timed_intake  # noqa: SLF001
     replaced.pool.compile = lambda: timed_commands
-    replaced.batches.draft = {op: clocks.timed(make, "TensorDicts") for op, make in engine.batches.draft.items()}
+    replaced.batches.steps.draft = {
+        op: clocks.timed(make, "TensorDicts") for op, make in engine.batches.steps.draft.items()
+    }
     clocks.watch(engine.positions, "stepped_all", "noting")
-    clocks.watch(engine.batches, "finish", "copying")
+    clocks.watch(engine.batches.steps, "finish", "copying")
     env.compile()
     return clocks
 

@@ -27,7 +27,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.protocol.calls import Calls
-from envherd.executor.protocol.env_batches import Draft, EnvBatches
+from envherd.executor.protocol.env_batches import Draft, EnvBatches, StepBatches
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.flight import Flight, Flights
 from envherd.executor.protocol.plain import what_is_plain
@@ -153,11 +153,19 @@ class Engine(Calls):
             raise ValueError(f"step failed: expected a batch of {self.num_envs} envs, got batch size {batch_size}.")
         self.refuse_rolling()
         flight = self.flights.begin(op, cut=cut, write_inputs=partial(self.write_inputs, td))
-        draft = None if self.plain.rows else self.batches.draft[op](flight.at)
+        draft = None if self.plain.rows else self.batches.steps.draft[op](flight.at)
         return self.land_step(flight, draft)
 
-    def land_step(self, flight: Flight, draft: Draft | None) -> tuple[TensorDictBase, TensorDictBase | None]:
-        """Land a step of all envs, with batches if they were drafted; return the same as `step_all`."""
+    def land_step(
+        self, flight: Flight, draft: Draft | None, steps: StepBatches | None = None
+    ) -> tuple[TensorDictBase, TensorDictBase | None]:
+        """Land a step of all envs, with batches if they were drafted; return the same as `step_all`.
+
+        Args:
+            flight: of the step.
+            draft: of its batches, or None.
+            steps: what drafted them; None for the engine's own.
+        """
         batches = self.batches
         try:
             self.flights.land(flight)
@@ -166,7 +174,7 @@ class Engine(Calls):
                 error.partial = batches.next_td(batches.next_leaves(flight.at))
             raise
         if draft is not None:
-            return batches.finish(draft, flight.at, flight.ended)
+            return (steps or batches.steps).finish(draft, flight.at, flight.ended)
         return batches.after_step(flight.at, flight.ended, has_root=flight.op == Op.STEP_RESET)
 
     @property

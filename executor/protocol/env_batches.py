@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
-from envherd.executor.batches.hand_out import GroupBatch, Leaves, Members, add_side, stack_groups
+from envherd.executor.batches.hand_out import GroupBatch, Leaves, Members, Shell, add_side, stack_groups
 from envherd.executor.batches.transfer import Mover
 from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.side_data import SideData
@@ -22,51 +22,33 @@ from envherd.workers.protocol import Op
 Draft = tuple[np.ndarray | None, TensorDict, TensorDict | None]
 
 
-class EnvBatches:
-    """Hands out the rows of all envs of one executor; see the module.
+class StepBatches:
+    """The batches of a step of all envs, which are one group: made while the workers step, filled afterwards.
 
     Args:
-        positions: of the envs.
-        side: the envs' values outside the slab.
-        device: of the batches; None leaves them on the CPU.
-        mover: moves frames to the device; None on the CPU.
+        batch: the group.
+        next_shell: over the leaves of its `next`.
+        root_over_next: over the same leaves, for a step after which no env was reset.
+        root_shell: over the leaves of its root.
         is_copy: hand out copies of steps, not views of the ring.
 
     Attributes:
-        mover: as given.
-        groups: the `GroupBatch` of each group of equal envs.
-        root_shell: for all envs of that group.
-        draft: op -> `column -> draft`: creates the batches of a step before its rows exist, while the workers step;
-            `finish` fills them. Only if `Plain.rows` is empty.
+        draft: op -> `column -> draft`: creates the batches of a step before its rows exist; `finish` fills them.
     """
 
     def __init__(
-        self, positions: Positions, side: SideData, device: torch.device | None, *, mover: Mover | None, is_copy: bool
+        self, batch: GroupBatch, next_shell: Shell, root_over_next: Shell, root_shell: Shell, *, is_copy: bool
     ) -> None:
-        self._positions, self._side = positions, side
-        self.mover = mover
+        self._batch = batch
+        self._build_next, self._build_over_next = next_shell.build, root_over_next.build
+        self._build_root = root_shell.build
         self._is_copy = is_copy
-        self._places = positions.places
-        self._has_interrupted = positions.has_interrupted
-        self.groups = [self._make_group(index, device) for index in range(len(positions.slab.groups))]
-        first = self.groups[0]
-        self.root_shell = first.shell("root", (first.num_rows,))
-        self._next_shell = first.shell("next", (first.num_rows,))
-        self._root_shell_over_next = first.root_shell_over_next((first.num_rows,))
         self.draft = {op: self._drafter(has_root=op == Op.STEP_RESET) for op in (Op.STEP, Op.STEP_RESET)}
-
-    def _make_group(self, index: int, device: torch.device | None) -> GroupBatch:
-        positions, has_interrupted = self._positions, self._has_interrupted
-        group, num_frames = positions.slab.groups[index], positions.num_frames
-        loans = positions.loans
-        return GroupBatch(group, num_frames, device, has_interrupted=has_interrupted, mover=self.mover, loans=loans)
-
-    # ---- steps of all envs -------------------------------------------------------------------
 
     def _drafter(self, *, has_root: bool) -> Callable[[int], Draft]:
         """Return the function that drafts the batches of a step to a column; see `draft`."""
-        batch, build_next, build_root = self.groups[0], self._next_shell.build, self._root_shell_over_next.build
-        own, views = batch.own_next, batch.next_views
+        build_next, build_root = self._build_next, self._build_over_next
+        own, views = self._batch.own_next, self._batch.next_views
 
         def draft_copy(column: int) -> Draft:
             buffer, leaves = own(column)
@@ -92,15 +74,56 @@ class EnvBatches:
         """
         buffer, next_td, root = draft
         if buffer is not None:
-            buffer[:] = self.groups[0].next_bytes[column]
+            buffer[:] = self._batch.next_bytes[column]
         if reset_ids is not None and root is not None:
-            root = self.root_shell.build(self.groups[0].mended_roots(column, reset_ids))
+            root = self._build_root(self._batch.mended_roots(column, reset_ids))
         return next_td, root
+
+
+class EnvBatches:
+    """Hands out the rows of all envs of one executor; see the module.
+
+    Args:
+        positions: of the envs.
+        side: the envs' values outside the slab.
+        device: of the batches; None leaves them on the CPU.
+        mover: moves frames to the device; None on the CPU.
+        is_copy: hand out copies of steps, not views of the ring.
+
+    Attributes:
+        mover: as given.
+        groups: the `GroupBatch` of each group of equal envs.
+        root_shell: for all envs of the first group.
+        steps: the batches of steps of all envs. Only if `Plain.rows` is empty.
+    """
+
+    def __init__(
+        self, positions: Positions, side: SideData, device: torch.device | None, *, mover: Mover | None, is_copy: bool
+    ) -> None:
+        self._positions, self._side = positions, side
+        self.mover = mover
+        self._is_copy = is_copy
+        self._places = positions.places
+        self._has_interrupted = positions.has_interrupted
+        self.groups = [self._make_group(index, device) for index in range(len(positions.slab.groups))]
+        first = self.groups[0]
+        self.root_shell = first.shell("root", (first.num_rows,))
+        lead = (first.num_rows,)
+        shells = first.shell("next", lead), first.root_shell_over_next(lead), self.root_shell
+        self.steps = StepBatches(first, *shells, is_copy=is_copy)
+
+    def _make_group(self, index: int, device: torch.device | None) -> GroupBatch:
+        positions, has_interrupted = self._positions, self._has_interrupted
+        group, num_frames = positions.slab.groups[index], positions.num_frames
+        loans = positions.loans
+        return GroupBatch(group, num_frames, device, has_interrupted=has_interrupted, mover=self.mover, loans=loans)
+
+    # ---- steps of all envs -------------------------------------------------------------------
 
     def after_step(
         self, column: int, reset_ids: np.ndarray | None, *, has_root: bool
     ) -> tuple[TensorDictBase, TensorDictBase | None]:
-        """The same as `finish` without a draft, also for rows that are not plain; with a root only if `has_root`."""
+        """The same as `StepBatches.finish` without a draft, for all rows; with a root only if `has_root`."""
         leaves = self.next_leaves(column)
         return self.next_td(leaves), self._root_after(leaves, column, reset_ids) if has_root else None
 

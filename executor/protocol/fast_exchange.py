@@ -150,7 +150,8 @@ class FastExchange:
         self._has_reports, self._begin_mixed = engine.flights.has_reports, engine.positions.begin_mixed
         self._sizes = _Sizes(engine.batches.groups[0], len(engine.all_ids))
         self._intake = None if engine.plain.send else engine.plain_intake
-        self.send, self.recv, self.current = map(engine.guard.held, (self._send, self._recv, self._current))
+        held = engine.guard.held
+        self.send, self.recv, self.current = held(self._send), held(self._recv), held(self._current)
 
     def _is_plain(self) -> bool:
         return not (self._guard.is_closed or self._absent or self._has_reports())
@@ -237,8 +238,9 @@ class FastExchange:
 
     def _current(self, env_ids: Any) -> TensorDict | None:
         received = self._engine.received
-        is_known = received is not None and received.is_of(env_ids) and self._is_plain()
-        return self._root_of(received) if is_known else None
+        if received is None or not (received.is_of(env_ids) and self._is_plain()):
+            return None
+        return self._root_of(received)
 
     def _root_of(self, received: Received) -> TensorDict | None:
         pool, sizes = self._pool, self._sizes

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.protocol.flight import Flight
@@ -18,6 +19,7 @@ from envherd.workers.protocol import RING, STEP_RESET, Op, pack
 
 if TYPE_CHECKING:
     from envherd.executor.protocol.engine import Engine
+    from envherd.executor.protocol.env_batches import StepBatches
 
 #: `td -> (next, root)`, or None if the step was not made.
 FastStep = Callable[[TensorDictBase], tuple[TensorDictBase, TensorDictBase | None] | None]
@@ -27,15 +29,25 @@ def never(_: Any) -> None:
     """Return None: the caller must use `Engine.step_all`."""
 
 
-def compile_step(engine: Engine, op: Op) -> FastStep:
-    """Return a step of all envs, which holds the call guard, and sets `next` of its batch."""
+def compile_step(
+    engine: Engine, op: Op, steps: StepBatches | None = None, device: torch.device | None = None
+) -> FastStep:
+    """Return a step of all envs, which holds the call guard, and sets `next` of its batch.
+
+    Args:
+        engine: of the executor.
+        op: STEP or STEP_RESET.
+        steps: makes the batches; None for the engine's own.
+        device: which the steps' batches, and those that are passed, name; None for the engine's.
+    """
     if engine.plain.step:
         return never
     absent, give, has_all = engine.pool.compile()
-    flights, positions, batches = engine.flights, engine.positions, engine.batches
-    batch_size, device = engine.batch_size, engine.device
+    flights, positions = engine.flights, engine.positions
+    steps = steps or engine.batches.steps
+    batch_size, device = engine.batch_size, device or engine.device
     take, write_inputs, land = compile_take(engine), engine.write_inputs, engine.land_step
-    next_column, draft, finish = positions.next_column, batches.draft[op], batches.finish
+    next_column, draft, finish = positions.next_column, steps.draft[op], steps.finish
     note = partial(flights.note_all, int(op))
     values, running, move_all = flights.states.values.tobytes, flights.states.running, flights.states.move_all
     words = [pack(int(op), RING, column) for column in range(positions.num_frames)]
@@ -45,7 +57,7 @@ def compile_step(engine: Engine, op: Op) -> FastStep:
         if (
             td.__class__ is not TensorDict
             or td._batch_size != batch_size  # noqa: SLF001  # as `fast_tensordict.IS_AS_EXPECTED` says
-            or td._device is not device  # noqa: SLF001
+            or (td._device is not device and td._device != device)  # noqa: SLF001
             or td._td_dim_names is not None  # noqa: SLF001
             or td._is_locked  # noqa: SLF001
             or "next" in (source := td._tensordict)  # noqa: SLF001
@@ -65,7 +77,7 @@ def compile_step(engine: Engine, op: Op) -> FastStep:
             flights.current = None
             pair = finish(drafted, column, ended)
         else:
-            pair = land(flights.adopt(op, column), drafted)
+            pair = land(flights.adopt(op, column), drafted, steps)
         source["next"] = pair[0]
         return td, pair[1]
 

@@ -24,6 +24,7 @@ from envherd.executor.pools.error_messages import env_error
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_states import Event
+from envherd.executor.protocol.fast_step import FastStep, compile_step
 from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
 from envherd.workers.adapters.hosts.torchrl_guest import Guest, GuestFactory, own_env
 from envherd.workers.build import describe, modules_of, pickle_factory
@@ -165,6 +166,18 @@ class ProcessCrew:
             if engine.positions.has_interrupted and engine.positions.interrupted.any():
                 self.lost = self._end_lost(following)
             return following, root
+
+    def compile_steps(self, shells: Any) -> dict[Op, FastStep]:
+        """Return steps that make TorchRL's batches directly from the slab; none if that is not possible.
+
+        Args:
+            shells: `data.Shells` for batches of all envs.
+        """
+        engine = self._engine
+        if engine.plain.step or not shells.is_on_cpu or tuple(engine.batch_size) != shells.batch_size:
+            return {}
+        steps = shells.over(engine.batches.groups[0])
+        return {op: compile_step(engine, op, steps, shells.device) for op in (Op.STEP, Op.STEP_RESET)}
 
     def _end_lost(self, following: TensorDictBase) -> torch.Tensor:
         """Mark the rows of envs whose worker was lost as truncated (and not terminated); return them, bool `[N]`."""

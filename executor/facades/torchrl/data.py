@@ -10,7 +10,7 @@ has no effect. Keyword arguments of resets are never modified.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,16 +21,20 @@ from torchrl.data.tensor_specs import Stacked
 from torchrl.envs import EnvBase
 
 from envherd.executor.batches.fast_tensordict import get_leaf, set_next
-from envherd.executor.batches.hand_out import Shell
+from envherd.executor.batches.hand_out import GroupBatch, Shell
 from envherd.executor.facades.torchrl.batched import Batched
+from envherd.executor.protocol.env_batches import StepBatches
+from envherd.executor.protocol.fast_step import FastStep
 from envherd.workers.adapters.hosts.torchrl_guest import dense_leaves
 from envherd.workers.adapters.torchrl.private_api import (
     aggregate_ends,
+    is_collected,
     is_compiled,
     merge_reset,
     skipped_step,
     without_collected,
 )
+from envherd.workers.errors import ActionError
 from envherd.workers.protocol import Op
 
 
@@ -40,6 +44,9 @@ class Shells:
     Args:
         env: with the specs, the device and a `fake_tensordict` of the batch; if `lead` is set, of one row.
         lead: leading dimensions of everything.
+
+    Attributes:
+        fast_steps: op -> the compiled step of the crew whose slab this is; empty if it has none.
     """
 
     def __init__(self, env: Any, lead: tuple[int, ...] = ()) -> None:
@@ -59,15 +66,50 @@ class Shells:
         self._observed = [(key, leaf.key[0]) for key, leaf in leaves["observation"]]
         self._next_names = [leaf.key[0] for _, leaf in (*observed, *leaves["reward"])]
         self._root_names = [leaf.key[0] for _, leaf in observed]
-        self._next = self._shell([key for key, _ in (*observed, *leaves["reward"])], template.get("next"))
-        self._root = self._shell([key for key, _ in observed], template)
+        self._root_keys = [key for key, _ in observed]
+        self._next_keys = [*self._root_keys, *(key for key, _ in leaves["reward"])]
+        self._template = template
+        self._next = self._shell("next", range(len(self._next_keys)))
+        self._root = self._shell("root", range(len(self._root_keys)))
+        self.batch_size = (*lead, *template.batch_size)
+        self.fast_steps: dict[Op, FastStep] = {}
 
-    def _shell(self, keys: list[Any], template: TensorDictBase) -> Shell:
+    def _shell(self, section: str, places: Iterable[int]) -> Shell:
+        """Return the nesting of `next` or the root over a list of leaves, given each leaf's place in that list."""
+        keys, template = self._root_keys, self._template
+        if section == "next":
+            keys, template = self._next_keys, template.get("next")
         paths = [(key,) if isinstance(key, str) else key for key in keys]
         prefixes = {path[:depth] for path in paths for depth in range(1, len(path))}
         groups = {prefix: tuple(template.get(prefix).batch_size) for prefix in prefixes}
         device = self.device if self.is_on_cpu else None
-        return Shell(list(enumerate(paths)), groups, self._lead, tuple(template.batch_size), device)
+        return Shell(list(zip(places, paths, strict=True)), groups, self._lead, tuple(template.batch_size), device)
+
+    def over(self, batch: GroupBatch) -> StepBatches:
+        """Return what makes these batches directly from the rows of a slab."""
+        in_next = {key[0]: place for place, key in enumerate(batch.next_keys)}
+        in_root = {key[0]: place for place, key in enumerate(batch.root_keys)}
+        return StepBatches(
+            batch,
+            self._shell("next", [in_next[name] for name in self._next_names]),
+            self._shell("root", [in_next[name] for name in self._root_names]),
+            self._shell("root", [in_root[name] for name in self._root_names]),
+            is_copy=True,
+        )
+
+    def step_fast(self, td: TensorDictBase, op: Op) -> tuple[TensorDictBase, TensorDictBase | None] | None:
+        """Step all envs and set `next` of the batch; None if nothing was done, because the step is not plain."""
+        step = self.fast_steps.get(op)
+        if (
+            step is None
+            or get_leaf(td, "_step") is not None
+            or any(td.get(key, None) is None for key in self.state_keys)
+        ):
+            return None
+        try:
+            return step(td)
+        except ActionError:  # the general way casts, and its error is the one to raise
+            return None
 
     def next_of(self, flat: TensorDictBase) -> TensorDictBase:
         """Return the `next` over the leaves of a flat batch."""
@@ -100,7 +142,9 @@ class BatchedData(Batched):
             crew = self._open()
             if not (self._fixed_shapes and crew.is_dense and self._is_whole) or self.share_individual_td:
                 return None
-            shells = self.__dict__["_shells"] = Shells(self)
+            shells = Shells(self)
+            shells.fast_steps = crew.compile_steps(shells)
+            self.__dict__["_shells"] = shells
         if get_leaf(td, "_step") is not None or get_leaf(td, "next") is not None:
             return None
         if shells.state_keys and any(td.get(key, None) is None for key in shells.state_keys):
@@ -122,12 +166,23 @@ class BatchedData(Batched):
         Raises:
             EnvError: an env raised; all others were stepped. WorkerLost, WorkerTimeout.
         """
+        if self._step_fast(tensordict, Op.STEP) is not None:
+            return tensordict
         shells = self._slab_shells(tensordict) if tensordict.batch_size == self.batch_size else None
         if shells is None:
             return EnvBase.step(self, tensordict)
         flat, _ = self._step_slab(shells, tensordict, Op.STEP)
         set_next(tensordict, shells.next_of(flat))
         return tensordict
+
+    def _step_fast(self, tensordict: TensorDictBase, op: Op) -> tuple[TensorDictBase, TensorDictBase | None] | None:
+        shells: Shells | None = self.__dict__["_shells"]
+        if shells is None or is_compiled(self) or (shells.has_own_state and op == Op.STEP_RESET):
+            return None
+        pair = shells.step_fast(tensordict, op)
+        if pair is not None and op == Op.STEP_RESET and is_collected(self):
+            set_next(tensordict, without_collected(self, tensordict.get("next")))
+        return pair
 
     def _step_slab(
         self, shells: Shells, tensordict: TensorDictBase, op: Op

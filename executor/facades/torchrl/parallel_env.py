@@ -33,6 +33,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.workers.adapters.hosts.torchrl_guest import Guest
 from envherd.workers.build import check_factory
 from envherd.workers.errors import EnvError, EnvherdError, FactoryError
+from envherd.workers.protocol import Op
 
 _newborn = threading.local()
 _READERS = "TorchRL's envs read infos. Call the env's auto_register_info_dict or set_info_dict_reader in the factory."
@@ -94,7 +95,7 @@ class BatchedFacade(BatchedData):
         crew = self.__dict__.get("_crew")
         if crew is not None and self.__dict__.get("_is_whole", True):
             crew.close()
-        self.__dict__["_crew"] = None
+        self.__dict__["_crew"] = self.__dict__["_shells"] = None
 
     def _learn_specs(self) -> None:
         asked = range(1) if self._one_task and not self._asks_all else range(self.num_workers)
@@ -348,9 +349,13 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         return super()._reset(tensordict, **kwargs)
 
-    @without_grad
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Step all envs and reset those that have ended, in one round trip; see `BatchedData`."""
+        pair = self._step_fast(tensordict, Op.STEP_RESET)
+        return self._step_in_general(tensordict) if pair is None else pair
+
+    @without_grad
+    def _step_in_general(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         return super().step_and_maybe_reset(tensordict)
 
     def to(self, device: Any) -> Any:

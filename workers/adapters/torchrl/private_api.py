@@ -79,9 +79,14 @@ def skipped_step(env: EnvBase, td: TensorDictBase) -> TensorDictBase:
     return env._skip_tensordict(td)  # noqa: SLF001
 
 
+def is_collected(env: EnvBase) -> bool:
+    """Return whether a collector drops entries of `next`; before TorchRL 0.14 it does not."""
+    return vars(env).get("_collector") is not None and hasattr(env, "_get_collector_next_keys_to_exclude")
+
+
 def without_collected(env: EnvBase, following: TensorDictBase) -> TensorDictBase:
-    """Leave out of `next` what the env's collector would drop at once; before TorchRL 0.14 it drops nothing."""
-    if vars(env).get("_collector") is None or not hasattr(env, "_get_collector_next_keys_to_exclude"):
+    """Leave out of `next` what the env's collector would drop at once."""
+    if not is_collected(env):
         return following
     keys = env._get_collector_next_keys_to_exclude()  # noqa: SLF001
     return following.exclude(*keys) if keys else following
