@@ -77,7 +77,7 @@ class Loans:
         self._fields = [field for field in slab.plan.frame if field.name[0] == "next"]
         self._stride, self._nbytes = slab.plan.frame.nbytes, slab.plan.next_nbytes
         self._split = splitter(self._fields, self._nbytes)
-        self._found = -1
+        self._found: int | None = None  # by `look_ahead`
         self._frames: list[_Frame | None] = [None] * (len(slab.columns["next", "done"]) - first)
 
     def pick(self, present: int) -> int:
@@ -88,11 +88,15 @@ class Loans:
         Args:
             present: the column of the envs' latest rows, which is left out.
         """
-        found, self._found = self._found, -1
-        return self._find(present) if found < 0 or found == present else found
+        found, self._found = self._found, None
+        return self._find(present) if found is None or found == present else found
 
     def look_ahead(self, present: int) -> None:
-        """Find the frame for the next `pick`, while the caller waits for workers: nobody can begin to hold it."""
+        """Find the frame for the next `pick`, while the caller waits for workers: nobody can begin to hold it.
+
+        If there is none, the next `pick` does not look again (12 held frames take 4 us): one that is given back until then
+        is used a step later.
+        """
         self._found = self._find(present)
 
     def _find(self, present: int) -> int:

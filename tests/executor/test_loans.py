@@ -129,6 +129,24 @@ def test_batches_that_are_kept_never_change(env):
         assert_same(values_of(root_then), root_before)
 
 
+def test_if_all_frames_are_held_they_are_looked_through_once_a_step(env, monkeypatch):
+    loans, kept, calls = loans_of(env), [], []
+    root = env.reset()
+    for _ in range(env._pool.plan.num_lendable + 2):
+        td, root = env.step_and_maybe_reset(act(env, root))
+        kept.append(td)
+    find = loans._find
+    monkeypatch.setattr(loans, "_find", lambda present: (calls.append(present), find(present))[1])
+    for _ in range(5):
+        td, root = env.step_and_maybe_reset(act(env, root))
+        kept.append(td)
+    assert len(calls) == 5
+    del kept[:3]  # the root of the next batch is one of them
+    for _ in range(2):
+        td, root = env.step_and_maybe_reset(act(env, root))
+    assert env.engine.positions.column >= loans.first, "what was given back is lent again"
+
+
 def test_a_loop_that_keeps_two_batches_uses_few_frames(env):
     root = env.reset()
     columns, older = set(), None
