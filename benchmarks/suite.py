@@ -56,7 +56,7 @@ _PACKAGES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class SuiteRequest:
     """The request of a run.
 
     Attributes:
@@ -137,7 +137,7 @@ class Suite:
         console: for tables.
     """
 
-    def __init__(self, request: Request, console: Console) -> None:
+    def __init__(self, request: SuiteRequest, console: Console) -> None:
         self._request = request
         self._console = console
         self._num_workers = usable_cores()

@@ -49,7 +49,7 @@ BUDGET = {
     "workers/process": 1219,
     "workers/testing": 1453,
     "executor/*": 3492,
-    "executor/batches": 1608,
+    "executor/batches": 1612,
     "executor/cli": 4572,
     "executor/cluster": 3149,
     "executor/evaluation": 419,

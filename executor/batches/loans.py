@@ -94,8 +94,8 @@ class Loans:
     def look_ahead(self, present: int) -> None:
         """Find the frame for the next `pick`, while the caller waits for workers: nobody can begin to hold it.
 
-        If there is none, the next `pick` does not look again (12 held frames take 4 us): one that is given back until then
-        is used a step later.
+        If there is none, the next `pick` does not look again (12 held frames take 4 us): one that is given back until
+        then is used a step later.
         """
         self._found = self._find(present)
 

@@ -70,7 +70,7 @@ def bench(  # noqa: PLR0913  # the command line's options, read by typer
     if is_printed and (resume or render):
         _refuse(f"expected a file as --json with {'--resume' if resume else '--render'}, got '-'.")
     path = None if is_printed else Path(json or ("envherd-bench-quick.json" if quick else "envherd-bench.json"))
-    request = suite.Request(
+    request = suite.SuiteRequest(
         names=_known(only, suite.NAMES, "--only"),
         peers=_known(peers, (*PEERS, "none"), "--peers"),
         num_rounds=rounds,
@@ -132,7 +132,7 @@ def _list(console: Console) -> None:
     console.print(f"libraries (--peers): {shown}")
 
 
-def _measured(request: suite.Request, console: Console) -> tuple[dict[str, Any], bool]:
+def _measured(request: suite.SuiteRequest, console: Console) -> tuple[dict[str, Any], bool]:
     """Run the suite; return the results, and whether Ctrl-C ended it."""
     from envherd.benchmarks.suite import Suite
 

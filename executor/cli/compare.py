@@ -32,9 +32,9 @@ def compare(  # noqa: PLR0913  # the command line's options, read by typer
 
     All libraries run the same number of envs with fixed actions, each in its own process, and take turns.
     """
-    from envherd.executor.cli.comparing import Request, run
+    from envherd.executor.cli.comparing import CompareRequest, run
 
-    request = Request(
+    request = CompareRequest(
         env=env,
         num_envs=envs,
         num_workers=workers,

@@ -42,7 +42,7 @@ _REPORTED = ("status", "steps_per_s", "envherd_is", "cpu_us_per_step", "processe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class CompareRequest:
     """The options of the command line."""
 
     env: str
@@ -56,12 +56,12 @@ class Request:
     json_path: str | None = None
 
 
-def run(request: Request) -> int:
+def run(request: CompareRequest) -> int:
     """Measure every library and print a table; return the exit code. `carry_out` handles errors."""
     return carry_out(lambda: _job(request), lambda job: _compare(request, job))
 
 
-def _compare(request: Request, job: Job) -> int:
+def _compare(request: CompareRequest, job: Job) -> int:
     """Measure, draw and write; return the exit code."""
     console = Console(stderr=request.json_path == "-", quiet=request.is_quiet)
     with console.status("") as status:
@@ -81,7 +81,7 @@ def _compare(request: Request, job: Job) -> int:
     return 0 if found[ours.OURS]["status"] == "measured" else EXIT_FAILED
 
 
-def _job(request: Request) -> Job:
+def _job(request: CompareRequest) -> Job:
     """Return the job that every library runs.
 
     Raises:
@@ -114,7 +114,7 @@ def _contenders(job: Job) -> list[Contender]:
     return [known[name] for name in _SHOWN if job.family in known[name].families]
 
 
-def _table(request: Request, job: Job, found: dict[str, dict[str, Any]]) -> Table:
+def _table(request: CompareRequest, job: Job, found: dict[str, dict[str, Any]]) -> Table:
     title = f"{request.env}, {job.num_envs} envs, {job.num_workers} envherd workers"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("library", no_wrap=True)
@@ -154,7 +154,7 @@ def _by_speed(found: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any
     return sorted(found.items(), key=lambda item: -float(item[1].get("steps_per_s", 0.0)))
 
 
-def _draw(path: Path, request: Request, found: dict[str, dict[str, Any]]) -> None:
+def _draw(path: Path, request: CompareRequest, found: dict[str, dict[str, Any]]) -> None:
     """Write a chart with one bar for each measured library."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -172,7 +172,7 @@ def _draw(path: Path, request: Request, found: dict[str, dict[str, Any]]) -> Non
     figure.savefig(path, dpi=120)
 
 
-def _json(request: Request, job: Job, found: dict[str, dict[str, Any]]) -> str:
+def _json(request: CompareRequest, job: Job, found: dict[str, dict[str, Any]]) -> str:
     plain = {
         "schema": SCHEMA,
         "env": request.env,

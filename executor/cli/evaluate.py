@@ -52,9 +52,9 @@ def evaluate(  # noqa: PLR0913  # the command line's options, read by typer
     quiet: Quiet = False,
 ) -> None:
     """Evaluate policies: per-capita, collective and per-role returns, and equality, with 95 % confidence intervals."""
-    from envherd.executor.cli.evaluating import Request, run
+    from envherd.executor.cli.evaluating import EvaluateRequest, run
 
-    request = Request(
+    request = EvaluateRequest(
         env=env,
         policy=policy,
         background=background,

@@ -30,7 +30,7 @@ _RANDOM = "random"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class EvaluateRequest:
     """The options of the command line."""
 
     env: str
@@ -48,19 +48,19 @@ class Request:
     json_path: str | None = None
 
 
-def run(request: Request) -> int:
+def run(request: EvaluateRequest) -> int:
     """Evaluate and report; return the exit code. `carry_out` handles errors."""
     return carry_out(lambda: _prepare(request), lambda prepared: _work(request, *prepared))
 
 
-def _prepare(request: Request) -> tuple[Made, Any, Any]:
+def _prepare(request: EvaluateRequest) -> tuple[Made, Any, Any]:
     """Check the options before envs start; return the factory, and those of the policies or None."""
     if request.plot is not None:
         require_matplotlib()
     return _make(request), _maker(request.policy, "--policy"), _maker(request.background, "--background")
 
 
-def _work(request: Request, made: Made, maker: Any, background_maker: Any) -> int:
+def _work(request: EvaluateRequest, made: Made, maker: Any, background_maker: Any) -> int:
     """Play, draw and report; return the exit code."""
     console = Console(stderr=request.json_path == "-", quiet=request.is_quiet)
     try:
@@ -76,7 +76,7 @@ def _work(request: Request, made: Made, maker: Any, background_maker: Any) -> in
     return 0
 
 
-def _make(request: Request) -> Made:
+def _make(request: EvaluateRequest) -> Made:
     """Return the factory and its keyword arguments. With `--background`, a scenario is built without its bots."""
     factory, kwargs = make(request.env, request.max_steps, request.env_kwargs)
     if isinstance(factory, MeltingPotFactory):
@@ -89,7 +89,7 @@ def _maker(name: str | None, option: str) -> Any:
     return None if name in (None, _RANDOM) else callable_at(name, f"{option} {name}")
 
 
-def _evaluate(request: Request, made: Made, maker: Any, background_maker: Any, console: Console) -> Evaluation:
+def _evaluate(request: EvaluateRequest, made: Made, maker: Any, background_maker: Any, console: Console) -> Evaluation:
     factory, kwargs = made
     options = ExecutorOptions(episode_statistics=True)
     num_envs = min(request.num_envs, request.num_episodes)

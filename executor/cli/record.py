@@ -53,9 +53,9 @@ def record(  # noqa: PLR0913  # the command line's options, read by typer
         raise typer.BadParameter("expected --mp4, --gif or --timeline, got none of them.")
     if views and agent is not None and timeline is None:
         raise typer.BadParameter("expected --views or --agent, got both. Leave one out.")
-    from envherd.executor.cli.recording import Request, run
+    from envherd.executor.cli.recording import RecordRequest, run
 
-    request = Request(
+    request = RecordRequest(
         env=env,
         mp4=mp4,
         gif=gif,

@@ -26,7 +26,7 @@ from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class RecordRequest:
     """The options of the command line."""
 
     env: str
@@ -50,12 +50,12 @@ class Request:
         return self.agent is None or self.has_views or self.timeline is not None
 
 
-def run(request: Request) -> int:
+def run(request: RecordRequest) -> int:
     """Record a film; return the exit code. `carry_out` handles errors."""
     return carry_out(lambda: _prepare(request), lambda prepared: _record(request, *prepared))
 
 
-def _prepare(request: Request) -> tuple[Made, Any]:
+def _prepare(request: RecordRequest) -> tuple[Made, Any]:
     """Check the options before the env starts; return its factory, and that of the policy or None."""
     if request.mp4 is not None:
         require_imageio()
@@ -69,7 +69,7 @@ def _prepare(request: Request) -> tuple[Made, Any]:
     return made, None if request.policy is None else callable_at(request.policy, f"--policy {request.policy}")
 
 
-def _record(request: Request, made: Made, maker: Any) -> int:
+def _record(request: RecordRequest, made: Made, maker: Any) -> int:
     """Step, write, and report; return the exit code."""
     console = Console(quiet=request.is_quiet)
     options = with_display(ExecutorOptions(), is_drawn=request.draws_world)
@@ -113,7 +113,7 @@ def _record(request: Request, made: Made, maker: Any) -> int:
     return EXIT_INTERRUPTED if is_interrupted else 0
 
 
-def _films(request: Request) -> list[Any]:
+def _films(request: RecordRequest) -> list[Any]:
     """Return the writers of the requested films."""
     films: list[Any] = []
     for path, kind in ((request.mp4, Video), (request.gif, Gif)):

@@ -36,9 +36,9 @@ def replay(  # noqa: PLR0913  # the command line's options, read by typer
     The exit code is 0 if all observations, rewards and flags are equal, and 1 at the first difference. DIR runs no
     code: an env that it cannot just look up in an installed package must be named by --env.
     """
-    from envherd.executor.cli.replaying import Request, run
+    from envherd.executor.cli.replaying import ReplayRequest, run
 
-    request = Request(
+    request = ReplayRequest(
         directory=directory,
         env=env,
         env_kwargs=None if env_kwargs is None else read_keyword_arguments(env_kwargs),

@@ -38,7 +38,7 @@ _NOT_COMPARED = {("interrupted",), ("episode", "time")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ReplayRequest:
     """The options of the command line; None for what is not in it."""
 
     directory: Path
@@ -76,14 +76,14 @@ class _Stored:
     unused: list[str]
 
 
-def run(request: Request) -> int:
+def run(request: ReplayRequest) -> int:
     """Run a rollout again; return the exit code. `carry_out` handles errors."""
     return carry_out(
         lambda: _prepare(request), lambda stored: _report(request, stored), searches_here=request.env is not None
     )
 
 
-def _prepare(request: Request) -> _Stored:
+def _prepare(request: ReplayRequest) -> _Stored:
     """Check the options before envs start.
 
     Raises:
@@ -111,7 +111,7 @@ def _prepare(request: Request) -> _Stored:
     )
 
 
-def _refuse_code(request: Request, facts: dict[str, Any]) -> None:
+def _refuse_code(request: ReplayRequest, facts: dict[str, Any]) -> None:
     """Refuse a directory that names code, unless the command line names it.
 
     Some envs import or open what texts among their keyword arguments name, so these count as code.
@@ -140,7 +140,7 @@ def _has_text(value: Any) -> bool:
     return any(map(_has_text, value)) if isinstance(value, list) else isinstance(value, str)
 
 
-def _report(request: Request, stored: _Stored) -> int:
+def _report(request: ReplayRequest, stored: _Stored) -> int:
     """Run the rollout again and report; return the exit code."""
     console = Console(quiet=request.is_quiet)
     if stored.unused:
@@ -156,7 +156,7 @@ def _report(request: Request, stored: _Stored) -> int:
     return 0
 
 
-def _replay(request: Request, stored: _Stored, console: Console) -> str:
+def _replay(request: ReplayRequest, stored: _Stored, console: Console) -> str:
     """Run the rollout again; return the first difference as text, or an empty string."""
     factory, kwargs = stored.made
     data = stored.data

@@ -75,13 +75,13 @@ def rollout(  # noqa: PLR0913  # the command line's options, read by typer
     After Ctrl-C, the command reports and writes the steps collected until then.
     """
     # Imported here, so that `--help` does not wait for torch.
-    from envherd.executor.cli.running import Request, run
+    from envherd.executor.cli.running import RolloutRequest, run
 
     is_serial, options = settings(context)
     source = context.get_parameter_source("workers")
     if source is not None and source.name == "COMMANDLINE":
         is_serial = False  # the command line takes precedence over --config
-    request = Request(
+    request = RolloutRequest(
         is_serial=is_serial,
         options=options,
         max_steps=max_steps,

@@ -33,7 +33,7 @@ Made = tuple[Factory, dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class RolloutRequest:
     """The options of the command line."""
 
     env: str
@@ -59,12 +59,12 @@ class Request:
         return self.gif is not None or self.png is not None
 
 
-def run(request: Request) -> int:
+def run(request: RolloutRequest) -> int:
     """Run a rollout and report it; return the exit code. `carry_out` handles errors."""
     return carry_out(lambda: _prepare(request), lambda prepared: _run(request, *prepared))
 
 
-def _prepare(request: Request) -> tuple[Made, Any, RolloutStore | None]:
+def _prepare(request: RolloutRequest) -> tuple[Made, Any, RolloutStore | None]:
     """Check the options before envs start; return the factory, that of the policy or None, and the store or None."""
     made = make(request.env, request.max_steps, request.env_kwargs, with_frames=request.wants_frames)
     make_policy = None if request.policy is None else callable_at(request.policy, f"--policy {request.policy}")
@@ -75,7 +75,7 @@ def _prepare(request: Request) -> tuple[Made, Any, RolloutStore | None]:
     return made, make_policy, store
 
 
-def _run(request: Request, made: Made, make_policy: Any, store: RolloutStore | None) -> int:
+def _run(request: RolloutRequest, made: Made, make_policy: Any, store: RolloutStore | None) -> int:
     """Collect, write and report; return the exit code."""
     console = Console(stderr=request.json_path == "-", quiet=request.is_quiet)
     if make_policy is None:
@@ -115,7 +115,7 @@ def _run(request: Request, made: Made, make_policy: Any, store: RolloutStore | N
     return EXIT_INTERRUPTED if collected.is_interrupted else 0
 
 
-def _start(request: Request, made: Made) -> BatchedEnv:
+def _start(request: RolloutRequest, made: Made) -> BatchedEnv:
     factory, kwargs = made
     how: dict[str, Any] = {
         "num_workers": request.num_workers,
@@ -131,7 +131,7 @@ def _start(request: Request, made: Made) -> BatchedEnv:
 
 
 def _write(
-    request: Request,
+    request: RolloutRequest,
     collected: Collected,
     frames: FrameLog | None,
     kept: tuple[RolloutStore | None, int],
@@ -162,13 +162,13 @@ def make(name: str, max_steps: int | None, kwargs: dict[str, Any], *, with_frame
     return factory, {**limit, **kwargs}
 
 
-def _facts(request: Request, seed: int) -> dict[str, Any]:
+def _facts(request: RolloutRequest, seed: int) -> dict[str, Any]:
     """Return the facts that `envherd replay` needs in addition to the data."""
     facts = {"env": full_name(request.env), "env_kwargs": request.env_kwargs, "seed": seed}
     return {**facts, "max_steps": request.max_steps, "options": request.options}
 
 
-def _executor_options(request: Request) -> ExecutorOptions:
+def _executor_options(request: RolloutRequest) -> ExecutorOptions:
     """Return the options of the executor.
 
     Raises:

@@ -63,11 +63,11 @@ def size(  # noqa: PLR0913  # the command line's options, read by typer
 
     try:
         with Console(stderr=True, quiet=quiet).status("starting"), quick_imports():
-            from envherd.executor.cli.sizing import Request, run
+            from envherd.executor.cli.sizing import SizeRequest, run
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
-    request = Request(
+    request = SizeRequest(
         env=env,
         num_envs=envs,
         num_workers=workers,

@@ -42,7 +42,7 @@ class BadOption(EnvherdError, ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class SizeRequest:
     """The options of the command line."""
 
     env: str
@@ -81,13 +81,13 @@ class Request:
         return [name for name, value in given.items() if value is not None]
 
 
-def run(request: Request) -> int:
+def run(request: SizeRequest) -> int:
     """Size an env and report it; return the exit code. `carry_out` handles errors."""
     console = Console(stderr="-" in (request.json_path, request.yaml_path), quiet=request.is_quiet)
     return carry_out(lambda: _prepare(request), lambda prepared: _work(request, console, *prepared))
 
 
-def _prepare(request: Request) -> tuple[Factory, Goal, int | None]:
+def _prepare(request: SizeRequest) -> tuple[Factory, Goal, int | None]:
     """Check the options before anything is measured; return factory, goal and memory limit of the measurement."""
     if request.has_verify:
         raise BadOption(
@@ -111,7 +111,7 @@ def _prepare(request: Request) -> tuple[Factory, Goal, int | None]:
     return factory_for(request.env), goal, parse_size(request.probe_memory) if request.probe_memory else None
 
 
-def _work(request: Request, console: Console, factory: Factory, goal: Goal, most_bytes: int | None) -> int:
+def _work(request: SizeRequest, console: Console, factory: Factory, goal: Goal, most_bytes: int | None) -> int:
     """Size an env and report the result; return the exit code."""
     if request.cluster is not None:
         from envherd.executor.cli.cluster_sizing import plan_with
@@ -122,7 +122,7 @@ def _work(request: Request, console: Console, factory: Factory, goal: Goal, most
     return _report(request, sizing, console)
 
 
-def _report_cluster(request: Request, plan: ClusterPlan, console: Console) -> int:
+def _report_cluster(request: SizeRequest, plan: ClusterPlan, console: Console) -> int:
     from envherd.executor.cli.cluster_sizing import json_text, table
 
     assert request.cluster is not None
@@ -131,7 +131,7 @@ def _report_cluster(request: Request, plan: ClusterPlan, console: Console) -> in
     return 0
 
 
-def _size(request: Request, factory: Factory, goal: Goal, most_bytes: int | None, errors: Console) -> Sizing:
+def _size(request: SizeRequest, factory: Factory, goal: Goal, most_bytes: int | None, errors: Console) -> Sizing:
     here, options = read_machine(), ExecutorOptions()
     there = planned(here, request)
     limits = ProbeLimits(budget_s=request.budget_s, memory_bytes=most_bytes)
@@ -168,7 +168,7 @@ def _progress(console: Console) -> Iterator[Progress]:
         yield show
 
 
-def planned(here: Machine, request: Request) -> Machine:
+def planned(here: Machine, request: SizeRequest) -> Machine:
     """Return the machine to plan for: this one, with the cores, memory and GPU of the options."""
     machine = here
     if request.cpus is not None:
@@ -198,7 +198,7 @@ def parse_size(text: str) -> int:
     return int(float(match.group(1)) * _UNITS[match.group(2)])
 
 
-def _report(request: Request, sizing: Sizing, console: Console) -> int:
+def _report(request: SizeRequest, sizing: Sizing, console: Console) -> int:
     console.print(table(request.env, sizing))
     if request.plot is not None:
         from envherd.executor.sizing.plotting import draw

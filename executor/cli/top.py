@@ -23,7 +23,7 @@ def top(
 
     Keys: up and down select a worker, s shows its Python stack, q quits.
     """
-    from envherd.executor.cli.watching import Request, run
+    from envherd.executor.cli.watching import TopRequest, run
 
-    request = Request(is_once=once, is_json=json, interval_s=interval, pid=pid, stack_worker=stack)
+    request = TopRequest(is_once=once, is_json=json, interval_s=interval, pid=pid, stack_worker=stack)
     raise typer.Exit(run(request))

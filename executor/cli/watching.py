@@ -32,7 +32,7 @@ _LONG_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class TopRequest:
     """The options of the command line."""
 
     is_once: bool = False
@@ -42,7 +42,7 @@ class Request:
     stack_worker: int | None = None
 
 
-def run(request: Request) -> int:
+def run(request: TopRequest) -> int:
     """Show the running executors; return the exit code."""
     console = Console()
     with contextlib.closing(Watcher(request.pid)) as watcher:
@@ -85,7 +85,7 @@ class Watcher:
             watch.close()
 
 
-def _refusal(request: Request, views: list[ExecutorView]) -> str:
+def _refusal(request: TopRequest, views: list[ExecutorView]) -> str:
     """Return why there is nothing to show, or an empty string."""
     if request.pid is not None and not views:
         return f"process {request.pid} runs no executor of this user."
@@ -97,7 +97,7 @@ def _refusal(request: Request, views: list[ExecutorView]) -> str:
     return f"expected --stack as a row of the table, 0 to {num_workers - 1}, got {request.stack_worker}."
 
 
-def _once(request: Request, watcher: Watcher, console: Console) -> int:
+def _once(request: TopRequest, watcher: Watcher, console: Console) -> int:
     time.sleep(request.interval_s)
     views = watcher.look()
     stack = _stack(views, request.stack_worker)
@@ -108,7 +108,7 @@ def _once(request: Request, watcher: Watcher, console: Console) -> int:
     return 0
 
 
-def _lines(request: Request, watcher: Watcher) -> int:
+def _lines(request: TopRequest, watcher: Watcher) -> int:
     while True:
         time.sleep(request.interval_s)
         views = watcher.look()
@@ -128,7 +128,7 @@ def _stack(views: list[ExecutorView], worker: int | None) -> str:
     return stack_of(rows[worker].load.pid)
 
 
-def _live(request: Request, watcher: Watcher, console: Console) -> int:
+def _live(request: TopRequest, watcher: Watcher, console: Console) -> int:
     selected = request.stack_worker or 0
     with _keys() as read_key, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
         views = watcher.look()

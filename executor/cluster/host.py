@@ -44,7 +44,7 @@ from envherd.executor.cluster.orders import (
     Survey,
 )
 from envherd.executor.cluster.parentage import end_with_parent
-from envherd.executor.cluster.wire import End
+from envherd.executor.cluster.wire import WireRows
 from envherd.executor.machine.machine import read_machine, usable_cores
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools import error_messages
@@ -151,7 +151,7 @@ class NodeHost:
                 pool.slab.words[name][:] = values
             resets = pool.slab.words["resets"]
             pool.resets_before_start[:] = [resets[list(block)].max() for block in pool.blueprint.blocks]
-        self._end = End(pool.slab, pool.plan)
+        self._wire_rows = WireRows(pool.slab, pool.plan)
         self._ring = ring_columns(pool.slab, Places(pool.plan))
         self._all_ids = np.arange(pool.num_envs)
         self._is_sent = np.zeros(pool.num_envs, bool)
@@ -193,7 +193,7 @@ class NodeHost:
         """Give the envs of an order its commands. The driver has checked that they are legal."""
         pool, ids = self._pool, self._all_ids if order.ids is None else order.ids
         if order.inputs is not None:
-            self._end.unpack_inputs(order.inputs, order.ids)
+            self._wire_rows.unpack_inputs(order.inputs, order.ids)
         for extra in order.extras:
             pool.prepare(extra)
         columns = order.columns % pool.plan.num_frames
@@ -263,9 +263,9 @@ class NodeHost:
             numbers=int(self._numbers[0]) if ids is None else self._numbers[asked],
             columns=at if is_all else columns,
             next_ids=None if is_all else next_ids,
-            nexts=self._end.pack_rows("next", None if is_all else next_ids, at),
+            nexts=self._wire_rows.pack_rows("next", None if is_all else next_ids, at),
             root_ids=root_ids,
-            roots=self._end.pack_rows("root", root_ids, columns[is_reset]),
+            roots=self._wire_rows.pack_rows("root", root_ids, columns[is_reset]),
             words=self._counts(),
             resets_before_start=pool.resets_before_start.copy(),
             outcome=outcome,
@@ -349,7 +349,7 @@ class NodeHost:
             reply = Reply(
                 words=self._counts(),
                 resets_before_start=self._pool.resets_before_start.copy(),
-                roots=[array.copy() for array in self._end.pack_rows("root", None, positions.columns)],
+                roots=[array.copy() for array in self._wire_rows.pack_rows("root", None, positions.columns)],
             )
         leaves = _plain_leaves(data)
         kept, folded = (None, {}) if leaves is None else fold(leaves)
@@ -386,7 +386,7 @@ class NodeHost:
         engine = env.engine
         if order.roots is not None:
             columns = engine.positions.reset_columns(self._all_ids)
-            self._end.unpack_rows("root", order.roots, None, columns)
+            self._wire_rows.unpack_rows("root", order.roots, None, columns)
             engine.flights.put(self._all_ids, columns)
             engine.side.root.update(enumerate(order.side or ()))
         engine.states.restore(self._all_ids, order.ended)

@@ -116,7 +116,7 @@ class Order:
         columns: of the target: int if `ids` is None, else int `[k]`.
         reset_ids: int, envs that are reset instead; only where `ids` is None.
         flags: see `workers.protocol.Flag`.
-        inputs: see `End.pack_inputs`; None if no input is read.
+        inputs: see `WireRows.pack_inputs`; None if no input is read.
         extras: messages to send ahead, for resets and side inputs.
         timeout_s: for the answers, in seconds; None for no deadline.
         is_late: the workers concerned are being replaced; see `Pool.submit_later`.
@@ -145,7 +145,7 @@ class Reply:
         target: of the order; RING for answers to several orders.
         columns: of the order: one for all, or int `[k]`.
         next_ids: int, envs of `ids` that were stepped, whose `next` is included; None for all.
-        nexts: their rows; see `End.pack_rows`.
+        nexts: their rows; see `WireRows.pack_rows`.
         root_ids: int, envs that were reset, whose `root` is included.
         roots: their rows.
         words: of the envs, int64 `[ENV_WORDS, n]`.
@@ -196,8 +196,8 @@ class RollOrder:
         policy_id: of a policy that was shipped; None for random actions.
         version: of its weights.
         ended: bool `[n]`, envs that must be reset even if their rows do not say so.
-        roots: the envs' present roots, see `End.pack_rows`; None if the host has them (from a rollout there), or if all
-            envs are reset.
+        roots: the envs' present roots, see `WireRows.pack_rows`; None if the host has them (from a rollout there), or
+            if all envs are reset.
         side: the side-channel values of these roots, one item per env; None likewise.
         kwargs: further arguments of `rollout`.
     """

@@ -158,7 +158,7 @@ class ClusterPool(SlabPool):
             target=target,
             columns=columns,
             reset_ids=reset_ids,
-            inputs=share.end.pack_inputs(ids) if has_steps or share.end.has_masks else None,
+            inputs=share.wire_rows.pack_inputs(ids) if has_steps or share.wire_rows.has_masks else None,
             extras=tuple(share.localize(extra) for extra in extras),
             timeout_s=self.options.step_timeout_s if has_steps and not is_each else self.options.reset_timeout_s,
             **more,

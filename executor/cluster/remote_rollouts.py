@@ -269,7 +269,7 @@ class RemoteRollouts:
         positions, side = self._engine.positions, self._engine.side
         roots = values = None
         if not share.knows_roots and not kwargs["auto_reset"]:
-            roots = [leaf for group, ids in share.end.groups for leaf in positions.gather_roots(group, ids)]
+            roots = [leaf for group, ids in share.wire_rows.groups for leaf in positions.gather_roots(group, ids)]
             latest = side.latest(positions.in_root) if side.has_values else {}
             values = [latest[env_id] for env_id in share.env_ids.tolist()] if latest else None
         order = RollOrder(
@@ -326,7 +326,7 @@ class RemoteRollouts:
         """Note the positions of a share's envs after a rollout."""
         pool, engine = self._pool, self._engine
         columns = engine.positions.reset_columns(share.env_ids)
-        share.end.unpack_rows("root", rolled.reply.roots, None, columns)
+        share.wire_rows.unpack_rows("root", rolled.reply.roots, None, columns)
         share.note_words(pool.slab.words, pool.resets_before_start, rolled.reply)
         engine.flights.put(share.env_ids, columns)
         engine.side.root.update(zip(share.env_ids.tolist(), rolled.side, strict=False))

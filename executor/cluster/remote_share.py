@@ -24,7 +24,7 @@ import ray
 
 from envherd.executor.cluster.orders import ENV_WORDS, Built, Figures, Reply, Report, Share
 from envherd.executor.cluster.ray_cluster import COME_UP_S, Place
-from envherd.executor.cluster.wire import End
+from envherd.executor.cluster.wire import WireRows
 from envherd.shm.slab import Slab, Storage, plan_slab
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
@@ -132,7 +132,7 @@ class RemoteShare:
         """Take this share's rows of the batch's slab."""
         self._slab = slab
         plan = plan_slab(self.specs, len(self.worker_ids), slab.plan.num_frames)
-        self.end = End(slab, plan, self.first_env_id)
+        self.wire_rows = WireRows(slab, plan, self.first_env_id)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the host; return the reference of its answer at once."""
@@ -155,13 +155,13 @@ class RemoteShare:
         if reply.target != RING:
             if reply.target in storages:  # otherwise the rollout is over
                 at = storages[reply.target], reply.columns
-                self.end.unpack_to_storage(reply.nexts, reply.next_ids, reply.roots, reply.root_ids, at)
+                self.wire_rows.unpack_to_storage(reply.nexts, reply.next_ids, reply.roots, reply.root_ids, at)
             return
         columns = np.zeros(self.num_envs, np.int64)
         columns[slice(None) if reply.ids is None else reply.ids] = reply.columns
         at_next = reply.columns if reply.next_ids is None else columns[reply.next_ids]
-        self.end.unpack_rows("next", reply.nexts, reply.next_ids, at_next)
-        self.end.unpack_rows("root", reply.roots, reply.root_ids, columns[reply.root_ids])
+        self.wire_rows.unpack_rows("next", reply.nexts, reply.next_ids, at_next)
+        self.wire_rows.unpack_rows("root", reply.roots, reply.root_ids, columns[reply.root_ids])
 
     def note_words(self, words: Mapping[str, np.ndarray], resets_before_start: np.ndarray, reply: Reply) -> None:
         """Take over the host's counts."""

@@ -34,7 +34,7 @@ class DriverMemory:
         """Do nothing: the memory is freed with its last view."""
 
 
-class End:
+class WireRows:
     """One end of the connection: its arrays, and the share's rows in them.
 
     Args:

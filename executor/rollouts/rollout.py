@@ -134,7 +134,7 @@ class RolloutRunner:
                     data = run.result(num_steps)
             finally:
                 engine.positions.move_back()
-                self._shelf.settle(lease)
+                self._shelf.end_rollout(lease)
         return finish(data)
 
     @contextlib.contextmanager

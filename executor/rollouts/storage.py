@@ -8,7 +8,7 @@ rollouts uses up only memory, and no descriptors.
 Guarantees: a storage whose tensors a forked process may hold is never reused. (It stays shared memory: each process
 sees the other's changes in place.) The last tensor may be freed in any thread, at any instant. After an interrupt at
 any line, no storage is in use twice, and the next `lend` completes what was broken off.
-Assumes: `lend`, `find` and `settle` are called by one thread at a time; forks are made by `os.fork`.
+Assumes: `lend`, `find` and `end_rollout` are called by one thread at a time; forks are made by `os.fork`.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class StorageShelf:
     def lend(self, num_columns: int) -> Lease:
         """Return an open storage of `num_columns` columns, used before if one is free."""
         for broken_off in [one for one in self._leases if one.is_open]:
-            self.settle(broken_off)
+            self.end_rollout(broken_off)
         for lease in list(self._leases):
             if lease.is_leaving or (lease.is_free and lease.lent_at != _num_forks):
                 self._drop(lease)
@@ -141,7 +141,7 @@ class StorageShelf:
                 lease.shut()
         return None
 
-    def settle(self, lease: Lease) -> None:
+    def end_rollout(self, lease: Lease) -> None:
         """End a rollout: from now on only the caller's tensors keep the storage."""
         if self._pool.holds_storages:  # until it closes
             self._drop(lease)

@@ -141,7 +141,7 @@ class SimulatorEngine(Calls):
         following: Leaves = []
         outcome = self.carry_out(op, self.read_inputs(td), self._taker(following))
         try:
-            self.settle(outcome, following)
+            self.note_outcome(outcome, following)
         except EnvError as error:
             error.partial = self._rows.next_td(following or self._rows.repeated())
             raise
@@ -158,7 +158,7 @@ class SimulatorEngine(Calls):
         )
 
     def carry_out(self, op: Op, inputs: Leaves, take: Take) -> Outcome:
-        """Step the simulator, and reset the rows that have ended if the op is STEP_RESET; `settle` must follow.
+        """Step the simulator, and reset the rows that have ended if the op is STEP_RESET; `note_outcome` must follow.
 
         Args:
             op: STEP or STEP_RESET; it was checked.
@@ -233,7 +233,7 @@ class SimulatorEngine(Calls):
             return Outcome(self._row, failure, infos, has_ended=True, was_reset=False)
         return Outcome(self._row, None, infos, self._has_ended, self._was_reset)
 
-    def settle(self, outcome: Outcome, given: Sequence[torch.Tensor] = (), *, is_shared: bool = True) -> None:
+    def note_outcome(self, outcome: Outcome, given: Sequence[torch.Tensor] = (), *, is_shared: bool = True) -> None:
         """Note the outcome of a command.
 
         Args:
@@ -286,7 +286,7 @@ class SimulatorEngine(Calls):
         """Reset the rows of the mask; all after an exception or an interrupt."""
         self.states.check(Op.RESET, self.all_ids)
         mask = None if self.states.values[0] == State.NEEDS_RESET else self._reset_mask
-        self.settle(self._run(Op.RESET, partial(self._reset, self._rows.present, mask, extras.get(0))))
+        self.note_outcome(self._run(Op.RESET, partial(self._reset, self._rows.present, mask, extras.get(0))))
 
     def reset_for_rollout(self, *, auto_reset: bool) -> bool:
         """Reset all rows, or those that have ended; return whether any was reset."""
@@ -324,7 +324,7 @@ class SimulatorEngine(Calls):
             for leaf, value in zip(self.input_leaves, inputs, strict=True):
                 set_leaf(td, leaf.key, value)
         try:
-            self.settle(outcome, following)
+            self.note_outcome(outcome, following)
         finally:
             self.sent = None
         assert next_td is not None

@@ -83,7 +83,7 @@ class SimulatorRun:
             op = Op.STEP if self._breaks or step == max_steps - 1 else Op.STEP_RESET
             outcome = engine.carry_out(op, self._inputs, partial(self._take, step))
             try:
-                engine.settle(outcome, self._at["next"][step], is_shared=False)
+                engine.note_outcome(outcome, self._at["next"][step], is_shared=False)
             except EnvError:
                 self._carried.renew(np.zeros(1, bool))
                 raise

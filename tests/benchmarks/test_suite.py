@@ -21,7 +21,7 @@ from envherd.benchmarks.pools import Contender, Job, Pool
 from envherd.benchmarks.report import short
 from envherd.benchmarks.rounds import Entry, Turn
 from envherd.benchmarks.runner import Slot
-from envherd.benchmarks.suite import NAMES, SCHEMA, Request, Suite, load, save
+from envherd.benchmarks.suite import NAMES, SCHEMA, Suite, SuiteRequest, load, save
 from envherd.benchmarks.summary import summarise
 from envherd.benchmarks.targets import judge
 from envherd.benchmarks.work import SteadyFactory, drawn_iterations
@@ -208,7 +208,7 @@ def test_a_run_goes_on_where_it_was(run):
     _, path = run
     before = load(path)
     console = Console(file=io.StringIO(), width=200)
-    results = Suite(Request(names=("spikes",), is_resumed=True, path=path), console).run()
+    results = Suite(SuiteRequest(names=("spikes",), is_resumed=True, path=path), console).run()
     assert "spikes: there already" in console.file.getvalue()
     assert results == before
 

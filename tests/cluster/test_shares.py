@@ -6,7 +6,7 @@ import pytest
 from envherd.executor.cluster import ClusterError
 from envherd.executor.cluster.folding import fold, unfolded
 from envherd.executor.cluster.shares import bundles_for, divide
-from envherd.executor.cluster.wire import DriverMemory, End
+from envherd.executor.cluster.wire import DriverMemory, WireRows
 from envherd.shm.slab import Slab, Storage, plan_slab, plan_storage
 from envherd.workers.testing import AgentsEnv, CountingEnv
 
@@ -71,7 +71,7 @@ def ends():
     rng = np.random.default_rng(0)
     for slab in (small, large):
         slab.buffer[slab.plan.bells_offset :] = rng.integers(0, 2, slab.plan.nbytes - slab.plan.bells_offset)
-    return End(small, small.plan), small, End(large, small.plan, 2), large
+    return WireRows(small, small.plan), small, WireRows(large, small.plan, 2), large
 
 
 def rows_of(slab, env_id, column):

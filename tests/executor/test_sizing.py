@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from envherd.executor import EnvError, ExecutorOptions, FactoryError, ParallelEnv
 from envherd.executor.cli.app import app
-from envherd.executor.cli.sizing import BadOption, Request, parse_size, planned
+from envherd.executor.cli.sizing import BadOption, SizeRequest, parse_size, planned
 from envherd.executor.cli.sizing_report import yaml_text
 from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.sizing.driving import Figures
@@ -60,9 +60,9 @@ def test_sizes_that_are_none(text):
 
 def test_another_machine_is_planned_for():
     here = machine_of(2, cgroup=Cgroup(version=2, cpu_quota=0.5, memory_limit=GIB, memory_room=GIB))
-    there = planned(here, Request(env="x", cpus=64, memory="256GiB", gpu="24GiB"))
+    there = planned(here, SizeRequest(env="x", cpus=64, memory="256GiB", gpu="24GiB"))
     assert (there.cores, there.memory_available, there.gpus[0].memory_bytes) == (64, 256 * GIB, 24 * GIB)
-    assert planned(here, Request(env="x")) == here
+    assert planned(here, SizeRequest(env="x")) == here
 
 
 # ---- the probe -------------------------------------------------------------------------------------
