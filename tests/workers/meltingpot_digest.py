@@ -31,7 +31,7 @@ def play(
     """Return a digest per episode; one env plays them one after the other, with the same random actions in each."""
     adapter = MeltingPotAdapter(MeltingPotFactory(name, **(options or {}))())
     if wrapped:
-        adapter._direct = None
+        adapter._views._direct = None
     digests = []
     for seed in seeds:
         digest = hashlib.sha256()

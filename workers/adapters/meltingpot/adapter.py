@@ -30,15 +30,12 @@ from envherd.shm.specs import Discrete, EnvSpec, Key, LeafSpec
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.adapters.common.generators import seeded_random
 from envherd.workers.adapters.meltingpot.episodes import Episodes
-from envherd.workers.adapters.meltingpot.fast_step import DirectStep, stock_layers
+from envherd.workers.adapters.meltingpot.fast_step import Views
 from envherd.workers.errors import ActionError, ResetNeeded, SpecError
 
 _WORLD = "WORLD."
 _WORLD_RGB = "WORLD.RGB"
-_COLLECTIVE_REWARD = "COLLECTIVE_REWARD"
 _GROUP = "agents"
-#: A stack of at least this many dimensions holds images.
-_IMAGE = 3
 
 
 class MeltingPotAdapter(Adapter):
@@ -67,20 +64,17 @@ class MeltingPotAdapter(Adapter):
         self._num_players = len(observed)
         players = {name: spec for name, spec in sorted(observed[0].items()) if not name.startswith(_WORLD)}
         worlds = self._world_specs(observed[0])
-        self._worlds: dict[str, Any] = dict.fromkeys(worlds)
-        self._stacks = {
+        stacks = {
             name: np.zeros((self._num_players, *(spec.shape or (1,))), spec.dtype)
             for name, spec in players.items()
             if self._keeps(name)
         }
-        self._players: dict[str, Any] = dict(self._stacks)
-        self._reward = np.zeros((self._num_players, 1))
-        self._direct = self._make_direct()
+        self._views = Views(env, stacks, worlds, self._num_players)
         self._num_steps = 0
         self._needs_reset = True
         self.spec = self._make_spec(worlds)
-        if self._is_scenario and self._worlds:
-            env.observables().substrate.timestep.subscribe(on_next=self._take_worlds)
+        if self._is_scenario and worlds:
+            env.observables().substrate.timestep.subscribe(on_next=self._views.take_worlds)
 
     def reset(
         self,
@@ -92,15 +86,14 @@ class MeltingPotAdapter(Adapter):
         if options:
             raise ValueError(f"reset failed: expected no arguments, for Melting Pot has none, got {sorted(options)}.")
         self._needs_reset = True
-        if self._direct is not None:
-            self._direct.forget()
+        self._views.forget()
         if seed is None:
             timestep = self.env.reset()
         else:
             self._episodes.seed_next(seed)
             with seeded_random(seed) if self._is_scenario else contextlib.nullcontext():
                 timestep = self.env.reset()
-        self._take(timestep)
+        self._views.take(timestep)
         self._num_steps = 0
         self._needs_reset = False
         return self._values()
@@ -114,26 +107,19 @@ class MeltingPotAdapter(Adapter):
         """
         if self._needs_reset:
             raise ResetNeeded("step failed: expected an episode under way, got a Melting Pot env that needs a reset.")
-        actions = self._checked(action[0])
-        if self._direct is not None and self._direct.is_possible():
-            has_ended = self._direct.step(actions, self._worlds, self._players)
-        else:
-            timestep = self.env.step(actions.tolist())
-            has_ended = bool(timestep.last())
-            self._take(timestep)
-            self._reward[:, 0] = timestep.reward
+        has_ended = self._views.step(self._checked(action[0]))
         self._num_steps += 1
         truncated = self._is_at(self._episodes.max_frames) if has_ended else self._is_at(self._max_steps)
         self._needs_reset = has_ended or truncated
-        return self._values(), [self._reward], has_ended and not truncated, truncated
+        return self._values(), [self._views.reward], has_ended and not truncated, truncated
 
     def render(self) -> np.ndarray | None:
         """Return the world now, uint8 `[H, W, 3]`, also where the world view is not kept; None before a reset."""
-        seen = self._worlds.get(_WORLD_RGB)
+        seen = self._views.worlds.get(_WORLD_RGB)
         return self._episodes.world_rgb() if seen is None else seen
 
     def _values(self) -> list[Any]:
-        return [*self._worlds.values(), *self._players.values()]
+        return [*self._views.worlds.values(), *self._views.players.values()]
 
     def _is_at(self, limit: int | None) -> bool:
         return limit is not None and self._num_steps >= limit
@@ -154,34 +140,9 @@ class MeltingPotAdapter(Adapter):
             f"got {got} ({self._name or self._episodes.level}). The env was not stepped."
         )
 
-    def _take(self, timestep: Any) -> None:
-        """Copy the players' observations into the stacks."""
-        observations = timestep.observation
-        self._players.update(self._stacks)
-        for name, stack in self._stacks.items():
-            for row, observation in zip(stack, observations, strict=True):
-                row[...] = observation[name]
-        if not self._is_scenario:
-            self._take_worlds(timestep)
-
-    def _take_worlds(self, timestep: Any) -> None:
-        first = timestep.observation[0]
-        for name in self._worlds:
-            self._worlds[name] = first[name]
-
-    def _make_direct(self) -> DirectStep | None:
-        chain = stock_layers(self.env)
-        if chain is None:
-            return None
-        numbers = {
-            name: stack for name, stack in self._stacks.items() if stack.ndim < _IMAGE and name != _COLLECTIVE_REWARD
-        }
-        images = [name for name, stack in self._stacks.items() if stack.ndim >= _IMAGE]
-        return DirectStep(chain, numbers, images, self._reward, self._stacks.get(_COLLECTIVE_REWARD))
-
     def _make_spec(self, worlds: Mapping[str, Any]) -> EnvSpec:
         seen: dict[Key, Any] = {(name.removeprefix(_WORLD),): spec for name, spec in worlds.items()}
-        seen.update({(_GROUP, "observation", name): stack for name, stack in self._stacks.items()})
+        seen.update({(_GROUP, "observation", name): stack for name, stack in self._views.stacks.items()})
         cap = self._episodes.max_frames
         metadata = {
             "name": self._name,

@@ -13,7 +13,7 @@ while the env's observables have a subscriber.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,74 @@ _STOCK_EPISODES = (f"{_WRAPPERS}.reset_wrapper.ResetWrapper", "envherd.workers.a
 _OVERRIDABLE = ("step", "observation", "events")
 _SUBJECTS = ("_action_subject", "_timestep_subject", "_events_subject")
 _RUNNING = "RUNNING"
+_COLLECTIVE_REWARD = "COLLECTIVE_REWARD"
+#: A stack of at least this many dimensions holds images.
+_IMAGE = 3
+
+
+class Views:
+    """What the players of one env see and get: steps it, directly if it is a stock env, and reads it.
+
+    Args:
+        env: a `Substrate` or `Scenario`.
+        players: name of an observation -> zeros `[P, ...]`.
+        worlds: names of the observations that are the same for all players, read from the first.
+        num_players: P.
+
+    Attributes:
+        stacks: `players`, written again by each step and reset.
+        players: what the players see: the stacks, and after a direct step for images the tuple of the players' arrays.
+        worlds: name -> value (fresh memory).
+        reward: float64 `[P, 1]`, likewise written again.
+    """
+
+    def __init__(self, env: Any, players: Mapping[str, np.ndarray], worlds: Iterable[str], num_players: int) -> None:
+        self._env = env
+        self.stacks = dict(players)
+        self.players: dict[str, Any] = dict(players)
+        self.worlds: dict[str, Any] = dict.fromkeys(worlds)
+        self.reward = np.zeros((num_players, 1))
+        self._direct: DirectStep | None = None
+        chain = stock_layers(env)
+        if chain is not None:
+            images = [name for name, stack in players.items() if stack.ndim >= _IMAGE]
+            others = {name: stack for name, stack in players.items() if name not in (*images, _COLLECTIVE_REWARD)}
+            self._direct = DirectStep(chain, others, images, self.reward, players.get(_COLLECTIVE_REWARD))
+
+    def forget(self) -> None:
+        """Drop the episode's dmlab2d env, so that it is freed before the next one is built."""
+        if self._direct is not None:
+            self._direct.forget()
+
+    def step(self, actions: np.ndarray, as_native: Callable[[np.ndarray], list[Any]] = np.ndarray.tolist) -> bool:
+        """Make one transition and read it; return whether the episode has ended.
+
+        Args:
+            actions: int64 `[P]`.
+            as_native: what the env gets in place of them, if it is not stepped directly.
+        """
+        if self._direct is not None and self._direct.is_possible():
+            return self._direct.step(actions, self.worlds, self.players)
+        timestep = self._env.step(as_native(actions))
+        has_ended = bool(timestep.last())
+        self.take(timestep)
+        self.reward[:, 0] = timestep.reward
+        return has_ended
+
+    def take(self, timestep: Any) -> None:
+        """Read the observations of a `timestep`; a scenario's world views are not among them."""
+        self.players.update(self.stacks)
+        for name, stack in self.stacks.items():
+            for row, observation in zip(stack, timestep.observation, strict=True):
+                row[...] = observation[name]
+        if "_is_focal" not in vars(self._env):
+            self.take_worlds(timestep)
+
+    def take_worlds(self, timestep: Any) -> None:
+        """Read the world views of a `timestep` of the substrate."""
+        first = timestep.observation[0]
+        for name in self.worlds:
+            self.worlds[name] = first[name]
 
 
 class DirectStep:
@@ -75,14 +143,14 @@ class DirectStep:
         self._lab2d = None
 
     def is_possible(self) -> bool:
-        """Return whether this env may be stepped directly now: a stock dmlab2d env inside, no subscriber."""
+        """Return whether this env may be stepped directly now: a stock dmlab2d env inside, no subscriber, no end."""
         lab2d = self._episodes._env
         if lab2d is not self._lab2d:
             self._meet(lab2d)
         for subject in self._subjects:
             if subject.observers:
                 return False
-        return self._is_stock
+        return self._is_stock and not lab2d._reset_next_step
 
     def step(self, actions: np.ndarray, worlds: dict[str, Any], players: dict[str, Any]) -> bool:
         """Make one transition; legal right after `is_possible` has returned True.
