@@ -184,7 +184,9 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
             self.share_individual_td = is_unlike
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(\n\tenv={self._env_text}, \n\tbatch_size={self.batch_size})"
+        crew = self.__dict__.get("_crew")
+        ways = f", \n\tsteps={'; '.join(crew.ways)}" if crew is not None and crew.ways else ""
+        return f"{type(self).__name__}(\n\tenv={self._env_text}, \n\tbatch_size={self.batch_size}{ways})"
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()

@@ -53,6 +53,7 @@ class ProcessCrew:
     Attributes:
         num_envs: how many there are.
         is_dense: whether `step` can be used.
+        ways: how it steps the envs: "direct", or TorchRL's own code and why.
         executor: the result of `make_executor`, if there is one.
     """
 
@@ -95,6 +96,7 @@ class ProcessCrew:
             self.pool = self._engine.pool
         self._engine.allow_steps()  # in TorchRL the env decides whether it may be stepped before a reset
         specs = self.pool.specs
+        self.ways = tuple(dict.fromkeys(str(spec.metadata["way"]) for spec in specs))
         self.is_dense = bool(specs[0].metadata["is_dense"]) and all(spec == specs[0] for spec in specs)
 
     def _start_here(
@@ -231,6 +233,7 @@ class LocalCrew:
     """Guests in this process, called directly: gradients pass through, and generators are the caller's."""
 
     is_dense = False
+    ways: tuple[str, ...] = ()
 
     def __init__(
         self,

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase, Transform
 
 from envherd.workers.adapters.base import StepValues
 from envherd.workers.adapters.torchrl.adapter import require_dense
-from envherd.workers.adapters.torchrl.gym import DirectGym, direct_gym
+from envherd.workers.adapters.torchrl.direct import DirectWay, direct_way
 from envherd.workers.adapters.torchrl.private_api import aggregate_ends
 from envherd.workers.adapters.torchrl.reading import reader, topmost
 from envherd.workers.adapters.torchrl.specs import place_leaves
@@ -32,6 +32,7 @@ class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
 
     Attributes:
         sums: the statistics.
+        reward_paths: of the rewards, in the order of the sums.
 
     Raises:
         SpecError: the env has an observation named `episode` itself, or a reward without a fixed shape.
@@ -44,6 +45,7 @@ class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
         self.sums = EpisodeSums(tuple(env.batch_size), [leaf.spec for leaf in rewards])
         observed = [(key,) if isinstance(key, str) else key for key in env.observation_keys]
         refuse_taken(observed, self.sums.roots, "episode_statistics")
+        self.reward_paths = [leaf.path for leaf in rewards]
         self._readers = [reader(leaf) for leaf in rewards]
         self._masks = [(*path, "_reset") for path in ends]
         self._deciding = [next((path for path in ends if path == leaf.path[: len(path)]), ()) for leaf in rewards]
@@ -59,12 +61,11 @@ class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
             observation_spec[leaf.key] = Unbounded(leaf.shape, dtype=getattr(torch, leaf.dtype), device=device)
         return observation_spec
 
-    def direct_gym(self, env: EnvBase, inputs: list[Any], observed: list[Any], rewards: list[Any]) -> DirectGym | None:
-        """Return an object that steps the env directly, with the statistics; see `gym.direct_gym`."""
-        keys = [leaf.key for leaf in self.sums.leaves]
-        of_env = [key for key in observed if key not in keys]
-        is_plain = observed[1:4] == keys and direct_gym(env, inputs, of_env, rewards) is not None
-        return CountedGym(env, self) if is_plain else None
+    def direct_way(self, env: EnvBase, inputs: list[Any], observed: list[Any], rewards: list[Any]) -> DirectWay | str:
+        """Return an object that steps the env directly, with the statistics, or why there is none."""
+        counted = {leaf.key for leaf in self.sums.leaves}
+        way = direct_way(env, inputs, [key for key in observed if key not in counted], rewards)
+        return way if isinstance(way, str) else CountedWay(way, self, observed)
 
     def written(self, td: TensorDictBase) -> TensorDictBase:
         """Copy the statistics into a root or `next`; return it."""
@@ -87,27 +88,46 @@ class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
         return self.written(tensordict_reset)
 
 
-class CountedGym(DirectGym):
-    """A `DirectGym` whose values have the statistics behind the observation."""
+class CountedWay(DirectWay):
+    """A direct way whose values include the statistics.
 
-    def __init__(self, env: EnvBase, statistics: EpisodeStatistics) -> None:
-        super().__init__(env)
-        self._statistics, self._sums = statistics, statistics.sums
+    Args:
+        way: of the env without them.
+        statistics: the transform that writes them.
+        observed: keys of the values.
+    """
+
+    def __init__(self, way: DirectWay, statistics: EpisodeStatistics, observed: list[Any]) -> None:
+        super().__init__(way.torchrl_env, way.inputs, observed, way.rewards)
+        self._way, self._statistics, self._sums = way, statistics, statistics.sums
+        sources = [*way.observed, *(leaf.key for leaf in self._sums.leaves)]
+        self._order = [sources.index(key) for key in observed]
+        paths = [(key,) if isinstance(key, str) else key for key in way.rewards]
+        self._reward_order = [paths.index(path) for path in statistics.reward_paths]
 
     def step(self, action: list[Any]) -> StepValues:
         self._sums.begin()
-        (observation, *flags), rewards, has_ended, _ = super().step(action)
-        self._sums.add(rewards)
-        return [observation, *self._sums.values, *flags], rewards, has_ended, False
+        values, rewards, has_ended, _ = self._way.step(action)
+        self._sums.add([rewards[index] for index in self._reward_order])
+        self.is_ahead = True
+        return self._ordered(values), rewards, has_ended, False
 
     def reset(self) -> list[Any]:
-        observation, *flags = super().reset()
+        values = self._way.reset()
         self._sums.restart()
-        return [observation, *self._sums.values, *flags]
+        self.is_ahead = True
+        return self._ordered(values)
 
-    def root(self) -> TensorDict:
-        root: TensorDict = self._statistics.written(super().root())
-        return root
+    def follow(self, root: Any) -> None:
+        self._way.follow(root)
+
+    def root(self) -> Any:
+        self.is_ahead = False
+        return self._statistics.written(self._way.root())
+
+    def _ordered(self, values: list[Any]) -> list[Any]:
+        sources = [*values, *self._sums.values]
+        return [sources[index] for index in self._order]
 
 
 def _selected(td: TensorDictBase, masks: list[Any]) -> np.ndarray:

@@ -32,7 +32,8 @@ from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.adapters.common.generators import OwnGenerators
 from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
 from envherd.workers.adapters.registry import register
-from envherd.workers.adapters.torchrl.gym import DirectGym, direct_gym, refuse_late_resets
+from envherd.workers.adapters.torchrl.direct import DirectWay, direct_way
+from envherd.workers.adapters.torchrl.gym import refuse_late_resets
 from envherd.workers.adapters.torchrl.private_api import check_worker_env, supports_set_state
 from envherd.workers.errors import FactoryError
 from envherd.workers.reply import Fault
@@ -42,6 +43,9 @@ _DTYPES = frozenset(
     {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
     | {"complex64", "complex128"}
 )
+
+#: How steps through the slab reach an env, by whether it has a direct way: `metadata["way"]`.
+WAYS = ("TorchRL's own code, because {}", "direct")
 
 
 class GuestFactory:
@@ -139,7 +143,7 @@ class Guest:
             env = TransformedEnv(env, self.statistics, auto_unwrap=False)
         self.env = env.set_spec_lock_()
         self.root: TensorDictBase | None = None
-        self.direct: DirectGym | None = None
+        self.direct: DirectWay | None = None
         self.reset_names = [*env.observation_keys, *env.done_keys]
         self.step_names = [*self.reset_names, *env.reward_keys]
         torchs = torch.default_generator
@@ -352,18 +356,20 @@ class GuestAdapter(Adapter):
         self._inputs = [(key, torch.empty(0, dtype=_torch_dtype(leaf))) for key, leaf in groups["input"]]
         self._observed = [key for key, _ in (*groups["observation"], *groups["done"])]
         self._rewards = [key for key, _ in groups["reward"]]
+        way: DirectWay | str = "its leaves do not fit into the slab"
+        if leaves is not None:
+            make = direct_way if guest.statistics is None else guest.statistics.direct_way
+            way = make(guest.built, [key for key, _ in self._inputs], self._observed, self._rewards)
+        guest.direct = None if isinstance(way, str) else way
         self.spec = EnvSpec(
             observation=tuple(leaf for _, leaf in (*groups["observation"], *groups["done"])),
             action=tuple(leaf for _, leaf in groups["input"]),
             reward=tuple(leaf for _, leaf in groups["reward"]),
             done=done_leaves(),
             family=self.family,
-            metadata={"is_dense": leaves is not None},
+            metadata={"is_dense": leaves is not None, "way": WAYS[guest.direct is not None].format(way)},
         )
         self._is_on_cpu = env.device is None or env.device.type == "cpu"
-        if leaves is not None:
-            make = direct_gym if guest.statistics is None else guest.statistics.direct_gym
-            guest.direct = make(guest.built, [key for key, _ in self._inputs], self._observed, self._rewards)
 
     def reset(
         self,
@@ -373,9 +379,12 @@ class GuestAdapter(Adapter):
     ) -> list[Any]:
         """Reset the env; see `Guest.begin`."""
         guest = self.env
-        if guest.direct is not None and not options:
+        direct = guest.direct
+        if direct is not None and not options:
+            if not direct.is_ahead:
+                direct.follow(guest.root)
             with guest.generator:
-                return guest.direct.reset()
+                return direct.reset()
         with guest.on_stage():
             root = guest.begin(options)
         return [_array(root.get(key)) for key in self._observed]
@@ -383,9 +392,12 @@ class GuestAdapter(Adapter):
     def step(self, action: list[Any]) -> StepValues:
         """Make one transition; see `Adapter.step`. It counts as terminated when TorchRL would reset the env."""
         guest, env = self.env, self._torchrl_env
-        if guest.direct is not None:
+        direct = guest.direct
+        if direct is not None:
+            if not direct.is_ahead:
+                direct.follow(guest.root)
             with guest.generator:
-                return guest.direct.step(action)
+                return direct.step(action)
         with guest.on_stage():
             root = TensorDict({}, env.batch_size, device=env.device) if guest.root is None else guest.root.copy()
             for (key, like), value in zip(self._inputs, action, strict=True):
@@ -426,7 +438,7 @@ class CrossingAdapter(Adapter):
             reward=(),
             done=done_leaves(),
             family=self.family,
-            metadata={"is_dense": False},
+            metadata={"is_dense": False, "way": WAYS[False].format("its rows cross as bytes")},
         )
 
     def reset(

@@ -1,29 +1,28 @@
-"""Step plain Gymnasium envs inside TorchRL's own wrapper without a tensordict for each step.
+"""Direct ways of `GymEnv`, `GymWrapper`, `DMControlEnv` and `DMControlWrapper`; see `direct.py`.
 
-A `GymEnv` or `GymWrapper` (no subclass, no transform, no info reader, no frame skip, one observation, one action)
-only converts the values of a step; this module converts directly between the env and the slab. CartPole takes 6 us a
-step instead of 110 (2-core x86, 2026-11). Guarantees: the same values, dtypes and types reach the env and the slab as
-through TorchRL; tests hold it to that.
+Without info readers, frame skips and vector envs, these only convert the values of a step. CartPole takes 6 us a step
+instead of 110 (2-core x86, 2026-11).
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
-from tensordict import TensorDict
-from torchrl.data import Bounded, Categorical, OneHot, Unbounded
+from torchrl.data import Categorical
 from torchrl.envs import EnvBase, TransformedEnv
 
 from envherd.workers.adapters.base import StepValues
-from envherd.workers.adapters.torchrl.private_api import converts_actions, resets_itself, wrapped_env
+from envherd.workers.adapters.torchrl.direct import FLAGS, DirectWay, TdKey, action_reader, encoder, require
+from envherd.workers.adapters.torchrl.private_api import converts_actions, wrapped_env
 from envherd.workers.errors import FactoryError
 
-#: Leaves of such an env, in the adapter's order.
-_OBSERVED = ["observation", "done", "terminated", "truncated"]
+_ENDS = ("done", "terminated", "truncated")
+_NOT_ENDED = (FLAGS[False],) * 3
 
 
 def base_env(env: EnvBase) -> EnvBase:
@@ -54,98 +53,105 @@ def refuse_late_resets(env: EnvBase) -> None:
         )
 
 
-class DirectGym:
-    """Steps one such env.
+class DirectGymLike(DirectWay):
+    """Steps an env with one action, one reward and one end, whose observation is an array or a dict of arrays."""
 
-    Attributes:
-        is_ahead: whether the env was stepped since `root` was last called.
-    """
-
-    def __init__(self, env: EnvBase) -> None:
-        self._torchrl_env = env
-        self._gym_env = wrapped_env(env)
-        self._as_native = _action_reader(env.full_action_spec["action"]) or np.asarray
-        self._dtype = np.dtype(str(env.full_observation_spec["observation"].dtype).removeprefix("torch."))
-        self._latest: tuple[Any, bool, bool] = (None, False, False)
-        self.is_ahead = False
+    def __init__(self, env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]) -> None:
+        super().__init__(env, inputs, observed, rewards)
+        require(env.wrapper_frame_skip == 1, "it skips frames")
+        require(not env.info_dict_reader, "it reads infos")
+        require(converts_actions(env), "its env takes tensors")
+        require(inputs == ["action"] and rewards == ["reward"], f"it has the inputs {inputs} and the rewards {rewards}")
+        require(sorted(map(str, observed[-3:])) == sorted(_ENDS), f"its observation and done leaves are {observed}")
+        self.native = wrapped_env(env)
+        action, reward = env.full_action_spec["action"], env.full_reward_spec["reward"]
+        require(getattr(action, "mask", None) is None, "its action has a mask")
+        require(tuple(reward.shape) == (1,) and reward.dtype.is_floating_point, "its reward is no float")
+        self._as_native: Callable[[Any], Any] = action_reader(action)
+        if type(env.read_action(action.zero())) is int:
+            self._as_native = _as_int if type(action) is Categorical else _index_of
+        self._encode_reward = encoder(reward)
+        paths = [(key,) if isinstance(key, str) else key for key in observed[:-3]]
+        self._encoders = [(path, encoder(env.full_observation_spec[path])) for path in paths]
+        self._encode = self._encoders[0][1] if len(paths) == 1 and len(paths[0]) == 1 else None
+        self._num_entries = len({path[0] for path in paths})
+        self._end_order = [_ENDS.index(key) for key in observed[-3:]]
 
     def step(self, action: list[Any]) -> StepValues:
-        """Make one transition; observation values are those of `observation`, `done`, `terminated`, `truncated`."""
-        observation, reward, terminated, truncated, _ = self._gym_env.step(self._as_native(action[0]))
-        observation = self._converted(observation)
-        terminated, truncated = bool(terminated), bool(truncated)
+        observation, reward, terminated, truncated = self._advance(self._as_native(action[0]))
+        values = self._read(observation)
         has_ended = terminated or truncated
-        self._latest = (observation, terminated, truncated)
+        ends = (has_ended, terminated, truncated)
+        values += [FLAGS[ends[index]] for index in self._end_order]
+        self._latest = values
         self.is_ahead = True
-        values = [observation, _FLAGS[has_ended], _FLAGS[terminated], _FLAGS[truncated]]
-        return values, [float("nan") if reward is None else float(reward)], has_ended, False
+        if reward.__class__ is not float:
+            reward = self._number(reward)
+        return values, [reward], has_ended, False
 
     def reset(self) -> list[Any]:
-        """Start the next episode; return values as `step` does."""
-        observation, _ = self._gym_env.reset()
-        observation = self._converted(observation)
-        self._latest = (observation, False, False)
+        self._latest = values = [*self._read(self._begin()), *_NOT_ENDED]
         self.is_ahead = True
-        return [observation, _FLAGS[False], _FLAGS[False], _FLAGS[False]]
+        return values
 
-    def _converted(self, observation: Any) -> Any:
-        if observation.__class__ is np.ndarray and observation.dtype is self._dtype:
-            return observation
-        return np.asarray(observation, self._dtype)
+    def _advance(self, action: Any) -> tuple[Any, Any, bool, bool]:
+        """Step the env; return the observation, the reward, terminated and truncated."""
+        raise NotImplementedError
 
-    def root(self) -> TensorDict:
-        """Return the env's current root tensordict."""
-        observation, terminated, truncated = self._latest
-        self.is_ahead = False
-        env = self._torchrl_env
-        flags = {"done": terminated or truncated, "terminated": terminated, "truncated": truncated}
-        source = {name: torch.tensor([flag]) for name, flag in flags.items()}
-        source["observation"] = torch.from_numpy(np.array(observation))
-        return TensorDict(source, env.batch_size, device=env.device)
+    def _begin(self) -> Any:
+        """Reset the env; return the observation."""
+        raise NotImplementedError
 
+    def _read(self, observation: Any) -> list[Any]:
+        if not isinstance(observation, Mapping):
+            if self._encode is None:
+                raise KeyError(f"expected the observations {self.observed[:-3]}, got a {type(observation).__name__}")
+            return [self._encode(observation)]
+        if "state" in observation and "observation" not in observation:
+            observation = {"observation" if name == "state" else name: value for name, value in observation.items()}
+        if len(observation) != self._num_entries:
+            raise KeyError(f"expected the observations {self.observed[:-3]}, got {list(observation)}")
+        return [encode(functools.reduce(operator.getitem, path, observation)) for path, encode in self._encoders]
 
-_FLAGS = (np.array([False]), np.array([True]))
-
-
-def direct_gym(env: EnvBase, inputs: list[Any], observed: list[Any], rewards: list[Any]) -> DirectGym | None:
-    """Return an object that steps an env directly, or None if the env is not plain.
-
-    Args:
-        env: any TorchRL env.
-        inputs: keys of its inputs, in the adapter's order.
-        observed: keys of observation and done leaves.
-        rewards: keys of its rewards.
-    """
-    gym_module = sys.modules.get("torchrl.envs.libs.gym")
-    gymnasium = sys.modules.get("gymnasium")
-    if gym_module is None or gymnasium is None or type(env) not in (gym_module.GymEnv, gym_module.GymWrapper):
-        return None
-    # Anything that TorchRL would do besides converting must be done by TorchRL.
-    is_plain = (
-        isinstance(wrapped_env(env), gymnasium.Env)
-        and not isinstance(wrapped_env(env), gymnasium.vector.VectorEnv)
-        and not env.batch_size
-        and env.device in (None, torch.device("cpu"))
-        and env.wrapper_frame_skip == 1
-        and not env.info_dict_reader
-        and not env.run_type_checks
-        and not resets_itself(env)
-        and converts_actions(env)
-    )
-    keys_fit = inputs == ["action"] and sorted(observed) == sorted(_OBSERVED) and observed[0] == "observation"
-    if not (is_plain and keys_fit and observed[1:] == _OBSERVED[1:] and rewards == ["reward"]):
-        return None
-    action, observation = env.full_action_spec["action"], env.full_observation_spec["observation"]
-    reward = env.full_reward_spec["reward"]
-    if _action_reader(action) is None or not isinstance(observation, (Bounded, Unbounded)):
-        return None
-    return DirectGym(env) if tuple(reward.shape) == (1,) and reward.dtype is torch.float32 else None
+    def _number(self, reward: Any) -> Any:
+        if reward is None:
+            return 0.0  # as TorchRL's sum over the frames of a step
+        return float(reward) if isinstance(reward, (float, int, np.number)) else self._encode_reward(reward)
 
 
-def _action_reader(spec: Any) -> Callable[[Any], Any] | None:
-    """Return the function that converts an action from the slab to what TorchRL would pass to the env."""
-    if type(spec) is OneHot and spec.ndim == 1 and spec.mask is None and not spec.use_register:
-        return lambda value: np.asarray(value.argmax(-1))
-    if type(spec) is Categorical and spec.ndim == 0 and spec.mask is None:
-        return np.asarray
-    return np.asarray if isinstance(spec, (Bounded, Unbounded)) and spec.ndim else None
+class DirectGym(DirectGymLike):
+    """Steps a `GymEnv` or `GymWrapper` of a Gymnasium env that is no vector env."""
+
+    def __init__(self, env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]) -> None:
+        gymnasium = sys.modules.get("gymnasium")
+        require(gymnasium is not None and isinstance(wrapped_env(env), gymnasium.Env), "it wraps no Gymnasium env")
+        super().__init__(env, inputs, observed, rewards)
+
+    def _advance(self, action: Any) -> tuple[Any, Any, bool, bool]:
+        observation, reward, terminated, truncated, _ = self.native.step(action)
+        return observation, reward, bool(terminated), bool(truncated)
+
+    def _begin(self) -> Any:
+        return self.native.reset()[0]
+
+
+class DirectDMControl(DirectGymLike):
+    """Steps a `DMControlEnv` or `DMControlWrapper`."""
+
+    def _advance(self, action: Any) -> tuple[Any, Any, bool, bool]:
+        timestep = self.native.step(action)
+        if not timestep.last():
+            return timestep.observation, timestep.reward, False, False
+        is_cut = bool(np.isclose(timestep.discount, 1))
+        return timestep.observation, timestep.reward, not is_cut, is_cut
+
+    def _begin(self) -> Any:
+        return self.native.reset().observation
+
+
+def _as_int(value: np.ndarray) -> int:
+    return int(value)
+
+
+def _index_of(value: np.ndarray) -> int:
+    return int(value.argmax(-1))

@@ -10,15 +10,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torchrl.data import Composite, NonTensor
-from torchrl.envs import EnvBase
+from torchrl.envs import Compose, EnvBase, Transform
 from torchrl.envs.utils import _aggregate_end_of_traj, _update_during_reset
 
 #: `(tensordict, reset_keys=)` -> bool tensor: which rows have ended or must be reset.
 aggregate_ends = _aggregate_end_of_traj
 #: `(rows after a reset, rows before it, reset keys)` -> the merged rows, without masks.
 merge_reset = _update_during_reset
+
+
+def new_tensordict(source: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
+    """Return a tensordict of leaves and tensordicts that are known to fit; it owns the dict."""
+    td: TensorDict = TensorDict._new_unsafe(source, batch_size=batch_size, device=device)  # noqa: SLF001
+    return td
 
 
 # ---- reading an env --------------------------------------------------------------------------
@@ -50,6 +56,18 @@ def converts_actions(env: EnvBase) -> bool:
 def resets_itself(env: EnvBase) -> bool:
     """Return whether TorchRL lets the env's own resets through; False before TorchRL 0.13."""
     return bool(vars(env).get("_torchrl_native_autoreset", False))
+
+
+def inverts(transform: Transform) -> bool:
+    """Return whether a transform may change the input of a step, or replaces what TorchRL calls for that."""
+    if type(transform) is Compose:
+        return any(inverts(part) for part in transform.transforms)
+    kind = type(transform)
+    is_default = all(getattr(kind, name) is getattr(Transform, name) for name in _OF_INPUTS)
+    return not is_default or bool(transform.in_keys_inv) or not vars(transform).keys().isdisjoint(_OF_INPUTS)
+
+
+_OF_INPUTS = ("inv", "_inv_call", "in_keys_inv")
 
 
 def seeding_names(env: EnvBase) -> set[str] | None:

@@ -1,0 +1,201 @@
+"""Direct ways: steps of a TorchRL env of an exact class without a tensordict for each step.
+
+TorchRL's wrappers only convert values between another library's env and tensordicts. A direct way converts them between
+that env and the slab; `FAMILIES` names the classes that have one. Guarantees: the same calls with the same values,
+dtypes and types reach the env, and the same values and dtypes reach the slab, as through TorchRL; tests hold it to
+that. A class, option or value for which this is not so keeps TorchRL's own code, and `direct_way` says why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torchrl.data import Bounded, Categorical, OneHot, TensorSpec, Unbounded
+from torchrl.envs import EnvBase
+
+from envherd.workers.adapters.base import StepValues
+from envherd.workers.adapters.torchrl.private_api import new_tensordict, resets_itself
+
+#: A key of TorchRL: a name, or the names on the way to a nested leaf.
+TdKey = Any
+
+_LIBS, _WAYS = "torchrl.envs.libs", "envherd.workers.adapters.torchrl"
+#: Exact class -> module and class of its way.
+FAMILIES = {
+    f"{_LIBS}.gym.GymEnv": ("gym", "DirectGym"),
+    f"{_LIBS}.gym.GymWrapper": ("gym", "DirectGym"),
+    f"{_LIBS}.dm_control.DMControlEnv": ("gym", "DirectDMControl"),
+    f"{_LIBS}.dm_control.DMControlWrapper": ("gym", "DirectDMControl"),
+}
+#: What an instance must not replace: its way does not call them.
+_METHODS = ("step", "reset", "_step", "_reset", "step_mdp", "any_done")
+
+#: Values of a done leaf `[1]`; never written to.
+FLAGS = (np.array([False]), np.array([True]))
+
+
+class NotDirect(Exception):
+    """An env has no direct way; the message says what prevents it."""
+
+
+class DirectWay:
+    """Steps one env.
+
+    Args:
+        env: the TorchRL env.
+        inputs: keys of its inputs, in the order of `step`.
+        observed: keys of its observation and done leaves, in the order of the values.
+        rewards: keys of its rewards.
+
+    Attributes:
+        is_ahead: whether the env was stepped since `root` was last called.
+
+    Raises:
+        NotDirect: the env has an option that only TorchRL's own code handles.
+    """
+
+    #: Whether values that `step` returns are written again by the next call; other arrays are the env's own.
+    reuses_buffers = False
+
+    def __init__(self, env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]) -> None:
+        self.torchrl_env = env
+        self.inputs, self.observed, self.rewards = inputs, observed, rewards
+        self.is_ahead = False
+        self._latest: list[Any] = []
+        self._build: Callable[[list[Any]], TensorDict] | None = None
+        require(not env.batch_size, "it is a batch")
+        require(env.device in (None, torch.device("cpu")), f"its device is {env.device}")
+        require(not env.run_type_checks, "it checks types")
+        require(not resets_itself(env), "it resets itself")
+        require(not any(name in vars(env) for name in _METHODS), "a method of the instance was replaced")
+        require(not _checks_specs(), "CHECK_SPEC_ENCODE is set")
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Make one transition; observation values are those of `observed`. See `Adapter.step`."""
+        raise NotImplementedError
+
+    def reset(self) -> list[Any]:
+        """Start the next episode as TorchRL does after an end; return values as `step` does."""
+        raise NotImplementedError
+
+    def follow(self, root: Any) -> None:
+        """Note a root that TorchRL's own code has made; called before a step unless `is_ahead`."""
+
+    def root(self) -> Any:
+        """Return the env's current root tensordict."""
+        self.is_ahead = False
+        if self._build is None:
+            self._build = builder(self.torchrl_env, self.observed)
+        return self._build([torch.from_numpy(np.array(value)) for value in self._latest])
+
+
+def require(condition: object, otherwise: str) -> None:
+    """Raise a `NotDirect` unless a condition holds."""
+    if not condition:
+        raise NotDirect(otherwise)
+
+
+def direct_way(env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]) -> DirectWay | str:
+    """Return the way that steps an env directly, or the reason why there is none.
+
+    Args:
+        env: any TorchRL env.
+        inputs: keys of its inputs, in the adapter's order.
+        observed: keys of observation and done leaves.
+        rewards: keys of its rewards.
+    """
+    kind = type(env)
+    found = FAMILIES.get(f"{kind.__module__}.{kind.__qualname__}")
+    if found is None:
+        return f"{kind.__qualname__} has no direct way"
+    make = getattr(importlib.import_module(f"{_WAYS}.{found[0]}"), found[1])
+    try:
+        way: DirectWay = make(env, inputs, observed, rewards)
+    except NotDirect as reason:
+        return f"{kind.__qualname__}: {reason}"
+    return way
+
+
+def leaf_keys(env: EnvBase) -> tuple[list[TdKey], list[TdKey], list[TdKey]]:
+    """Return the arguments of `direct_way` for an env: the keys of its inputs, observed leaves and rewards."""
+
+    def keys(*sources: str) -> list[TdKey]:
+        specs = [getattr(env, f"full_{source}_spec") for source in sources]
+        return [key for spec in specs for key in spec.keys(include_nested=True, leaves_only=True)]
+
+    return keys("action", "state"), keys("observation", "done"), keys("reward")
+
+
+# ---- values ----------------------------------------------------------------------------------
+
+
+def encoder(spec: TensorSpec) -> Callable[[Any], np.ndarray]:
+    """Return the function that converts a native value as the spec's `encode` does, to an array."""
+    is_plain, ndarray = isinstance(spec, (Bounded, Unbounded)), np.ndarray
+    dtype, shape = numpy_dtype(spec), tuple(spec.shape)
+
+    def encode(value: Any) -> np.ndarray:
+        if is_plain and value.__class__ is ndarray and value.dtype is dtype and value.shape == shape:
+            array: np.ndarray = value
+        else:
+            array = spec.encode(value, ignore_device=True).numpy()
+        return array
+
+    return encode
+
+
+def numpy_dtype(spec: TensorSpec) -> np.dtype:
+    """Return the numpy dtype of a spec."""
+    return np.dtype(str(spec.dtype).removeprefix("torch."))
+
+
+def action_reader(spec: Any) -> Callable[[Any], np.ndarray]:
+    """Return the function that converts an action from the slab as the spec's `to_numpy` does.
+
+    Raises:
+        NotDirect: an action of another kind.
+    """
+    if type(spec) is OneHot and not spec.use_register:
+        return lambda value: np.asarray(value.argmax(-1))
+    require(type(spec) is Categorical or isinstance(spec, (Bounded, Unbounded)), f"its action is a {_name(spec)}")
+    return np.asarray
+
+
+def builder(env: EnvBase, keys: Sequence[TdKey]) -> Callable[[Sequence[Any]], TensorDict]:
+    """Return the function that makes a tensordict of tensors aligned with keys, nested as the env's `next`."""
+    like, device = env.fake_tensordict().get("next"), env.device
+    places: list[tuple[int, str]] = []  # (node, name) of each leaf
+    nodes: list[tuple[int, str, Any]] = [(0, "", like.batch_size)]  # (parent, name, batch size), parents first
+    known: dict[tuple[str, ...], int] = {(): 0}
+    for key in keys:
+        path = (key,) if isinstance(key, str) else key
+        for depth in range(1, len(path)):
+            if path[:depth] not in known:
+                known[path[:depth]] = len(nodes)
+                nodes.append((known[path[: depth - 1]], path[depth - 1], like.get(path[:depth]).batch_size))
+        places.append((known[path[:-1]], path[-1]))
+
+    def build(tensors: Sequence[Any]) -> TensorDict:
+        sources: list[dict[str, Any]] = [{} for _ in nodes]
+        for (node, name), tensor in zip(places, tensors, strict=True):
+            sources[node][name] = tensor
+        for index in range(len(nodes) - 1, 0, -1):
+            parent, name, size = nodes[index]
+            sources[parent][name] = new_tensordict(sources[index], size, device)
+        return new_tensordict(sources[0], nodes[0][2], device)
+
+    return build
+
+
+def _checks_specs() -> bool:
+    return os.environ.get("CHECK_SPEC_ENCODE", "0").lower() in ("1", "true")
+
+
+def _name(spec: Any) -> str:
+    return type(spec).__name__
