@@ -32,6 +32,8 @@ FAMILIES = {
     f"{_LIBS}.gym.GymWrapper": ("gym", "DirectGym"),
     f"{_LIBS}.dm_control.DMControlEnv": ("gym", "DirectDMControl"),
     f"{_LIBS}.dm_control.DMControlWrapper": ("gym", "DirectDMControl"),
+    f"{_LIBS}.meltingpot.MeltingpotEnv": ("meltingpot", "DirectMeltingPot"),
+    f"{_LIBS}.meltingpot.MeltingpotWrapper": ("meltingpot", "DirectMeltingPot"),
 }
 #: What an instance must not replace: its way does not call them.
 _METHODS = ("step", "reset", "_step", "_reset", "step_mdp", "any_done")

@@ -1,0 +1,102 @@
+"""The direct way of `MeltingpotEnv` and `MeltingpotWrapper`; see `direct.py`.
+
+Observations of the players are read as our own Melting Pot adapter reads them, at each step directly from dmlab2d if
+the substrate is as Melting Pot builds it (see `meltingpot/fast_step.py`). The count of steps for `max_steps` stays in
+the TorchRL env.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torchrl.envs import EnvBase
+
+from envherd.workers.adapters.base import StepValues
+from envherd.workers.adapters.meltingpot.fast_step import Views
+from envherd.workers.adapters.torchrl.direct import FLAGS, DirectWay, TdKey, action_reader, numpy_dtype, require
+from envherd.workers.adapters.torchrl.private_api import wrapped_env
+
+_WORLD = "WORLD."
+
+
+class DirectMeltingPot(DirectWay):
+    """Steps one substrate."""
+
+    reuses_buffers = True
+
+    def __init__(self, env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]) -> None:
+        super().__init__(env, inputs, observed, rewards)
+        names = {name: i for i, name in enumerate(env.agent_names)}
+        rows = {group: [names[agent] for agent in agents] for group, agents in env.group_map.items()}
+        placed = sorted(i for members in rows.values() for i in members)
+        require(placed == list(range(len(names))), "agents are left out")
+        require(sorted(inputs) == sorted((group, "action") for group in rows), f"its inputs are {inputs}")
+        require(sorted(rewards) == sorted((group, "reward") for group in rows), f"its rewards are {rewards}")
+        require(observed[-2:] == ["done", "terminated"], f"its observation and done leaves are {observed}")
+        self._readers = [(action_reader(env.full_action_spec[key]), np.array(rows[key[0]])) for key in inputs]
+        seen: list[tuple[TdKey, Any]] = [(key, (key,) if isinstance(key, str) else key) for key in observed[:-2]]
+        stacks: dict[str, np.ndarray] = {}
+        for key, path in seen:
+            if len(path) == 1:
+                continue
+            require(len(path) == 3 and path[0] in rows and path[1] == "observation", f"it observes {key}")
+            spec = env.full_observation_spec[key]
+            stack = np.zeros((len(names), *spec.shape[1:]), numpy_dtype(spec))
+            like = stacks.setdefault(path[2], stack)
+            require(like.shape == stack.shape and like.dtype == stack.dtype, "players of its groups see unlike things")
+        sees_all = len(seen) - sum(len(path) == 1 for _, path in seen) == len(stacks) * len(rows)
+        require(sees_all, "players of its groups see unlike things")
+        self._native = wrapped_env(env)
+        self._views = Views(self._native, stacks, [_WORLD + path[0] for _, path in seen if len(path) == 1], len(names))
+        self._rows = {group: _Rows(members, len(names)) for group, members in rows.items()}
+        self._seen = [(None, _WORLD + path[0]) if len(path) == 1 else (path[0], path[2]) for _, path in seen]
+        self._actions = np.zeros(len(names), np.int64)
+        self._of_env = vars(env)
+
+    def step(self, action: list[Any]) -> StepValues:
+        for (read, members), value in zip(self._readers, action, strict=True):
+            self._actions[members] = read(value)
+        has_ended = self._views.step(self._actions, list)
+        own = self._of_env
+        own["num_cycles"] += 1
+        if own["max_steps"] is not None and own["num_cycles"] >= own["max_steps"]:
+            has_ended = True
+        reward = self._views.reward
+        return (
+            self._values(has_ended=has_ended),
+            [self._rows[key[0]].of(reward) for key in self.rewards],
+            has_ended,
+            False,
+        )
+
+    def reset(self) -> list[Any]:
+        self._of_env["num_cycles"] = 0
+        self._views.forget()
+        self._views.take(self._native.reset())
+        return self._values(has_ended=False)
+
+    def _values(self, *, has_ended: bool) -> list[Any]:
+        views = self._views
+        values = [
+            views.worlds[name] if group is None else self._rows[group].of(views.players[name])
+            for group, name in self._seen
+        ]
+        values += (FLAGS[has_ended], FLAGS[has_ended])
+        self._latest = values
+        self.is_ahead = True
+        return values
+
+
+class _Rows:
+    """The players of a group among all."""
+
+    def __init__(self, members: list[int], num_players: int) -> None:
+        self._members = members
+        self._has_all = members == list(range(num_players))
+
+    def of(self, value: Any) -> Any:
+        """Return their rows of an array, or of a tuple of rows."""
+        if self._has_all:
+            return value
+        return tuple(value[i] for i in self._members) if value.__class__ is tuple else value[self._members]
