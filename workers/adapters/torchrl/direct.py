@@ -34,6 +34,8 @@ FAMILIES = {
     f"{_LIBS}.dm_control.DMControlWrapper": ("gym", "DirectDMControl"),
     f"{_LIBS}.meltingpot.MeltingpotEnv": ("meltingpot", "DirectMeltingPot"),
     f"{_LIBS}.meltingpot.MeltingpotWrapper": ("meltingpot", "DirectMeltingPot"),
+    "torchrl.envs.transforms._base.TransformedEnv": ("transformed", "DirectTransformed"),
+    "torchrl.envs.transforms.transforms.TransformedEnv": ("transformed", "DirectTransformed"),  # before TorchRL 0.14
 }
 #: What an instance must not replace: its way does not call them.
 _METHODS = ("step", "reset", "_step", "_reset", "step_mdp", "any_done")
