@@ -338,11 +338,18 @@ def test_one_env_in_this_process_has_them_too() -> None:
         assert plain(env.rollout(3), "next", "episode", "length") == [1, 2, 3]
 
 
-@pytest.mark.parametrize("make", [walk, lambda: TransformedEnv(walk())], ids=["direct", "through TorchRL"])
+class Own(TransformedEnv):
+    """A class without a direct way."""
+
+
+MAKERS = {"direct": walk, "transformed": lambda: TransformedEnv(walk()), "through TorchRL": lambda: Own(walk())}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_steps_with_and_without_tensordicts_share_an_episode(make: Callable[[], EnvBase]) -> None:
     guest = Guest(make(), has_own_generator=False, is_apart=True, has_statistics=True)
     adapter = GuestAdapter(guest)
-    assert (guest.direct is None) == isinstance(guest.built, TransformedEnv)
+    assert (guest.direct is None) == isinstance(guest.built, Own)
     place = [leaf.key for leaf in adapter.spec.observation].index(("observation:episode/length",))
     adapter.reset(0)
     assert [adapter.step([1])[0][place].item() for _ in range(2)] == [1, 2]

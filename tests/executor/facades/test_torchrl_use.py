@@ -13,9 +13,19 @@ skip_without("torchrl")
 
 import pytest
 import torch
-from tensordict import assert_close
+import torchrl.envs
 from tensordict.nn import TensorDictModule
-from torchrl.envs import EnvBase, GymEnv, MeltingpotEnv, StepCounter, TransformedEnv
+from torchrl.envs import (
+    Compose,
+    DoubleToFloat,
+    EnvBase,
+    GymEnv,
+    InitTracker,
+    MeltingpotEnv,
+    RewardSum,
+    StepCounter,
+    TransformedEnv,
+)
 
 from envherd.executor.facades.torchrl import ParallelEnv
 from envherd.workers.errors import FactoryError
@@ -99,18 +109,28 @@ def test_an_env_in_place_of_a_factory_is_refused_with_what_to_write() -> None:
     built.close()
 
 
+DIRECT = {
+    "CartPole": lambda: GymEnv("CartPole-v1"),
+    "Pendulum": lambda: GymEnv("Pendulum-v1"),
+    "transformed": lambda: TransformedEnv(
+        GymEnv("Pendulum-v1"), Compose(StepCounter(9), RewardSum(), InitTracker(), DoubleToFloat())
+    ),
+}
+
+
 def test_direct_gymnasium_steps_equal_torchrls() -> None:
-    """With and without an identity wrapper that disables direct steps."""
+    """Compares with the serial env of TorchRL."""
     rollouts = []
-    for name in ("CartPole-v1", "Pendulum-v1"):
-        for make in (lambda name=name: GymEnv(name), lambda name=name: TransformedEnv(GymEnv(name))):
-            env = ParallelEnv(2, make)
+    for make in DIRECT.values():
+        for cls in (torchrl.envs.SerialEnv, ParallelEnv):
+            env = cls(2, make)
             env.set_seed(0)
             torch.manual_seed(0)
             rollouts.append(env.rollout(60, break_when_any_done=False))
+            assert cls is not ParallelEnv or "direct" in repr(env)
             env.close()
-        direct, usual = rollouts[-2:]
-        assert_close(direct, usual)
+        usual, direct = rollouts[-2:]
+        assert (direct == usual).all()
         assert {key: value.dtype for key, value in direct.items(include_nested=True, leaves_only=True)} == {
             key: value.dtype for key, value in usual.items(include_nested=True, leaves_only=True)
         }

@@ -1,0 +1,361 @@
+"""Direct ways give bit for bit what TorchRL's own code gives, also between calls that go through TorchRL."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from tests.extras import needs, skip_without
+
+skip_without("torchrl")
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import Unbounded
+from torchrl.envs import (
+    ActionDiscretizer,
+    CatFrames,
+    CatTensors,
+    Compose,
+    DMControlEnv,
+    DoubleToFloat,
+    EnvBase,
+    FlattenObservation,
+    FrameSkipTransform,
+    GymEnv,
+    GymWrapper,
+    InitTracker,
+    MeltingpotWrapper,
+    ObservationNorm,
+    PettingZooWrapper,
+    RenameTransform,
+    RewardClipping,
+    RewardScaling,
+    RewardSum,
+    StepCounter,
+    TensorDictPrimer,
+    TimeMaxPool,
+    ToTensorImage,
+    TransformedEnv,
+    VecNorm,
+)
+from torchrl.envs.utils import MarlGroupMapType
+
+from envherd.workers.adapters.hosts.torchrl_guest import Guest, GuestAdapter
+from envherd.workers.adapters.torchrl.direct import leaf_keys
+from tests.workers.torchrl_direct_envs import Buffered, Keeper, Nested, Twice, herd
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+Make = Callable[[], EnvBase]
+
+
+def gym(name: str, *transforms: Any, **kwargs: Any) -> EnvBase:
+    env = GymEnv(name, **kwargs)
+    return TransformedEnv(env, Compose(*transforms)) if transforms else env
+
+
+def melting_pot(name: str, *transforms: Any, **kwargs: Any) -> EnvBase:
+    """Return a substrate whose episodes depend on the number of its resets and the actions alone."""
+    from envherd.workers.adapters.meltingpot.episodes import Episodes
+    from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
+
+    env = MeltingpotWrapper(MeltingPotFactory(name, deterministic=True)(), **kwargs)
+    Episodes(env._env).seed_next(7)
+    return TransformedEnv(env, Compose(*transforms)) if transforms else env
+
+
+def farm(*transforms: Any, dies: bool = True, masks: str = "", **kwargs: Any) -> EnvBase:
+    own = {name: kwargs.pop(name) for name in ("has_infos", "is_nested") if name in kwargs}
+    env = PettingZooWrapper(herd(dies=dies, masks=masks, **own), use_mask=dies, **kwargs)
+    return TransformedEnv(env, Compose(*transforms)) if transforms else env
+
+
+def terminating() -> EnvBase:
+    env = DMControlEnv("cartpole", "balance")
+    env.task.get_termination = lambda physics: 0.0 if physics.time() > 0.1 else None
+    return env
+
+
+PENDULUM = "Pendulum-v1"
+AGENTS = ("walker", "reward")
+#: name -> (factory, number of steps), and False for envs that cannot be stepped after an end
+DIRECT: dict[str, Any] = {
+    "one-hot": (lambda: gym("CartPole-v1"), 1000),
+    "categorical": (lambda: gym("CartPole-v1", categorical_action_encoding=True), 1000),
+    "box": (lambda: gym(PENDULUM, device="cpu"), 1000),
+    "pixels": (lambda: gym("CartPole-v1", from_pixels=True), 40),
+    "pixels and state": (lambda: gym("CartPole-v1", from_pixels=True, pixels_only=False), 40),
+    "buffered": (lambda: GymWrapper(Buffered(), categorical_action_encoding=True), 60),
+    **{f"nested, {kind}": (lambda kind=kind: GymWrapper(Nested(kind)), 60) for kind in ("float", "float32", "int")},
+    **{f"nested, {kind}": (lambda kind=kind: GymWrapper(Nested(kind)), 60) for kind in ("zero", "array", "None")},
+    "fast encoding": (lambda: (env := gym(PENDULUM)).fast_encoding() or env, 60),
+    "counters": (lambda: gym(PENDULUM, StepCounter(7), RewardSum(), InitTracker(), DoubleToFloat()), 1000),
+    "no transform": (lambda: TransformedEnv(GymEnv("CartPole-v1")), 200),
+    "one transform": (lambda: TransformedEnv(GymEnv("CartPole-v1"), StepCounter()), 200),
+    "scales": (lambda: gym(PENDULUM, RewardScaling(0.5, 2.0), ObservationNorm(0.5, 2.0, in_keys=["observation"])), 200),
+    "frames": (lambda: gym(PENDULUM, CatFrames(3, dim=-1, in_keys=["observation"]), StepCounter(9)), 200),
+    "max pool": (lambda: gym(PENDULUM, TimeMaxPool(in_keys=["observation"], T=3), StepCounter(9)), 200),
+    "norm": (lambda: gym(PENDULUM, VecNorm(in_keys=["observation", "reward"]), StepCounter(9)), 200),
+    "images": (
+        lambda: gym(
+            "CartPole-v1",
+            ToTensorImage(in_keys=["pixels"]),
+            FlattenObservation(-3, -1, in_keys=["pixels"]),
+            from_pixels=True,
+        ),
+        30,
+    ),
+    "discrete": (lambda: gym(PENDULUM, ActionDiscretizer(num_intervals=4), StepCounter(9)), 200),
+    "primer": (lambda: gym(PENDULUM, InitTracker(), TensorDictPrimer(hidden=Unbounded((4,)), default_value=0.0)), 200),
+    "renamed": (lambda: gym(PENDULUM, RenameTransform(["observation"], ["seen"]), RewardClipping(-1, 0)), 200),
+    "skips frames": (lambda: gym(PENDULUM, FrameSkipTransform(3), StepCounter(9)), 200),
+    "function": (lambda: TransformedEnv(GymEnv(PENDULUM), lambda td: td.set("observation", td["observation"] + 1)), 60),
+    "keeper": (lambda: gym(PENDULUM, Keeper(), StepCounter(9)), 200),
+    "keeper of buffers": (lambda: TransformedEnv(GymWrapper(Buffered()), Keeper()), 200),
+    "twice": (lambda: gym(PENDULUM, Twice(), RewardSum(), StepCounter(9)), 200),
+}
+DM = {
+    "dm_control": (lambda: DMControlEnv("cartpole", "swingup"), 1100),
+    "dm_control, terminates": (terminating, 60),
+    "dm_control, transforms": (
+        lambda: TransformedEnv(
+            DMControlEnv("reacher", "easy"),
+            Compose(CatTensors(["position", "velocity"], "observation"), DoubleToFloat(), StepCounter(50)),
+        ),
+        200,
+    ),
+}
+ZOO = {
+    f"{masks or 'no masks'}, {has_infos=}, {is_nested=}, {kwargs}": (
+        lambda masks=masks, has_infos=has_infos, is_nested=is_nested, kwargs=kwargs: farm(
+            masks=masks, has_infos=has_infos, is_nested=is_nested, **kwargs
+        ),
+        60,
+    )
+    for masks in ("", "obs", "info")
+    for has_infos, is_nested in ((True, False), (False, True))
+    for kwargs in (
+        {},
+        {"done_on_any": False},
+        {"done_on_any": False, "return_state": True, "categorical_actions": False},
+    )
+} | {
+    "groups": (
+        lambda: farm(dies=False, group_map={"b": ["walker_2", "walker_0"], "c": ["walker_1"], "a": ["bird_0"]}),
+        60,
+        False,
+    ),
+    "transforms": (
+        lambda: farm(StepCounter(8), RewardSum(in_keys=[AGENTS]), masks="obs", done_on_any=False),
+        60,
+    ),
+}
+COMMONS, PRISONERS = "commons_harvest__open", "prisoners_dilemma_in_the_matrix__repeated"
+SPLIT = {
+    "b": ["player_3", "player_1"],
+    "a": ["player_0", "player_2", "player_6"],
+    "c": ["player_4"],
+    "d": ["player_5"],
+}
+POTS = {
+    "commons": (lambda: melting_pot(COMMONS, max_steps=25), 60),
+    "inventories, one-hot": (lambda: melting_pot(PRISONERS, max_steps=20, categorical_actions=False), 50),
+    "groups": (lambda: melting_pot(COMMONS, group_map=SPLIT, max_steps=9), 20),
+    "a group each": (lambda: melting_pot(COMMONS, group_map=MarlGroupMapType.ONE_GROUP_PER_AGENT, max_steps=9), 20),
+    "transforms": (
+        lambda: melting_pot(COMMONS, StepCounter(8), RewardSum(in_keys=[("agents", "reward")])),
+        20,
+    ),
+}
+
+
+class Pair:
+    """Two guests of the same env: one with its direct way, one without."""
+
+    def __init__(self, make: Make, **how: Any) -> None:
+        self.adapters = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            guest = Guest(make(), has_own_generator=True, is_apart=True, **how)
+            with contextlib.suppress(NotImplementedError):  # Melting Pot
+                guest.seed(5, static=False)
+            self.adapters.append(GuestAdapter(guest))
+        direct, usual = self.adapters
+        assert direct.spec.metadata["way"] == "direct"
+        usual.env.direct = None
+        self.env = usual.env.env
+        self.leaves = {"observation": direct.spec.observation, "reward": direct.spec.reward}
+        self.rng = np.random.default_rng(3)
+
+    def both(self, act: Callable[[GuestAdapter], Any]) -> tuple[Any, Any]:
+        results = []
+        for adapter in self.adapters:
+            torch.manual_seed(int(self.rng.integers(1)))
+            results.append(act(adapter))
+        return results[0], results[1]
+
+    def check(self, left: list[Any], right: list[Any], group: str) -> None:
+        for leaf, *values in zip(self.leaves[group], left, right, strict=True):
+            if leaf.key[0].endswith("episode/time"):
+                continue
+            one, other = (np.asarray(value) for value in values)
+            assert np.can_cast(one.dtype, leaf.dtype, "same_kind"), leaf
+            one, other = (array.astype(leaf.dtype).reshape(leaf.shape) for array in (one, other))
+            if leaf.key[0].endswith("episode/return"):  # direct ways sum rewards before they are rounded to float32
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+            else:
+                assert one.tobytes() == other.tobytes(), (leaf.key, one, other)
+
+    def reset(self) -> None:
+        self.check(*self.both(lambda adapter: adapter.reset(None)), "observation")
+
+    def inputs(self) -> list[np.ndarray]:
+        """Return random actions, and states as they are."""
+        random = self.env.full_action_spec.rand()
+        root = self.adapters[1].env.root
+        actions = set(leaf_keys(self.env)[0]) - set(self.env.state_keys)
+        return [(random if key in actions else root).get(key).numpy() for key, _ in self.adapters[0]._inputs]
+
+    def step(self) -> bool:
+        """Step both; return whether they ended."""
+        inputs = self.inputs()
+        left, right = self.both(lambda adapter: adapter.step([array.copy() for array in inputs]))
+        self.check(left[0], right[0], "observation")
+        self.check(left[1], right[1], "reward")
+        assert left[2:] == right[2:]
+        return bool(left[2])
+
+    def told(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of both guests by name; return the result of the usual one."""
+
+        def call(adapter: GuestAdapter) -> Any:
+            with adapter.env.on_stage():
+                copied = [arg.clone() if isinstance(arg, TensorDict) else arg for arg in args]
+                return getattr(adapter.env, name)(*copied, **kwargs)
+
+        left, right = self.both(call)
+        self.same(left, right)
+        return right
+
+    def same(self, left: Any, right: Any) -> None:
+        if not isinstance(right, TensorDict):
+            return
+        named = [dict(td.items(include_nested=True, leaves_only=True)) for td in (left, right)]
+        assert named[0].keys() == named[1].keys()
+        for key, value in named[1].items():
+            assert named[0][key].dtype == value.dtype
+            assert named[0][key].numpy().tobytes() == value.numpy().tobytes() or "episode" in key, key
+
+    def close(self) -> None:
+        for adapter in self.adapters:
+            adapter.close()
+
+
+def compare(make: Make, num_steps: int, steps_on: bool = True, **how: Any) -> None:  # noqa: FBT001, FBT002
+    """Step both for a while, with resets at ends and without, and with calls by name between steps."""
+    pair = Pair(make, **how)
+    pair.reset()
+    num_ends = 0
+    for i in range(num_steps):
+        has_ended = pair.step()
+        num_ends += has_ended
+        if has_ended and not (steps_on and num_ends % 4 == 3):  # an ended env may be stepped on
+            pair.reset()
+        if i % 50 == 11:
+            pair.told("current")
+            row = TensorDict(dict(zip(*_named(pair), strict=True)), [])
+            pair.told("step", row, is_whole=False)
+            pair.told("step_and_maybe_reset", row)
+        if i % 50 == 30:
+            pair.told("reset", None, {})
+    pair.told("current")
+    pair.close()
+
+
+def _named(pair: Pair) -> tuple[list[Any], list[torch.Tensor]]:
+    keys = [key for key, _ in pair.adapters[0]._inputs]
+    return keys, [torch.from_numpy(array.copy()) for array in pair.inputs()]
+
+
+@pytest.mark.parametrize("case", DIRECT)
+def test_gymnasium(case: str) -> None:
+    compare(*DIRECT[case])
+
+
+@needs("dm-control")
+@pytest.mark.parametrize("case", DM)
+def test_dm_control(case: str) -> None:
+    compare(*DM[case])
+
+
+@needs("pettingzoo")
+@pytest.mark.parametrize("case", ZOO)
+def test_pettingzoo(case: str) -> None:
+    compare(*ZOO[case])
+
+
+@needs("meltingpot")
+@pytest.mark.parametrize("case", POTS)
+def test_melting_pot(case: str) -> None:
+    compare(*POTS[case])
+
+
+@pytest.mark.parametrize("case", ["box", "counters", "nested, float"])
+def test_statistics_are_counted_on_both_ways(case: str) -> None:
+    compare(*DIRECT[case], has_statistics=True)
+
+
+@needs("pettingzoo")
+def test_statistics_of_groups() -> None:
+    compare(*ZOO["transforms"], has_statistics=True)
+
+
+class Other(GymEnv):
+    """A subclass, which may do anything."""
+
+
+def with_reader() -> EnvBase:
+    env = GymEnv(PENDULUM)
+    env.set_info_dict_reader(lambda _info, td: td)
+    return env
+
+
+def replaced() -> EnvBase:
+    env = GymEnv(PENDULUM)
+    env.__dict__["_step"] = env._step
+    return env
+
+
+def checking() -> EnvBase:
+    env = GymEnv(PENDULUM)
+    env.run_type_checks = True
+    return env
+
+
+REFUSED: dict[str, tuple[Make, str]] = {
+    "subclass": (lambda: Other(PENDULUM), "Other has no direct way"),
+    "info reader": (with_reader, "GymEnv: it reads infos"),
+    "type checks": (checking, "GymEnv: it checks types"),
+    "frame skip": (lambda: gym(PENDULUM, frame_skip=2), "GymEnv: it skips frames"),
+    "replaced": (replaced, "GymEnv: a method of the instance was replaced"),
+    "inside": (lambda: TransformedEnv(Other(PENDULUM), StepCounter()), "around Other has no direct way"),
+    "nested": (
+        lambda: TransformedEnv(gym(PENDULUM, RewardSum()), StepCounter(9), auto_unwrap=False),
+        "around a TransformedEnv",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_unusual_keeps_torchrls_own_code(case: str) -> None:
+    make, reason = REFUSED[case]
+    guest = Guest(make(), has_own_generator=True, is_apart=True)
+    way = GuestAdapter(guest).spec.metadata["way"]
+    assert way.startswith("TorchRL's own code, because ")
+    assert reason in way
+    assert guest.direct is None
+    guest.close()
