@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -31,10 +32,15 @@ from envherd.workers.build import describe, modules_of, pickle_factory
 from envherd.workers.errors import ActionError
 from envherd.workers.protocol import Op
 
-#: Additional modules that a helper process imports, by a module that the factories refer to.
-_BACKENDS = {"torchrl.envs.libs.gym": ("gymnasium", "stable_baselines3.common.vec_env.base_vec_env")}
+#: Additional modules that a helper process imports if they are installed, by a module that the factories refer to. With
+#: groups of agents, specs make tensordicts, and these import pandas and h5py.
+_BACKENDS = {
+    "torchrl.envs.libs.gym": ("gymnasium", "stable_baselines3.common.vec_env.base_vec_env"),
+    "torchrl.envs.libs.meltingpot": ("envherd.workers.adapters.meltingpot.build", "pandas", "h5py"),
+}
 
-_ADAPTERS = "envherd.workers.adapters"
+#: Keeps TensorBoard, which Stable-Baselines3 imports, from importing TensorFlow; imported before anything else.
+_LIGHT = "envherd.workers.adapters.hosts.light_tensorboard"
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
@@ -216,8 +222,9 @@ def _close(pool: Pool, owner: int) -> None:
 
 def _guest_factory(factory: Callable[..., Any], options: ExecutorOptions, *, is_crossing: bool) -> GuestFactory:
     modules = modules_of(factory)
-    backends = [name for module in modules for name in _BACKENDS.get(module, ())]
-    preload = (f"{_ADAPTERS}.torchrl_light", *modules, f"{_ADAPTERS}.torchrl_guest", *backends)
+    brought_in = [name for module in modules for name in _BACKENDS.get(module, ())]
+    backends = [name for name in brought_in if find_spec(name.partition(".")[0]) is not None]
+    preload = (_LIGHT, *modules, *backends)
     return GuestFactory(
         pickle_factory(factory),
         describe(factory),
