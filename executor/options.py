@@ -25,9 +25,9 @@ class ExecutorOptions:
     """How workers are started, watched and stopped, and how data is handed out.
 
     Attributes:
-        start_method: "zygote" forks workers from a private helper that has imported `preload`
-            (fast, memory shared); "spawn" executes a fresh interpreter for each worker; "fork"
-            forks the helper without preloading anything.
+        start_method: "zygote" forks workers from a helper process that has imported `preload`
+            (fast, memory shared), and that executors with the same modules share; "spawn" executes
+            a fresh interpreter for each worker; "fork" forks the helper without preloading anything.
         preload: modules that the helper imports before it forks. None: those that the factories
             refer to and those of the env family.
         worker_threads: threads for OMP, MKL, OpenBLAS and torch in a worker; None does not set them.

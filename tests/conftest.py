@@ -269,7 +269,7 @@ def run_example(script_host: ScriptHost, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def own_helper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each executor of the test its own helper, as in users' programs."""
+    """Let the executors of the test start their helper, as in users' programs."""
     from envherd.executor.pools import preloading
 
     monkeypatch.setattr(preloading, "_innermost", [])
@@ -280,6 +280,9 @@ def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves anything behind; kill the processes that it left."""
     before = Possessions()
     yield
+    helpers = sys.modules.get("envherd.executor.pools.zygote")
+    if helpers is not None:
+        helpers.end_idle()
     gained = before.gained()
     if gained:
         gc.collect()

@@ -46,7 +46,7 @@ BUDGET = {
     "workers/block": 1552,
     "workers/native": 1509,
     "workers/probing": 365,
-    "workers/process": 1219,
+    "workers/process": 1255,
     "workers/testing": 1453,
     "executor/*": 3492,
     "executor/batches": 1612,

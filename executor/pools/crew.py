@@ -20,9 +20,9 @@ import numpy as np
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.error_messages import Frame, factory_error, log, log_close_fault, worker_late, worker_lost
-from envherd.executor.pools.preloading import find_helper
+from envherd.executor.pools.preloading import helper_for
 from envherd.executor.pools.worker_process import WorkerProcess, check_descriptors, worker_config
-from envherd.executor.pools.zygote import Zygote
+from envherd.executor.pools.zygote import Zygote, surroundings_of
 from envherd.executor.progress import showing
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.segment import Segment
@@ -76,6 +76,7 @@ class Crew:
         self.options = options
         self.root_seed = blueprint.root_seed
         self._registered = registries.collect()
+        self._surroundings = surroundings_of(options)  # also of workers that replace others
         self._episodes: tuple[int, ...] | None = None  # with which it was set
         self.workers: list[WorkerProcess] = []
         self.envs_in_python: list[str] = []
@@ -100,7 +101,8 @@ class Crew:
         self.options.check_here()
         check_descriptors(len(self.blueprint.blocks))
         self._log_ready(0)
-        self._zygote = find_helper(self.options) or Zygote(self.options, list(self.blueprint.preload))
+        with uninterrupted():  # or it would have a user that never closes it
+            self._zygote = helper_for(self.options, self.blueprint.preload)
         self._zygote.wait_ready()
         for name, why in self._zygote.failed_preloads.items():
             log.info("preload of %s failed (%s); workers import what they need", name, why)
@@ -118,7 +120,8 @@ class Crew:
 
     def _launch(self, worker_id: int, generation: int) -> WorkerProcess:
         assert self._zygote is not None
-        process = WorkerProcess(worker_id, generation, self._zygote, worker_config(self.options, worker_id))
+        config = {**worker_config(self.options, worker_id), "caller": self._surroundings}
+        process = WorkerProcess(worker_id, generation, self._zygote, config)
         env_ids = self.blueprint.blocks[worker_id]
         build = messages.Build(
             worker_id=worker_id,

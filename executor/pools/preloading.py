@@ -1,19 +1,26 @@
-"""`preloaded`: one helper for every executor of a `with` block, so that modules are imported once for all.
+"""Helpers that executors share, so that modules are imported once for all of them.
 
-An executor has its own helper process, which imports what its envs need and forks its workers (see
-`workers.process.zygote`). In programs with many short-lived executors (tests, notebooks, sweeps) and slow imports
-(torch, torchrl, dm_control), the imports take most of every start.
+A helper process imports what envs need and forks the workers (see `workers.process.zygote`). Where imports are slow
+(torch, torchrl, dm_control), they take most of a start. Executors of one program share a helper if a new one would be
+equal: same modules, import path and environment variables, and everything else that a process inherits. So its imports
+have seen what those of a new one would see, and each worker gets the folder of its own executor. `preloaded` makes
+executors share one whose modules differ from theirs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.zygote import Zygote
+from envherd.executor.pools.zygote import Zygote, import_path, shared
+
+#: Fields of /proc/PID/status that a process inherits: all that concern users, processors, signals and privileges.
+_INHERITED = ("Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "Cap", "NoNewPrivs", "Seccomp", "Cpus", "Mems")
 
 _innermost: list[_Warm] = []
 
@@ -37,10 +44,10 @@ def preloaded(*modules: str, options: ExecutorOptions | None = None) -> Iterator
 
     Modules that executors would preload by themselves are imported by their workers, unless they are among `modules`.
     Each module is imported once, so workers of this block do not see later changes of its file. An executor still uses
-    its own helper if its start method, `env_vars`, `worker_threads` or `worker_output` differ from those of `options`
-    here. A worker has the environment variables, current folder and import path of the time when it is started, but
-    `modules` are imported with those at the beginning of the block. The block has no effect in processes forked from
-    this one.
+    another helper if its start method, `env_vars`, `worker_threads` or `worker_output` differ from those of `options`
+    here. A worker has the environment variables, current folder and import path of the time when its executor was
+    made, but `modules` are imported with those at the beginning of the block. The block has no effect in processes
+    forked from this one.
 
     The helper ends with the block, or with the last executor created in it. As usual, closing an executor ends all its
     workers and the processes of their envs.
@@ -74,7 +81,7 @@ def preloading(*modules: str, options: ExecutorOptions) -> Iterator[Zygote]:
     Modules that cannot be imported are left to the workers. Otherwise as `preloaded`.
     """
     surroundings = _surroundings(options)
-    zygote = Zygote(options, list(modules), is_shared=True)
+    zygote = Zygote(options, list(modules))
     try:
         zygote.begin()
         warm = _Warm(zygote, surroundings)
@@ -85,6 +92,17 @@ def preloading(*modules: str, options: ExecutorOptions) -> Iterator[Zygote]:
             _innermost.remove(warm)
     finally:
         zygote.close()
+
+
+def helper_for(options: ExecutorOptions, modules: Sequence[str]) -> Zygote:
+    """Return a helper for an executor, with the executor as a user: one that is there, or a new one."""
+    helper = find_helper(options)
+    if helper is not None:
+        return helper
+    if options.start_method != "zygote" or options.worker_output != "capture":
+        return Zygote(options, list(modules))
+    settings = (*_surroundings(options), options.build_timeout_s, tuple(modules), sys.executable, tuple(import_path()))
+    return shared((*settings, *_inherited()), options, list(modules))
 
 
 def find_helper(options: ExecutorOptions) -> Zygote | None:
@@ -101,3 +119,15 @@ def find_helper(options: ExecutorOptions) -> Zygote | None:
 def _surroundings(options: ExecutorOptions) -> tuple[object, ...]:
     """Return the settings that workers inherit from a helper and cannot get at their start."""
     return (os.getpid(), dict(options.env_vars), options.worker_threads, options.worker_output)
+
+
+def _inherited() -> tuple[object, ...]:
+    """Return what a new process would inherit, except for variables and folder."""
+    fields = Path("/proc/thread-self/status").read_text().splitlines()
+    files = tuple(Path("/proc/self", name).read_text() for name in ("limits", "cgroup", "oom_score_adj"))
+    return (
+        *(line for line in fields if line.startswith(_INHERITED)),
+        *files,
+        os.getpriority(os.PRIO_PROCESS, 0),
+        os.getsid(0),
+    )

@@ -4,11 +4,14 @@ Guarantees:
 - The user's process is never forked; its signal handlers, threads and `__main__` are untouched.
 - `Zygote.close` is bounded: one deadline for all workers, then SIGKILL to their process groups.
 - If the user forks this process, the child closes its copies of the lifelines, so these still work.
+- At most one helper without users is kept, only if its imports took long, and for at most `IDLE_S` seconds. It ends
+  with this process, however that ends.
 Assumes: Linux (pidfd, memfd, /proc).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -26,11 +29,16 @@ from typing import Any
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.process_log import read_log, request_stacks
 from envherd.executor.pools.waiting import DeadlinePassed
-from envherd.shm.interrupts import ignoring_refusals
+from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.workers.errors import InternalError, WorkerLost, WorkerTimeout
 from envherd.workers.process.zygote import in_file, send_request
 
 _PACKET = 1 << 18
+#: Seconds that a helper without users waits for the next executor. One of a sweep, of tests or of a cell that is run
+#: again follows soon, and a helper that has torch holds 200 MB or more.
+IDLE_S = 10.0
+_KEPT_CPU_S = 1.0  # processor time of imports for which a helper is kept; without torch, most need less
+_RESUME_S = 2.0  # for an idle helper to answer
 #: Makes `torch.cuda.is_available()` ask the driver's library: torch refuses CUDA in forks of a process that has asked
 #: CUDA itself, and modules that the helper imports ask, as TorchRL does.
 _ASKS_WITHOUT_CUDA = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -38,9 +46,11 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 _FAREWELL_S = 5.0  # for the helper to kill remaining processes and end
 _RECEIVE_S = 0.02  # between checks whether another thread has taken the answer
 _HELPER_END_S = 1.0  # for the helper to end after its socket is closed
+#: Environment variables that change while a program runs and that no import reads.
+_PASSING = {"PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_"}
 _LIMITS = "Use fewer workers, or raise the limit (ulimit -u; pids.max of the control group)."
 #: Run with -P: without it, the import of json would take a json.py of the current folder.
-_BOOT = """
+_BOOT = """# envherd helper: imports modules, forks workers; see docs/faq.md
 import json, sys
 fd, log_fd, path_fd = map(int, sys.argv[1:])
 with open(path_fd) as file:
@@ -50,7 +60,10 @@ main(fd, log_fd)
 """
 
 _zygotes: weakref.WeakSet[Zygote] = weakref.WeakSet()
-#: Held by every fork of this process, and while descriptors are created and registered that a fork must close.
+_idle: list[Zygote] = []
+_is_exiting = False
+#: Held by every fork of this process, while descriptors are created and registered that a fork must close, and while
+#: users of helpers are counted. Its holder takes no other lock.
 _fork_lock = threading.RLock()
 
 
@@ -58,33 +71,73 @@ def _let_go_in_fork() -> None:
     _fork_lock.release()
     for zygote in list(_zygotes):
         zygote.let_go()
+    _idle.clear()
 
 
 os.register_at_fork(before=_fork_lock.acquire, after_in_parent=_fork_lock.release, after_in_child=_let_go_in_fork)
 
 
+@atexit.register
+def _exit() -> None:
+    """End the idle helper; executors that are closed later than this keep none."""
+    global _is_exiting  # noqa: PLW0603
+    _is_exiting = True
+    end_idle()
+
+
+def end_idle(*, must_have_ended: bool = False) -> None:
+    """End the helper that waits for an executor, if there is one; or only reap one that has ended by itself."""
+    with _fork_lock:
+        ended = [zygote for zygote in _idle if zygote.has_ended() or not must_have_ended]
+        _idle[:] = [zygote for zygote in _idle if zygote not in ended]
+    for zygote in ended:
+        zygote.end()
+
+
+def shared(key: tuple[object, ...], options: ExecutorOptions, preload: list[str]) -> Zygote:
+    """Return a helper with that key and the caller as a user: an existing one, or a new one.
+
+    Args:
+        key: everything that executors must have in common to share a helper.
+        options: see `Zygote`.
+        preload: see `Zygote`.
+    """
+    end_idle(must_have_ended=True)
+    while True:
+        with _fork_lock:
+            found = next((zygote for zygote in _zygotes if zygote.key == key and zygote.join()), None)
+            if found is None:
+                return Zygote(options, preload, key)
+        if found.resume():
+            return found
+        found.key = None  # first: no other executor joins, and it is not kept
+        found.close()
+
+
 class Zygote:
     """The owner's handle of the helper that forks workers (see the module).
 
-    Several users may share it, from one thread at a time: each calls `join` and `close`, and the last `close` ends it.
-    Its creator is the first user.
+    Several users may share it, from any thread: each calls `join` and `close`, and the last `close` ends it, or lets it
+    wait for another user. Its creator is the first user.
 
     Args:
-        options: for its environment variables, output and start method.
+        options: for its environment variables, output, start method and deadline.
         preload: modules to import.
-        is_shared: send workers the present environment variables, folder and import path, which may have changed.
+        key: see `shared`; None if it ends with its last user.
     """
 
-    def __init__(self, options: ExecutorOptions, preload: list[str], *, is_shared: bool = False) -> None:
-        self._num_users = 1
+    def __init__(self, options: ExecutorOptions, preload: list[str], key: tuple[object, ...] | None = None) -> None:
+        self.key, self._num_users = key, 1
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._awaited: set[int] = set()
         self._answers: dict[int, dict[str, Any]] = {}
-        self._options, self._is_shared = options, is_shared
+        self._options = options
+        self._environ = environment_of(options)
+        self._set_by_imports: dict[str, str] = {}
         self._owner = os.getpid()
         self._log_fd = self.lifeline_read = self._lifeline_write = -1
-        path = self.import_path()
+        path = import_path()
         try:
             with _fork_lock:
                 _zygotes.add(self)
@@ -97,7 +150,7 @@ class Zygote:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-c", _BOOT, *map(str, theirs)],
                     pass_fds=theirs,
-                    env=environment_of(options),
+                    env=self._environ,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -111,15 +164,10 @@ class Zygote:
             raise
         self._theirs.close()
         self._start = {"path": path, "preload": preload, "must_exec": options.start_method == "spawn"}
-        self._is_ready = False
+        self._is_ready = self._is_costly = False
         self._start_number: int | None = None
         self.failed_preloads: dict[str, str] = {}
         self.num_threads = 1
-
-    @staticmethod
-    def import_path() -> list[str]:
-        """Return `sys.path` for a process in another folder."""
-        return [os.path.abspath(entry) if os.path.isdir(entry or ".") else entry for entry in sys.path]
 
     @property
     def pid(self) -> int:
@@ -128,14 +176,24 @@ class Zygote:
 
     def join(self) -> bool:
         """Register another user, which must `close` it later; return whether it is usable."""
-        is_there = self._owner == os.getpid() and self._sock.fileno() >= 0 and self._process.poll() is None
-        self._num_users += is_there
-        return is_there
+        with _fork_lock:
+            is_usable = self._owner == os.getpid() and self._sock.fileno() >= 0 and not self.has_ended()
+            if is_usable and self in _idle:
+                _idle.remove(self)
+            elif self._num_users == 0:  # another thread ends it
+                return False
+            self._num_users += is_usable
+            return is_usable
+
+    def has_ended(self) -> bool:
+        """Return whether its process has ended."""
+        return self._process.poll() is not None
 
     def begin(self) -> None:
         """Make it import the modules, without waiting; idempotent."""
-        if self._start_number is None:
-            self._start_number = self._post(self._start, [])
+        with self._lock:
+            if self._start_number is None:
+                self._start_number = self._post(self._start, [])
 
     def wait_ready(self) -> None:
         """Wait until it has imported the modules; idempotent. After an error it can only be closed.
@@ -144,17 +202,35 @@ class Zygote:
             WorkerLost: the helper has ended.
             WorkerTimeout: it is still importing after `options.build_timeout_s`, and was killed.
         """
-        if self._is_ready:
-            return
-        self._is_ready = True
-        self.begin()
-        assert self._start_number is not None
-        try:  # takes seconds; after a Ctrl-C, the waiting executor closes this
-            answer = self._answer(self._start_number, self._options.build_timeout_s)
-        except DeadlinePassed:
-            raise self._late() from None
-        self.failed_preloads = answer["failed"]
-        self.num_threads = answer["num_threads"]
+        with self._lock:  # other users wait for the same
+            if self._is_ready:
+                return
+            self.begin()
+            assert self._start_number is not None
+            try:  # takes seconds; after a Ctrl-C, the waiting executor closes this
+                answer = self._answer(self._start_number, self._options.build_timeout_s)
+            except DeadlinePassed:
+                raise self._late() from None
+            self.failed_preloads = answer["failed"]
+            self.num_threads = answer["num_threads"]
+            self._set_by_imports = answer["environ"]
+            self._is_costly = answer["cpu_s"] >= _KEPT_CPU_S
+            self._is_ready = True
+
+    def resume(self) -> bool:
+        """Return whether it still serves, and a new one would import the same: nothing that imports read has changed.
+
+        That is the files of its modules, and environment variables. Imports set some themselves, here as there.
+        """
+        environ = environment_of(self._options)
+        changed = {name for name, _ in environ.items() ^ self._environ.items()} - _PASSING
+        if any(name not in environ or environ[name] != self._set_by_imports.get(name) for name in changed):
+            return False
+        if not self._is_ready:
+            return True
+        with contextlib.suppress(WorkerLost, DeadlinePassed):
+            return bool(self._request({"op": "resume"}, timeout_s=_RESUME_S)["is_current"])
+        return False
 
     def _late(self) -> WorkerTimeout:
         """Read the helper's stack, kill it, and return the error."""
@@ -183,9 +259,7 @@ class Zygote:
             WorkerLost: the helper has ended, or the system allows no further process.
         """
         self.wait_ready()
-        if self._is_shared:
-            caller = {"environ": environment_of(self._options), "folder": os.getcwd(), "path": self.import_path()}
-            config = {**config, "caller": caller}
+        config = {"caller": surroundings_of(self._options), **config}
         answer = self._request({"op": "fork", "config": config}, fds)
         if "error" in answer:
             raise WorkerLost(f"starting a worker failed: {answer['error']}. {_LIMITS}", phase="start")
@@ -203,18 +277,37 @@ class Zygote:
         return None
 
     def close(self) -> None:
-        """End the zygote and so all its workers; while it has other users, only kill orphans of ended workers."""
+        """Give it up. It ends with its last user, and so do all its workers, unless it is kept for another executor."""
         if self._owner != os.getpid() or self._sock.fileno() < 0:
             return
-        self._num_users -= 1
-        if self._num_users:
+        with uninterrupted():  # a helper that is kept has its limit
+            with _fork_lock:
+                self._num_users -= 1
+                is_kept = not (self._num_users or self.key is None or _is_exiting or self.has_ended())
+                is_kept = is_kept and self._is_costly
+                is_left = is_kept or self._num_users > 0
+                replaced = _idle[:] if is_kept else []
+                if is_kept:
+                    _idle[:] = [self]
+            sweep = None
+            if is_left and self._is_ready:
+                with ignoring_refusals():
+                    sweep = self._post({"op": "sweep", "idle_s": IDLE_S if is_kept else None}, [])
+        for zygote in replaced:
+            zygote.end()
+        if sweep is not None:
             with contextlib.suppress(WorkerLost), ignoring_refusals():
-                self._request({"op": "sweep"})
-            return
+                self._answer(sweep, None)
+        elif not is_left:
+            self.end()
+
+    def end(self) -> None:
+        """End it and all its workers."""
         self._sock.close()
         self._close_lifeline()
         with ignoring_refusals():  # EMFILE: then do not wait for its cleanup
-            _wait_exit(self.pid, _FAREWELL_S)
+            if self._process.returncode is None:
+                _wait_exit(self.pid, _FAREWELL_S)
         self._kill()
         self._release()
 
@@ -227,7 +320,8 @@ class Zygote:
         if self._log_fd >= 0:
             fd, self._log_fd = self._log_fd, -1
             os.close(fd)
-        _zygotes.discard(self)
+        with _fork_lock:
+            _zygotes.discard(self)
 
     def let_go(self) -> None:
         """In a forked copy of the owner, close descriptors that would keep workers alive after the owner's death."""
@@ -269,6 +363,7 @@ class Zygote:
     def _answer(self, number: int, timeout_s: float | None) -> dict[str, Any]:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
+            self._awaited.add(number)  # again: another user's wait for it may have been interrupted
             try:
                 while number not in self._answers:
                     if end is not None and time.monotonic() > end:
@@ -318,6 +413,19 @@ def _wait_exit(pid: int, timeout_s: float) -> None:
         poller.poll(timeout_s * 1000)
     finally:
         os.close(pidfd)
+
+
+def import_path() -> list[str]:
+    """Return `sys.path` for a process in another folder."""
+    return [os.path.abspath(entry) if os.path.isdir(entry or ".") else entry for entry in sys.path]
+
+
+def surroundings_of(options: ExecutorOptions) -> dict[str, Any]:
+    """Return what a worker gets at its start: environment variables, current folder and import path."""
+    folder = None
+    with ignoring_refusals():  # it may have been deleted
+        folder = os.getcwd()
+    return {"environ": environment_of(options), "folder": folder, "path": import_path()}
 
 
 def environment_of(options: ExecutorOptions) -> dict[str, str]:

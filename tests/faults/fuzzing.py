@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
+from envherd.executor.pools.zygote import end_idle
 from envherd.workers.seeding import episode_seed
 from tests.faults.fuzz_envs import FIELDS, RECORD, Kind, checksum
 
@@ -329,8 +330,9 @@ class Watch:
         return children, descriptors
 
     def check_leftovers(self) -> None:
-        """Require that this process holds no more resources than before."""
+        """Require that this process holds no more resources than before; end a helper that is kept."""
         gc.collect()
+        end_idle()
         if self._before is None:
             return
         end = time.monotonic() + 3

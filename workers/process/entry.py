@@ -77,8 +77,9 @@ def _detach_from_terminal() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write(_OOM_SCORE)
+    for name, text in (("oom_score_adj", _OOM_SCORE), ("comm", "envherd-worker")):
+        with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
 
 
 def _listen_for_stack_requests(log_fd: int) -> None:

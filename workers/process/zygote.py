@@ -1,10 +1,10 @@
 """The zygote: a small process that imports the envs' packages, forks workers and reaps them.
 
-The owner execs it (never forks it), so it holds none of the owner's memory, threads, locks or descriptors. It belongs
-to one executor, or to those of a `preloaded` block. It has one thread, imports the modules of its request, freezes the
-garbage collector (so that the pages of those modules stay shared) and forks a worker for every request. If an import
-has started threads, forking would be unsafe: then it executes a fresh interpreter for each worker, and reports this in
-its first answer.
+The owner execs it (never forks it), so it holds none of the owner's memory, threads, locks or descriptors. Executors
+share it (see `executor.pools.preloading`); without any, it may wait for the next one. It has one thread, imports the
+modules of its request, freezes the garbage collector (so that the pages of those modules stay shared) and forks a
+worker for every request. If an import has started threads, forking would be unsafe: then it executes a fresh
+interpreter for each worker, and reports this in its first answer.
 
 Guarantees: when the owner is gone, however it ended, the zygote kills the process group of every remaining worker (with
 the processes that their envs had started) and exits. Ctrl-C does not reach it, and a terminal cannot stop it or its
@@ -55,10 +55,13 @@ def main(fd: int, log_fd: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _leave_terminal()
     _adopt_orphans()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text("envherd-helper")  # what `ps` and `top` show
     start, _ = _receive(sock)
     if start is None:
         return
     sys.path[:] = start["path"]
+    began_ns, environ = time.time_ns(), dict(os.environ)
     gc.disable()  # makes imports a fifth faster
     with _ended_with_owner(sock):
         failed = _preload(start["preload"])
@@ -66,8 +69,13 @@ def main(fd: int, log_fd: int) -> None:
     num_threads = len(os.listdir("/proc/self/task"))
     gc.collect()
     gc.freeze()
-    _send(sock, start, {"failed": failed, "num_threads": num_threads})
-    Zygote(sock, log_fd, must_exec=start["must_exec"] or num_threads > 1).serve()
+    set_variables = {name: value for name, value in os.environ.items() if environ.get(name) != value}
+    answer = {"failed": failed, "num_threads": num_threads, "cpu_s": time.process_time(), "environ": set_variables}
+    _send(sock, start, answer)
+    Zygote(sock, log_fd, began_ns, must_exec=start["must_exec"] or num_threads > 1).serve()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the interpreter's own end takes long with torch
 
 
 def _leave_terminal() -> None:
@@ -151,8 +159,12 @@ def _send(sock: socket.socket, request: dict[str, Any], answer: dict[str, Any]) 
 class Zygote:
     """Forks workers, records their exit codes, and kills remaining processes at the end."""
 
-    def __init__(self, sock: socket.socket, log_fd: int, *, must_exec: bool) -> None:
+    def __init__(self, sock: socket.socket, log_fd: int, began_ns: int, *, must_exec: bool) -> None:
         self._sock, self._log_fd = sock, log_fd
+        self._began_ns = began_ns  # of the imports
+        self._files = _files_of_modules()
+        self._of_imports = set(_children())
+        self._ends_at: float | None = None  # monotonic seconds; unless a request comes before
         self._must_exec = must_exec
         self._statuses: dict[int, int] = {}
         self._alive: set[int] = set()
@@ -170,9 +182,10 @@ class Zygote:
         poller.register(self._wake_read, select.POLLIN)
         try:
             while True:
-                poller.poll()
+                left_s = None if self._ends_at is None else self._ends_at - time.monotonic()
+                is_over = not poller.poll(None if left_s is None else max(0.0, left_s) * 1000)
                 self._reap()
-                if not self._answer():
+                if is_over or not self._answer():
                     return
         finally:
             self._kill_all()
@@ -188,6 +201,7 @@ class Zygote:
             return False
         if request is None:
             return False
+        self._ends_at = None
         if request["op"] == "fork":
             try:
                 _send(self._sock, request, {"pid": self._fork(request["config"], fds)})
@@ -195,7 +209,11 @@ class Zygote:
                 _send(self._sock, request, {"error": f"fork: {error}"})
         elif request["op"] == "sweep":
             self._sweep(self._is_of_the_dead)
+            if request["idle_s"] is not None and not self._alive:  # no other executor has joined meanwhile
+                self._ends_at = time.monotonic() + request["idle_s"]
             _send(self._sock, request, {})
+        elif request["op"] == "resume":
+            _send(self._sock, request, {"is_current": not self._has_changed()})
         else:
             self._reap()
             _send(self._sock, request, {"status": self._statuses.get(request["pid"])})
@@ -213,6 +231,7 @@ class Zygote:
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # the worker does so too; the first of both has effect
         self._alive.add(pid)
+        self._statuses.pop(pid, None)  # of an earlier worker with this id
         self._worker_of_log[log] = pid
         return pid
 
@@ -280,8 +299,17 @@ class Zygote:
             time.sleep(0.001)
             self._reap()
 
+    def _has_changed(self) -> bool:
+        """Return whether the file of an imported module was written or removed since the imports began."""
+        try:
+            return any(os.stat(file).st_ctime_ns >= self._began_ns for file in self._files)
+        except OSError:
+            return True
+
     def _is_of_the_dead(self, pid: int) -> bool:
         """Return whether an ended worker's envs have started a process; False if that is unknown."""
+        if not self._alive:
+            return pid not in self._of_imports
         with contextlib.suppress(OSError):  # the process has ended
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             own = f"{_MARK}={_mark_of(os.getpid(), '')}".encode()
@@ -293,15 +321,22 @@ class Zygote:
         return False
 
 
+def _files_of_modules() -> list[str]:
+    """Return the files of all modules; some modules name a file that does not exist."""
+    named = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
+    return [file for file in named if isinstance(file, str) and os.path.exists(file)]
+
+
 def _mark_of(helper: int, worker: int | str) -> str:
     """Return the value of `_MARK` for a worker's descendants."""
     return f"{helper}.{worker}"
 
 
 def _take_over(caller: dict[str, Any] | None) -> None:
-    """Give a worker the owner's present surroundings, if its helper is older than its executor."""
+    """Give a worker the surroundings of its executor, which may be younger than the helper."""
     if caller is not None:
-        os.chdir(caller["folder"])
+        if caller["folder"] is not None:
+            os.chdir(caller["folder"])
         sys.path[:] = caller["path"]
         for name in set(os.environ) - set(caller["environ"]):
             del os.environ[name]

@@ -44,7 +44,7 @@ def main() -> None:
     algorithm.stop()
     ray.shutdown()
     assert max(returns) >= ENOUGH, returns
-    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=10)
+    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=20)  # a helper may be kept for 10 s
     assert not alive, alive
 
 
