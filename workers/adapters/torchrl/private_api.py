@@ -7,6 +7,7 @@ other module imports a private name of TorchRL, reads one from a TorchRL env, or
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,13 @@ def new_tensordict(source: dict[str, Any], batch_size: torch.Size, device: torch
     """Return a tensordict of leaves and tensordicts that are known to fit; it owns the dict."""
     td: TensorDict = TensorDict._new_unsafe(source, batch_size=batch_size, device=device)  # noqa: SLF001
     return td
+
+
+def get_leaf(td: TensorDictBase, key: Any) -> Any:
+    """Return an entry, or None (at the root 0.3 us; `get` takes 2)."""
+    if td.__class__ is TensorDict and key.__class__ is str:
+        return td._get_str(key, None)  # noqa: SLF001
+    return td.get(key, None)
 
 
 # ---- reading an env --------------------------------------------------------------------------
@@ -58,16 +66,16 @@ def resets_itself(env: EnvBase) -> bool:
     return bool(vars(env).get("_torchrl_native_autoreset", False))
 
 
-def inverts(transform: Transform) -> bool:
-    """Return whether a transform may change the input of a step, or replaces what TorchRL calls for that."""
-    if type(transform) is Compose:
-        return any(inverts(part) for part in transform.transforms)
-    kind = type(transform)
-    is_default = all(getattr(kind, name) is getattr(Transform, name) for name in _OF_INPUTS)
-    return not is_default or bool(transform.in_keys_inv) or not vars(transform).keys().isdisjoint(_OF_INPUTS)
-
-
-_OF_INPUTS = ("inv", "_inv_call", "in_keys_inv")
+def inversions(transform: Transform) -> list[Callable[[Any], Any]]:
+    """Return what `transform.inv` calls one after the other, on a copy of the input of a step."""
+    if type(transform).inv is not Transform.inv or "inv" in vars(transform):
+        return [transform.inv]
+    if type(transform) is not Compose or "_inv_call" in vars(transform):
+        return [transform._inv_call]  # noqa: SLF001
+    calls = []
+    for part in reversed(transform.transforms):
+        calls += inversions(part) if type(part) is Compose else [part._inv_call]  # noqa: SLF001
+    return calls
 
 
 def seeding_names(env: EnvBase) -> set[str] | None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase
 
 from envherd.workers.adapters.base import StepValues
 from envherd.workers.adapters.torchrl.direct import DirectWay, NotDirect, TdKey, builder, direct_way, leaf_keys, require
-from envherd.workers.adapters.torchrl.private_api import inverts, new_tensordict
+from envherd.workers.adapters.torchrl.private_api import get_leaf, inversions, new_tensordict
 
 
 class DirectTransformed(DirectWay):
@@ -43,7 +43,7 @@ class DirectTransformed(DirectWay):
     def follow(self, root: TensorDictBase | None) -> None:
         env = self.torchrl_env
         self._root, self._transform = root, env.transform
-        self._inverts = inverts(env.transform)
+        self._inversions = inversions(env.transform)
         rewards, states = list(env.reward_keys), set(env.state_keys)
         self._taken = [*env.observation_keys, *(key for key in rewards if key in states), *env.done_keys]
         self._dropped = {"next", *env.done_keys, *env.reset_keys, *(key for key in rewards if key not in states)}
@@ -51,16 +51,17 @@ class DirectTransformed(DirectWay):
 
     def step(self, action: list[Any]) -> StepValues:
         with torch.no_grad():
-            root = self._with_inputs(action)
-            given = self._transform.inv(root) if self._inverts else root.copy()
+            root, given = self._with_inputs(action)
+            for invert in self._inversions:
+                given = invert(given)
             following = self._transform._step(given, self._stepped(given))  # noqa: SLF001  # env authors write it
             for key, shape in self._shapes:
-                reward = following.get(key)
+                reward = get_leaf(following, key)
                 if reward.shape != shape:
                     following.set(key, reward.view(shape))
             self._root = root = self._advanced(root, following)
             if self._has_simple_end:
-                has_ended = bool(following.get("done").any())
+                has_ended = bool(get_leaf(following, "done").any())
             else:
                 has_ended = bool(self.torchrl_env.any_done(root))
                 self._root = root.exclude(*self.torchrl_env.reset_keys) if has_ended else root
@@ -79,18 +80,27 @@ class DirectTransformed(DirectWay):
         self.is_ahead = False
         return self._root
 
-    def _with_inputs(self, action: list[Any]) -> TensorDictBase:
-        """Return the root with the inputs of a step; the root itself stays as it is."""
+    def _with_inputs(self, action: list[Any]) -> tuple[TensorDictBase, TensorDictBase]:
+        """Return the root with the inputs of a step, twice; the root itself stays as it is."""
         env = self.torchrl_env
-        root = new_tensordict({}, env.batch_size, env.device) if self._root is None else self._root.copy()
-        for key, dtype, value in zip(self.inputs, self._dtypes, action, strict=True):
-            root.set(key, torch.from_numpy(np.asarray(value)).to(dtype))
-        return root
+        root = new_tensordict({}, env.batch_size, env.device) if self._root is None else self._root
+        given = zip(self.inputs, self._dtypes, action, strict=True)
+        inputs = [(key, torch.from_numpy(np.asarray(value)).to(dtype)) for key, dtype, value in given]
+        if self._is_flat and root.__class__ is TensorDict:
+            source = dict(root.items())
+            source.update(inputs)
+            if all(value.__class__ is torch.Tensor for value in source.values()):
+                size, device = root.batch_size, root.device
+                return new_tensordict(source, size, device), new_tensordict(dict(source), size, device)
+        root = root.copy()
+        for key, tensor in inputs:
+            root.set(key, tensor)
+        return root, root.copy()
 
     def _stepped(self, given: TensorDictBase) -> TensorDictBase:
         """Step the env inside; return its `next`."""
         way = self._way
-        values, rewards, _, _ = way.step([given.get(key).detach().numpy() for key in way.inputs])
+        values, rewards, _, _ = way.step([get_leaf(given, key).detach().numpy() for key in way.inputs])
         tensors = [_tensor(value, is_ours=is_ours) for value, is_ours in zip(values, self._is_ours, strict=True)]
         for reward, dtype in zip(rewards, self._reward_dtypes, strict=True):
             is_float = reward.__class__ is float
@@ -101,7 +111,7 @@ class DirectTransformed(DirectWay):
         """Return the root after a step: the same as `step_mdp`."""
         if self._is_flat:
             source = {name: value for name, value in root.items() if name not in self._dropped}
-            source.update((name, following.get(name, None)) for name in self._taken)
+            source.update((name, get_leaf(following, name)) for name in self._taken)
             if all(value.__class__ is torch.Tensor for value in source.values()):
                 return new_tensordict(source, root.batch_size, root.device)
         advanced: TensorDictBase = self.torchrl_env.step_mdp(root.set("next", following))
@@ -109,7 +119,7 @@ class DirectTransformed(DirectWay):
 
 
 def _arrays(td: TensorDictBase, keys: list[TdKey]) -> list[Any]:
-    return [td.get(key).numpy() for key in keys]
+    return [get_leaf(td, key).numpy() for key in keys]
 
 
 def _leaves(spec: Any) -> Any:
