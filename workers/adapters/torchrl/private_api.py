@@ -72,7 +72,7 @@ def inversions(transform: Transform) -> list[Callable[[Any], Any]]:
         return [transform.inv]
     if type(transform) is not Compose or "_inv_call" in vars(transform):
         return [transform._inv_call]  # noqa: SLF001
-    calls = []
+    calls: list[Callable[[Any], Any]] = []
     for part in reversed(transform.transforms):
         calls += inversions(part) if type(part) is Compose else [part._inv_call]  # noqa: SLF001
     return calls
