@@ -63,8 +63,12 @@ def melting_pot(name: str, *transforms: Any, **kwargs: Any) -> EnvBase:
     from envherd.workers.adapters.meltingpot.episodes import Episodes
     from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 
+    cap = kwargs.pop("max_frames", None)
     env = MeltingpotWrapper(MeltingPotFactory(name, deterministic=True)(), **kwargs)
-    Episodes(env._env).seed_next(7)
+    episodes = Episodes(env._env)
+    episodes.seed_next(7)
+    if cap is not None:
+        episodes._settings()["maxEpisodeLengthFrames"] = str(cap)
     return TransformedEnv(env, Compose(*transforms)) if transforms else env
 
 
@@ -162,6 +166,7 @@ SPLIT = {
     "d": ["player_5"],
 }
 POTS = {
+    "a real end": (lambda: melting_pot(COMMONS, max_frames=6), 40),
     "commons": (lambda: melting_pot(COMMONS, max_steps=25), 60),
     "inventories, one-hot": (lambda: melting_pot(PRISONERS, max_steps=20, categorical_actions=False), 50),
     "groups": (lambda: melting_pot(COMMONS, group_map=SPLIT, max_steps=9), 20),

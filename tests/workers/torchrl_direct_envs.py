@@ -67,7 +67,7 @@ class Nested(gymnasium.Env):
 
 
 class Buffered(gymnasium.Env):
-    """Returns the same array at each step, written anew; its action is an index, of type int."""
+    """Returns the same array at each step, written anew, and at times no reward; its action is an int."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
     action_space = spaces.Discrete(3)
@@ -83,7 +83,7 @@ class Buffered(gymnasium.Env):
     def step(self, action: Any) -> Any:
         assert type(action) is int
         self.array += (1, action)
-        return self.array, float(action), False, bool(self.array[0] >= 9), {}
+        return self.array, None if action == 2 else float(action), False, bool(self.array[0] >= 9), {}
 
 
 def herd(*, dies: bool = True, masks: str = "", has_infos: bool = True, is_nested: bool = False) -> Any:  # noqa: C901  # a class inside
