@@ -71,6 +71,7 @@ ALLOWED = {
     "benchmarks/benchmarl.py": {"benchmarl"},
     "benchmarks/cluster*.py": {"psutil", "ray", "torchrl", "matplotlib", "cluster_page", "cluster_model"},
     "benchmarks/asynchronous.py": {"torchrl"},
+    "benchmarks/torchrl_scripts.py": {"torchrl", "dm_control", "pettingzoo"},
     "benchmarks/gpu.py": {"torchrl"},
     "benchmarks/faults.py": {"stable_baselines3", "torchrl"},
     "benchmarks/startup.py": {"stable_baselines3", "torchrl"},

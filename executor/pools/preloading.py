@@ -3,8 +3,8 @@
 A helper process imports what envs need and forks the workers (see `workers.process.zygote`). Where imports are slow
 (torch, torchrl, dm_control), they take most of a start. Executors of one program share a helper if a new one would be
 equal: same modules, import path and environment variables, and everything else that a process inherits. So its imports
-have seen what those of a new one would see, and each worker gets the folder of its own executor. `preloaded` makes
-executors share one whose modules differ from theirs.
+have seen what those of a new one would see, and each worker gets the folder that its executor was made in. `preloaded`
+makes executors share one whose modules differ from theirs.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class DirectTransformed(DirectWay):
     def __init__(self, env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]) -> None:
         super().__init__(env, inputs, observed, rewards)
         inner = env.base_env
-        require(not isinstance(inner, type(env)), "around a TransformedEnv")  # whose step has no root of its own
+        require(not isinstance(inner, type(env)), "around a TransformedEnv")  # it has no separate root
         way = direct_way(inner, *leaf_keys(inner))
         if isinstance(way, str):
             raise NotDirect(f"around {way}")
