@@ -30,7 +30,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class PrivateView:
-    """See the module.
+    """A private, copy-on-write mapping of a part of a segment.
 
     Args:
         memory: a private mapping of shared memory, an object with the buffer protocol.

@@ -57,7 +57,7 @@ def dumps(value: Any) -> bytes:
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
-    """See the module."""
+    """Pickles values for workers, which never run the script."""
 
     def __init__(self, file: Any, protocol: int | None = None) -> None:
         super().__init__(file, protocol=protocol)

@@ -54,7 +54,7 @@ def weights_of(reports: Sequence[Report], bundles: Sequence[Resources]) -> list[
 
 
 class Fleet:
-    """See the module.
+    """The hosts of one executor.
 
     Args:
         address: of the cluster.

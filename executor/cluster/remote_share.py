@@ -41,7 +41,7 @@ State = enum.Enum("State", ["BUILDING", "SERVING", "LOST", "PAUSED", "SEARCHING"
 
 
 class RemoteShare:
-    """See the module.
+    """The envs of one host, as the driver sees them.
 
     Args:
         share_id: its place among the shares.

@@ -14,7 +14,7 @@ from envherd.shm.sync import keep_order
 
 
 class CommandWords:
-    """See the module.
+    """The command words of all envs.
 
     Args:
         slab: of the words.

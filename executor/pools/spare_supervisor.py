@@ -39,7 +39,7 @@ class SparelySupervised(Supervised, Protocol):
 
 
 class SpareSupervisor(Supervisor):
-    """See the module.
+    """A supervisor of workers that have spares.
 
     Args:
         pool: of the workers.

@@ -80,7 +80,7 @@ class Supervised(Protocol):
 
 
 class Supervisor:
-    """See the module.
+    """Notices losses of workers, and replaces workers.
 
     Args:
         pool: of the workers.

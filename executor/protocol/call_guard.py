@@ -57,7 +57,7 @@ class Guarded(Protocol):
 
     @property
     def is_in_flight(self) -> bool:
-        """See above."""
+        """Whether a command of the current call is under way."""
         ...
 
     def recover(self) -> None:

@@ -38,7 +38,7 @@ class Rolling:
 
 
 class Calls:
-    """See the module; the base of engines.
+    """What calls of every engine share: refusals, seeds and arguments of resets; the base of engines.
 
     Attributes:
         pool: of the executor.

@@ -42,7 +42,7 @@ _NO_EXTRAS: Mapping[int, messages.Prepare] = {}
 
 
 class Engine(Calls):
-    """See the module.
+    """What an executor does with its pool: legal commands, and known states after every fault.
 
     Attributes:
         guard: held during every call.

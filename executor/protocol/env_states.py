@@ -27,7 +27,7 @@ from envherd.workers.protocol import Op
 
 
 class State(IntEnum):
-    """See the module."""
+    """The state of each env, which moves only as the table of the module says."""
 
     NEEDS_RESET = 0
     RUNNING = 1

@@ -14,7 +14,7 @@ _version = operator.attrgetter("_version")  # counts writes
 
 
 class Received(NamedTuple):
-    """See the module.
+    """The batch that the latest `recv` returned.
 
     Attributes:
         ids: its `env_ids`, which the caller may have changed since.

@@ -77,7 +77,7 @@ class Sent(NamedTuple):
 
 
 class SimulatorEngine(Calls):
-    """See the module.
+    """The engine of one torch simulator in the caller's process.
 
     Attributes:
         device: of the batches; None if that is the CPU and the caller has not set it.

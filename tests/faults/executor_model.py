@@ -130,7 +130,7 @@ class Explorer:
         self._env.send(self._batch(len(ids)), np.array(ids), maybe_reset=maybe_reset)
 
     def _recv(self, min_envs: int | None = None, **how: Any) -> None:
-        with contextlib.suppress(ValueError):  # none was sent, or not so many
+        with contextlib.suppress(ValueError):  # fewer were sent, or none
             td = self._env.recv(min_envs, **how)
             self._received = td["env_ids"]
             self._check_rows(td, td["env_ids"].tolist())

@@ -234,7 +234,7 @@ class Pair:
         assert left[2:] == right[2:]
         return bool(left[2])
 
-    def told(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def asked(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of both guests by name; return the result of the usual one."""
 
         def call(adapter: GuestAdapter) -> Any:
@@ -271,13 +271,13 @@ def compare(make: Make, num_steps: int, steps_on: bool = True, **how: Any) -> No
         if has_ended and not (steps_on and num_ends % 4 == 3):  # an ended env may be stepped on
             pair.reset()
         if i % 50 == 11:
-            pair.told("current")
+            pair.asked("current")
             row = TensorDict(dict(zip(*_named(pair), strict=True)), [])
-            pair.told("step", row, is_whole=False)
-            pair.told("step_and_maybe_reset", row)
+            pair.asked("step", row, is_whole=False)
+            pair.asked("step_and_maybe_reset", row)
         if i % 50 == 30:
-            pair.told("reset", None, {})
-    pair.told("current")
+            pair.asked("reset", None, {})
+    pair.asked("current")
     pair.close()
 
 

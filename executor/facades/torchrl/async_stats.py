@@ -9,7 +9,7 @@ import numpy as np
 
 
 class ExchangeStats:
-    """See the module.
+    """Counts of the batches that an `AsyncEnvPool` has received.
 
     Args:
         answered_ns: int64 `[N]`, when each env answered (VIEW of the slab).
