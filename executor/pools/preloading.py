@@ -123,11 +123,17 @@ def _surroundings(options: ExecutorOptions) -> tuple[object, ...]:
 
 def _inherited() -> tuple[object, ...]:
     """Return what a new process would inherit, except for variables and folder."""
-    fields = Path("/proc/thread-self/status").read_text().splitlines()
-    files = tuple(Path("/proc/self", name).read_text() for name in ("limits", "cgroup", "oom_score_adj"))
+    fields = _read("status").splitlines()
     return (
         *(line for line in fields if line.startswith(_INHERITED)),
-        *files,
+        *(_read(name) for name in ("limits", "cgroup", "oom_score_adj")),
         os.getpriority(os.PRIO_PROCESS, 0),
         os.getsid(0),
     )
+
+
+def _read(name: str) -> str:
+    """Return a file of this thread in /proc, "" where the kernel has none."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/thread-self", name).read_text()
+    return ""

@@ -212,9 +212,8 @@ class Supervisor:
         Raises:
             WorkerLost, WorkerTimeout: too many restarts within the window (a crash loop).
         """
-        self._pool.lose_answers_of(
-            worker_id
-        )  # again: an interrupt may have come before, and its successor would answer
+        # Again: an interrupt may have come before, and its successor would answer.
+        self._pool.lose_answers_of(worker_id)
         self._pool.outcome.losses.pop(worker_id, None)
         delay_s = self._restarts.next_delay_s(worker_id)
         if delay_s is None:

@@ -97,14 +97,14 @@ class Shells:
             is_copy=True,
         )
 
+    def can_take(self, td: TensorDictBase) -> bool:
+        """Return whether the inputs are there, and all envs are to be stepped."""
+        return get_leaf(td, "_step") is None and all(td.get(key, None) is not None for key in self.state_keys)
+
     def step_fast(self, td: TensorDictBase, op: Op) -> tuple[TensorDictBase, TensorDictBase | None] | None:
         """Step all envs and set `next` of the batch; None if nothing was done, because the step is not plain."""
         step = self.fast_steps.get(op)
-        if (
-            step is None
-            or get_leaf(td, "_step") is not None
-            or any(td.get(key, None) is None for key in self.state_keys)
-        ):
+        if step is None or not self.can_take(td):
             return None
         try:
             return step(td)
@@ -145,11 +145,7 @@ class BatchedData(Batched):
             shells = Shells(self)
             shells.fast_steps = crew.compile_steps(shells)
             self.__dict__["_shells"] = shells
-        if get_leaf(td, "_step") is not None or get_leaf(td, "next") is not None:
-            return None
-        if shells.state_keys and any(td.get(key, None) is None for key in shells.state_keys):
-            return None
-        return shells
+        return shells if get_leaf(td, "next") is None and shells.can_take(td) else None
 
     # ---- step --------------------------------------------------------------------------------
 
