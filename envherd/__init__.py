@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from envherd.executor.cluster.errors import ClusterError
     from envherd.executor.cluster.remote_rollouts import RemoteRollouts
     from envherd.executor.collector import Collector
-    from envherd.executor.episode_logger import Episode, EpisodeLogger
-    from envherd.executor.evaluation.chart import plot_evaluations
-    from envherd.executor.evaluation.evaluate import evaluate
-    from envherd.executor.evaluation.results import Evaluation, Interval
-    from envherd.executor.exporting import MetricsServer, to_dict, to_prometheus, to_scalars, write_scalars
+    from envherd.executor.show.episode_logger import Episode, EpisodeLogger
+    from envherd.executor.show.chart import plot_evaluations
+    from envherd.executor.show.evaluate import evaluate
+    from envherd.executor.show.results import Evaluation, Interval
+    from envherd.executor.show.exporting import MetricsServer, to_dict, to_prometheus, to_scalars, write_scalars
     from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
-    from envherd.executor.per_player import PerPlayer, RandomPlayer
-    from envherd.executor.pictures.recorder import VideoRecorder
+    from envherd.executor.show.per_player import PerPlayer, RandomPlayer
+    from envherd.executor.show.recorder import VideoRecorder
     from envherd.executor.policy import swapped_parameters, uncopied
     from envherd.executor.pools.preloading import preloaded
     from envherd.executor.progress import progress
@@ -79,23 +79,23 @@ _HOMES = {
     "EnvError": _ERRORS,
     "EnvSpec": _SPECS,
     "EnvherdError": _ERRORS,
-    "Episode": "envherd.executor.episode_logger",
-    "EpisodeLogger": "envherd.executor.episode_logger",
-    "Evaluation": "envherd.executor.evaluation.results",
+    "Episode": "envherd.executor.show.episode_logger",
+    "EpisodeLogger": "envherd.executor.show.episode_logger",
+    "Evaluation": "envherd.executor.show.results",
     "ExecutorOptions": "envherd.executor.options",
     "FactoryError": _ERRORS,
     "InternalError": _ERRORS,
-    "Interval": "envherd.executor.evaluation.results",
+    "Interval": "envherd.executor.show.results",
     "LeafSpec": _SPECS,
     "MeltingPotFactory": "envherd.workers.adapters.meltingpot.factory",
-    "MetricsServer": "envherd.executor.exporting",
+    "MetricsServer": "envherd.executor.show.exporting",
     "MultiDiscrete": _SPECS,
     "OldGymFactory": "envherd.workers.adapters.named",
     "OneHot": _SPECS,
     "ParallelEnv": "envherd.executor.parallel",
-    "PerPlayer": "envherd.executor.per_player",
+    "PerPlayer": "envherd.executor.show.per_player",
     "PettingZooFactory": "envherd.workers.adapters.named",
-    "RandomPlayer": "envherd.executor.per_player",
+    "RandomPlayer": "envherd.executor.show.per_player",
     "RayParallelEnv": "envherd.executor.cluster.env",
     "RemoteRollouts": "envherd.executor.cluster.remote_rollouts",
     "ResetNeeded": _ERRORS,
@@ -104,13 +104,13 @@ _HOMES = {
     "SpecError": _ERRORS,
     "Statistics": "envherd.executor.monitor.statistics",
     "Unbounded": _SPECS,
-    "VideoRecorder": "envherd.executor.pictures.recorder",
+    "VideoRecorder": "envherd.executor.show.recorder",
     "VmasFactory": "envherd.workers.adapters.named",
     "WorkerLost": _ERRORS,
     "WorkerStatistics": "envherd.executor.monitor.statistics",
     "WorkerTimeout": _ERRORS,
-    "evaluate": "envherd.executor.evaluation.evaluate",
-    "plot_evaluations": "envherd.executor.evaluation.chart",
+    "evaluate": "envherd.executor.show.evaluate",
+    "plot_evaluations": "envherd.executor.show.chart",
     "preloaded": "envherd.executor.pools.preloading",
     "progress": "envherd.executor.progress",
     "recommend": "envherd.executor.sizing.recommending",
@@ -118,11 +118,11 @@ _HOMES = {
     "scenario_names": "envherd.workers.adapters.meltingpot.factory",
     "substrate_names": "envherd.workers.adapters.meltingpot.factory",
     "swapped_parameters": "envherd.executor.policy",
-    "to_dict": "envherd.executor.exporting",
-    "to_prometheus": "envherd.executor.exporting",
-    "to_scalars": "envherd.executor.exporting",
+    "to_dict": "envherd.executor.show.exporting",
+    "to_prometheus": "envherd.executor.show.exporting",
+    "to_scalars": "envherd.executor.show.exporting",
     "uncopied": "envherd.executor.policy",
-    "write_scalars": "envherd.executor.exporting",
+    "write_scalars": "envherd.executor.show.exporting",
 }
 
 __all__ = [

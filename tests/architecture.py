@@ -48,23 +48,16 @@ class Box(NamedTuple):
 BOXES = {
     "executor/cli/": Box(("executor/cli/*",), "the commands, a file each", 19, (1, 3)),
     "executor/doctor.py": Box(("executor/doctor.py",), "checks of the installation", 18, (3, 3)),
-    "executor/evaluation/": Box(("executor/evaluation/*",), "whole episodes, and a chart", 18, (2, 2)),
+    "executor/show/": Box(("executor/show/*",), "evaluation, films, loggers", 18, (2, 2)),
     "executor/facades/": Box(("executor/facades/*",), "classes of other libraries", 18, (4, 4)),
     "executor/cluster/": Box(("executor/cluster/*",), "a pool of pools on Ray nodes", 17, (1, 1)),
     "executor/parallel.py": Box(
         ("executor/parallel.py", "executor/__init__.py"), 'ParallelEnv, with "auto"', 17, (3, 3)
     ),
     "executor/sizing/": Box(("executor/sizing/*",), "how many envs and workers", 16, (1, 1)),
-    "executor/{*collector,policy,per_player,exporting,episode_logger}.py": Box(
-        tuple(
-            f"executor/{name}.py"
-            for name in ("collector", "async_collector", "policy", "per_player", "exporting", "episode_logger")
-        ),
-        "training loops, figures",
-        16,
-        (2, 3),
+    "executor/{*collector,policy}.py": Box(
+        ("executor/collector.py", "executor/async_collector.py", "executor/policy.py"), "training loops", 16, (2, 3)
     ),
-    "executor/pictures/": Box(("executor/pictures/*",), "pictures of envs, videos", 16, (0, 0)),
     "executor/{batched,serial}.py": Box(
         ("executor/batched.py", "executor/serial.py"),
         "what users call: reset, step, send",

@@ -21,7 +21,7 @@ from envherd.executor.cli.media import FrameLog
 from envherd.executor.cli.returns import ReturnMeter, ReturnSummary
 from envherd.executor.cli.storing import RolloutStore
 from envherd.executor.monitor.statistics import Statistics
-from envherd.executor.pictures.camera import Camera
+from envherd.executor.show.camera import Camera
 from envherd.workers.errors import EnvherdError
 from envherd.workers.processes import memory_of
 

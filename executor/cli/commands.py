@@ -18,7 +18,7 @@ from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_
 from envherd.executor.cli.media import FrameLog, write_contact_sheet, write_gif
 from envherd.executor.cli.storing import StoreError
 from envherd.executor.cluster.errors import ClusterError
-from envherd.executor.pictures.camera import MediaError
+from envherd.executor.show.camera import MediaError
 from envherd.workers.errors import EnvherdError
 
 Prepared = TypeVar("Prepared")

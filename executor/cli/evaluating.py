@@ -16,12 +16,12 @@ from envherd.executor.cli.commands import carry_out, write_text
 from envherd.executor.cli.env_names import callable_at
 from envherd.executor.cli.media import require_matplotlib
 from envherd.executor.cli.running import Made, call_maker, make
-from envherd.executor.evaluation.chart import plot_evaluations
-from envherd.executor.evaluation.evaluate import evaluate
-from envherd.executor.evaluation.results import Evaluation
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.per_player import OTHERS
+from envherd.executor.show.chart import plot_evaluations
+from envherd.executor.show.evaluate import evaluate
+from envherd.executor.show.per_player import OTHERS
+from envherd.executor.show.results import Evaluation
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from envherd.workers.errors import FactoryError
 

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.media import Sheet, require_pillow, save_animation
 from envherd.executor.cli.returns import ReturnMeter
-from envherd.executor.pictures.camera import Camera, MediaError
+from envherd.executor.show.camera import Camera, MediaError
 from envherd.shm.specs import EnvSpec, Key
 
 _WIDTH_PX = 1600

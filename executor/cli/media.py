@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envherd.executor.pictures.camera import MediaError
+from envherd.executor.show.camera import MediaError
 
 if TYPE_CHECKING:
     from PIL import Image, ImageFont

@@ -20,8 +20,8 @@ from envherd.executor.cli.media import require_matplotlib, require_pillow
 from envherd.executor.cli.running import Made, call_maker, make, with_display
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.pictures.camera import Camera
-from envherd.executor.pictures.video import Video, enlarged, require_imageio
+from envherd.executor.show.camera import Camera
+from envherd.executor.show.video import Video, enlarged, require_imageio
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 
 

@@ -27,7 +27,7 @@ from envherd.executor.cli.running import Made, make, with_display
 from envherd.executor.cli.storing import StoreError, load_rollout
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.pictures.camera import Camera
+from envherd.executor.show.camera import Camera
 
 #: The options of a stored rollout that a replay uses. They change data, and can run no code.
 _OPTIONS = (

@@ -24,8 +24,8 @@ from envherd.executor.cli.media import FrameLog, require_pillow
 from envherd.executor.cli.storing import RolloutStore
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.pictures.camera import MediaError
 from envherd.executor.serial import SerialEnv
+from envherd.executor.show.camera import MediaError
 from envherd.workers.errors import FactoryError
 
 #: A factory, and the keyword arguments for its calls.

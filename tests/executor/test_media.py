@@ -14,7 +14,7 @@ from PIL import Image
 
 from envherd.executor.cli import media
 from envherd.executor.cli.media import FrameLog, reduced, write_contact_sheet, write_gif
-from envherd.executor.pictures.camera import MediaError
+from envherd.executor.show.camera import MediaError
 
 
 def sprite(colour: tuple[int, int, int], height: int = 6, width: int = 8) -> np.ndarray:

@@ -12,10 +12,10 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from envherd.executor import ActionError, Busy, Closed, ExecutorOptions, ParallelEnv, SerialEnv
-from envherd.executor.episode_logger import EpisodeLogger
 from envherd.executor.rollouts import storage
 from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.executor.rollouts.storage import Lease
+from envherd.executor.show.episode_logger import EpisodeLogger
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv, PlainEnv, TextEnv
 from envherd.workers.testing.envs import action_leaf

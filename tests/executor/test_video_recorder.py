@@ -11,7 +11,7 @@ skip_without("media")
 import pytest
 
 from envherd import Collector, ParallelEnv, SerialEnv, VideoRecorder
-from envherd.executor.pictures import recorder as module
+from envherd.executor.show import recorder as module
 from tests.executor.team_env import Team, pictured
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from envherd.executor import ParallelEnv, SerialEnv
-from envherd.executor.exporting import MetricsServer, to_dict, to_prometheus, to_scalars, write_scalars
 from envherd.executor.monitor.loads import quantile
 from envherd.executor.monitor.running import listings
 from envherd.executor.monitor.watching import Watch, stack_of
 from envherd.executor.pools.slab_plate import LABEL
+from envherd.executor.show.exporting import MetricsServer, to_dict, to_prometheus, to_scalars, write_scalars
 from envherd.shm.nameplate import create_named, find
 from envherd.shm.segment import Segment
 from envherd.shm.slab import NUM_BINS, bin_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from envherd.executor.pictures.camera import MediaError
+from envherd.executor.show.camera import MediaError
 
 #: Longest side of an enlarged frame.
 _SMALL_PX = 320

@@ -20,12 +20,12 @@ import torch
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.arguments import as_count
 from envherd.executor.collector import Collector
-from envherd.executor.evaluation.results import Evaluation
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.per_player import OTHERS, PerPlayer, choose_policies
 from envherd.executor.policy import Policy
 from envherd.executor.pools.blueprint import checked_options
+from envherd.executor.show.per_player import OTHERS, PerPlayer, choose_policies
+from envherd.executor.show.results import Evaluation
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from envherd.workers.block.episode_leaves import return_key
 

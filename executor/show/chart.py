@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from envherd.executor.evaluation.results import Evaluation, Interval
+from envherd.executor.show.results import Evaluation, Interval
 
 _FOCAL, _BACKGROUND = "#3465a4", "#888888"
 

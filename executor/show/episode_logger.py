@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from envherd.executor.exporting import to_scalars
 from envherd.executor.monitor.statistics import Statistics
+from envherd.executor.show.exporting import to_scalars
 
 
 class Episode(NamedTuple):

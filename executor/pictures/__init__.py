@@ -1,1 +1,0 @@
-"""Pictures and videos of envs, for the command line and for `VideoRecorder`."""
