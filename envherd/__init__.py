@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from envherd.executor.cluster.remote_rollouts import RemoteRollouts
     from envherd.executor.collector import Collector
     from envherd.executor.show.episode_logger import Episode, EpisodeLogger
-    from envherd.executor.show.chart import plot_evaluations
     from envherd.executor.show.evaluate import evaluate
     from envherd.executor.show.results import Evaluation, Interval
-    from envherd.executor.show.exporting import MetricsServer, to_dict, to_prometheus, to_scalars, write_scalars
+    from envherd.executor.show.exporting import PrometheusCollector, to_scalars
     from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
@@ -88,13 +87,13 @@ _HOMES = {
     "Interval": "envherd.executor.show.results",
     "LeafSpec": _SPECS,
     "MeltingPotFactory": "envherd.workers.adapters.meltingpot.factory",
-    "MetricsServer": "envherd.executor.show.exporting",
     "MultiDiscrete": _SPECS,
     "OldGymFactory": "envherd.workers.adapters.named",
     "OneHot": _SPECS,
     "ParallelEnv": "envherd.executor.parallel",
     "PerPlayer": "envherd.executor.show.per_player",
     "PettingZooFactory": "envherd.workers.adapters.named",
+    "PrometheusCollector": "envherd.executor.show.exporting",
     "RandomPlayer": "envherd.executor.show.per_player",
     "RayParallelEnv": "envherd.executor.cluster.env",
     "RemoteRollouts": "envherd.executor.cluster.remote_rollouts",
@@ -110,7 +109,6 @@ _HOMES = {
     "WorkerStatistics": "envherd.executor.monitor.statistics",
     "WorkerTimeout": _ERRORS,
     "evaluate": "envherd.executor.show.evaluate",
-    "plot_evaluations": "envherd.executor.show.chart",
     "preloaded": "envherd.executor.pools.preloading",
     "progress": "envherd.executor.progress",
     "recommend": "envherd.executor.sizing.recommending",
@@ -118,11 +116,8 @@ _HOMES = {
     "scenario_names": "envherd.workers.adapters.meltingpot.factory",
     "substrate_names": "envherd.workers.adapters.meltingpot.factory",
     "swapped_parameters": "envherd.executor.policy",
-    "to_dict": "envherd.executor.show.exporting",
-    "to_prometheus": "envherd.executor.show.exporting",
     "to_scalars": "envherd.executor.show.exporting",
     "uncopied": "envherd.executor.policy",
-    "write_scalars": "envherd.executor.show.exporting",
 }
 
 __all__ = [
@@ -150,13 +145,13 @@ __all__ = [
     "Interval",
     "LeafSpec",
     "MeltingPotFactory",
-    "MetricsServer",
     "MultiDiscrete",
     "OldGymFactory",
     "OneHot",
     "ParallelEnv",
     "PerPlayer",
     "PettingZooFactory",
+    "PrometheusCollector",
     "RandomPlayer",
     "RayParallelEnv",
     "RemoteRollouts",
@@ -172,7 +167,6 @@ __all__ = [
     "WorkerStatistics",
     "WorkerTimeout",
     "evaluate",
-    "plot_evaluations",
     "preloaded",
     "progress",
     "recommend",
@@ -180,11 +174,8 @@ __all__ = [
     "scenario_names",
     "substrate_names",
     "swapped_parameters",
-    "to_dict",
-    "to_prometheus",
     "to_scalars",
     "uncopied",
-    "write_scalars",
 ]
 
 

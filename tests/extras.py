@@ -33,6 +33,7 @@ PACKAGES = {
     "old-gym": ("gym",),
     "pettingzoo": ("pettingzoo", "mpe2"),
     "progress": ("tqdm",),
+    "prometheus": ("prometheus_client",),
     "ray": ("ray",),
     "rllib": ("ray", "tree", "lz4", "ormsgpack", "tensorboardX"),
     "robotics": ("gymnasium_robotics",),

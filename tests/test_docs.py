@@ -32,6 +32,7 @@ NEEDED = {
     "docs/custom_envs.md": ("gymnasium", "old-gym"),
     "docs/faq.md": ("gymnasium", "media"),
     "docs/gymnasium.md": ("gymnasium",),
+    "docs/logging.md": ("gymnasium", "prometheus"),
     "docs/meltingpot.md": ("meltingpot",),
     "docs/pettingzoo.md": ("pettingzoo",),
     "docs/sb3.md": ("sb3",),

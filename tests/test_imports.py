@@ -54,7 +54,7 @@ ALLOWED = {
     "executor/cli/media.py": {"PIL"},
     "executor/show/video.py": {"imageio", "imageio_ffmpeg"},
     "executor/cli/config.py": {"yaml"},
-    "executor/show/chart.py": {"matplotlib"},
+    "executor/show/exporting.py": {"prometheus_client"},
     "executor/progress.py": {"tqdm"},
     "executor/sizing/plotting.py": {"matplotlib"},
     "executor/cluster/*.py": {"ray", "cloudpickle"},

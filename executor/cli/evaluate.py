@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from envherd.executor.cli.option_values import (
-    Chart,
     Env,
     EnvKwargs,
     MaxSteps,
@@ -45,7 +44,6 @@ def evaluate(  # noqa: PLR0913  # the command line's options, read by typer
     seed: Annotated[int, typer.Option(min=0, help="Root seed.")] = 0,
     max_steps: MaxSteps = None,
     env_kwargs: EnvKwargs = None,
-    plot: Chart = None,
     json: Annotated[
         str | None, typer.Option(metavar="PATH", callback=text_file, help="Write the results as JSON; - prints them.")
     ] = None,
@@ -65,7 +63,6 @@ def evaluate(  # noqa: PLR0913  # the command line's options, read by typer
         seed=seed,
         max_steps=max_steps,
         env_kwargs=read_keyword_arguments(env_kwargs),
-        plot=plot,
         json_path=json,
         is_quiet=quiet,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -14,11 +13,9 @@ from rich.text import Text
 
 from envherd.executor.cli.commands import carry_out, write_text
 from envherd.executor.cli.env_names import callable_at
-from envherd.executor.cli.media import require_matplotlib
 from envherd.executor.cli.running import Made, call_maker, make
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.show.chart import plot_evaluations
 from envherd.executor.show.evaluate import evaluate
 from envherd.executor.show.per_player import OTHERS
 from envherd.executor.show.results import Evaluation
@@ -43,7 +40,6 @@ class EvaluateRequest:
     seed: int = 0
     max_steps: int | None = None
     env_kwargs: dict[str, Any] = field(default_factory=dict)
-    plot: Path | None = None
     is_quiet: bool = False
     json_path: str | None = None
 
@@ -55,13 +51,11 @@ def run(request: EvaluateRequest) -> int:
 
 def _prepare(request: EvaluateRequest) -> tuple[Made, Any, Any]:
     """Check the options before envs start; return the factory, and those of the policies or None."""
-    if request.plot is not None:
-        require_matplotlib()
     return _make(request), _maker(request.policy, "--policy"), _maker(request.background, "--background")
 
 
 def _work(request: EvaluateRequest, made: Made, maker: Any, background_maker: Any) -> int:
-    """Play, draw and report; return the exit code."""
+    """Play and report; return the exit code."""
     console = Console(stderr=request.json_path == "-", quiet=request.is_quiet)
     try:
         found = _evaluate(request, made, maker, background_maker, console)
@@ -69,8 +63,6 @@ def _work(request: EvaluateRequest, made: Made, maker: Any, background_maker: An
         if str(error).startswith(("evaluate failed", "PerPlayer failed")):  # the policies raised the others
             raise FactoryError(str(error)) from None
         raise
-    if request.plot is not None:
-        plot_evaluations({request.policy or _RANDOM: found}, request.plot)
     console.print(table(found))
     write_text(request.json_path, json.dumps(found.to_dict(), indent=2) + "\n")
     return 0

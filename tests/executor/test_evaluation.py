@@ -6,8 +6,6 @@ import functools
 import json
 import math
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -157,26 +155,6 @@ def test_results_become_json():
     assert plain["equality"] == {"mean": None, "low": None, "high": None, "num_episodes": 0}
     mean = {"mean": -1.0, "low": None, "high": None, "num_episodes": 1}
     assert plain["by_player"][0] == {"player": "a", "role": "x", "focal": True, **mean}
-
-
-@needs("media")
-@pytest.mark.slow
-def test_a_chart_of_two_evaluations(tmp_path):
-    """In a separate process, because matplotlib keeps its font files open."""
-    code = (
-        "import numpy as np\n"
-        "from envherd import Evaluation, plot_evaluations\n"
-        "some, lengths = np.array([[1.0, 2], [3, 0]]), np.array([5, 6])\n"
-        "one = Evaluation('pond', 1, ('a', 'b'), ('x', 'y'), (True, False), some, lengths)\n"
-        "other = Evaluation('pond', 1, ('a', 'b'), ('x', 'y'), (True, True), np.array([[-1.0, 2]]), np.array([5]))\n"
-        f"plot_evaluations({{'random': other, 'trained': one}}, {str(tmp_path / 'deep' / 'chart.png')!r})\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    from PIL import Image
-
-    with Image.open(tmp_path / "deep" / "chart.png") as picture:
-        assert picture.width > 1000
-        assert len(picture.convert("RGB").getcolors(1 << 20)) > 50
 
 
 def make_team(**kwargs):

@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from envherd.executor.monitor.loads import quantile
 from envherd.executor.monitor.running import listings
 from envherd.executor.monitor.watching import Watch, stack_of
 from envherd.executor.pools.slab_plate import LABEL
-from envherd.executor.show.exporting import MetricsServer, to_dict, to_prometheus, to_scalars, write_scalars
+from envherd.executor.show.exporting import PrometheusCollector, to_scalars
 from envherd.shm.nameplate import create_named, find
 from envherd.shm.segment import Segment
 from envherd.shm.slab import NUM_BINS, bin_of
@@ -158,49 +156,29 @@ def test_top_once_as_a_table_and_as_json():
     assert os.getpid() not in {one["pid"] for one in shown["executors"]}  # other processes may have some
 
 
-class Writer:
-    """Keeps what is written, with `SummaryWriter`'s method."""
-
-    def __init__(self):
-        self.written = {}
-
-    def add_scalar(self, tag, scalar_value, global_step=None):
-        self.written[tag, global_step] = scalar_value
-
-
-def test_statistics_for_json_and_tensorboard():
+def test_statistics_as_scalars():
     with SerialEnv(2, CountingEnv, seed=0) as env:
         rolled(env, 5)
         statistics = env.statistics()
-    assert json.loads(json.dumps(to_dict(statistics)))["env_steps"] == 10
-    writer = Writer()
-    write_scalars(writer, statistics, step=7)
-    assert writer.written["envherd/env_steps", 7] == 10.0
-    assert writer.written["envherd/worker0/env_steps", 7] == 10.0
-    assert set(to_scalars(statistics, "x")) == {tag.replace("envherd/", "x/") for tag, _ in writer.written}
+    scalars = to_scalars(statistics)
+    assert (scalars["envherd/env_steps"], scalars["envherd/worker0/env_steps"]) == (10.0, 10.0)
+    assert "envherd/worker0/pid" not in scalars
+    assert set(to_scalars(statistics, "x")) == {tag.replace("envherd/", "x/") for tag in scalars}
 
 
-@pytest.mark.slow
-def test_prometheus_is_served_on_loopback_until_closed():
-    with ParallelEnv(2, CountingEnv, num_workers=1, seed=0) as env:
-        with pytest.raises(ValueError, match=r"expected a loopback address, got '0\.0\.0\.0'"):
-            MetricsServer(env, host="0.0.0.0")
-        with MetricsServer(env) as server:
-            rolled(env, 5)
-            url = f"http://127.0.0.1:{server.port}/metrics"
-            text, idle = "", '\nenvherd_worker_phase{worker="0",phase="idle"} 1.0\n'
-            while idle not in text:  # a worker answers first
-                text = urllib.request.urlopen(url).read().decode()
-            assert "envherd_env_steps_total 10.0\n" in text
-            assert [line for line in text.splitlines() if line.startswith("# TYPE")] == [
-                line for line in to_prometheus(env.statistics()).splitlines() if line.startswith("# TYPE")
-            ]
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                urllib.request.urlopen(url.replace("metrics", "else"))
-            refused.value.close()
-            assert refused.value.code == 404
-            env.close()
-            with pytest.raises(urllib.error.HTTPError) as closed:
-                urllib.request.urlopen(url)
-            closed.value.close()
-            assert closed.value.code == 503
+@needs("prometheus")
+def test_prometheus_collects_until_the_executor_is_closed():
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    with SerialEnv(2, CountingEnv, seed=0) as env, SerialEnv(1, CountingEnv, seed=0) as other:
+        registry.register(PrometheusCollector(env))
+        registry.register(PrometheusCollector(other, "other"))
+        rolled(env, 5)
+        assert registry.get_sample_value("envherd_env_steps_total") == 10
+        assert registry.get_sample_value("envherd_worker_env_steps_total", {"worker": "0"}) == 10
+        assert registry.get_sample_value("other_env_steps_total") == 0
+        text = generate_latest(registry).decode()
+        assert "# TYPE envherd_worker_busy_s_total counter" in text
+        assert "# TYPE envherd_worker_busy_share gauge" in text
+    assert generate_latest(registry) == b""

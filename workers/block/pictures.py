@@ -20,8 +20,6 @@ from envherd.workers.adapters.registry import find_adapter
 from envherd.workers.block.wrapping import Wrapping
 from envherd.workers.errors import FactoryError, SpecError
 
-_PICTURES = "envherd.pictures"
-
 
 @dataclass(frozen=True)
 class SmallPictures:
@@ -29,11 +27,8 @@ class SmallPictures:
 
     Attributes:
         make_env: builds the env, of any family.
-        shrink: whole factor by which height and width are divided; a pixel is the mean of those that it replaces.
-        grey: one channel, the luma (BT.601), in place of three.
-        stack: number of the latest pictures that are stacked, oldest first, along the channels. After a reset the first
-            picture is repeated.
-        keys: last part of the keys of the pictures to shrink; None for all but the world view.
+        shrink: whole factor by which height and width are divided; a pixel is the mean of those that it replaces. The
+            world view keeps its size.
 
     Raises:
         FactoryError: from the constructor: a number below 1. SpecError: from the worker: no such picture, or sides that
@@ -42,16 +37,11 @@ class SmallPictures:
 
     make_env: Callable[..., Any]
     _: KW_ONLY
-    shrink: int = 1
-    grey: bool = False
-    stack: int = 1
-    keys: tuple[str, ...] | None = None
+    shrink: int
 
     def __post_init__(self) -> None:
-        for name in ("shrink", "stack"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise FactoryError(f"SmallPictures failed: expected {name} to be a positive integer, got {value!r}.")
+        if isinstance(self.shrink, bool) or not isinstance(self.shrink, int) or self.shrink < 1:
+            raise FactoryError(f"SmallPictures failed: expected shrink to be a positive integer, got {self.shrink!r}.")
 
     @property
     def preload(self) -> tuple[str, ...]:
@@ -62,102 +52,61 @@ class SmallPictures:
         """Return the adapter of the env, with smaller pictures."""
         made = self.make_env(**kwargs)
         # every family's constructor takes the env
-        return PictureLeaves(made if isinstance(made, Adapter) else find_adapter(made)(made), self)  # type: ignore[call-arg]
+        return PictureLeaves(made if isinstance(made, Adapter) else find_adapter(made)(made), self.shrink)  # type: ignore[call-arg]
 
 
 class PictureLeaves(Wrapping):
     """Another adapter, whose pictures are made smaller.
 
-    `reset` and `step` return the pictures as fresh arrays, or as buffers that the next call overwrites.
-
     Args:
         inner: the adapter.
-        options: how.
+        shrink: see `SmallPictures`.
 
     Raises:
         SpecError: see `SmallPictures`.
     """
 
-    def __init__(self, inner: Adapter, options: SmallPictures) -> None:
+    def __init__(self, inner: Adapter, shrink: int) -> None:
         super().__init__(inner, (), (), "SmallPictures")
-        self.unchecked = inner.unchecked
-        self._options = options
-        self._at = [i for i, leaf in enumerate(inner.spec.observation) if self._is_chosen(leaf)]
-        found = {inner.spec.observation[i].key[-1] for i in self._at}
-        missing = sorted(set(options.keys or ()) - found) or ([] if found else ["pictures"])
-        if missing:
-            raise SpecError(
-                f"SmallPictures failed: expected uint8 observations [..., H, W, 3], got none for {missing[0]} among "
-                f"{[str(leaf) for leaf in inner.spec.observation]}."
-            )
+        self._shrink = shrink
+        world = inner.spec.metadata.get("frame_key")
+        world = world if isinstance(world, str) else "/".join(world or ())
         leaves = list(inner.spec.observation)
+        self._at = [i for i, leaf in enumerate(leaves) if _is_picture(leaf) and "/".join(leaf.key) != world]
+        if not self._at:
+            raise SpecError(
+                f"SmallPictures failed: expected uint8 observations [..., H, W, 3], got none among "
+                f"{[str(leaf) for leaf in leaves]}."
+            )
         for i in self._at:
-            leaves[i] = self._small_leaf(leaves[i])
+            leaves[i] = _small_leaf(leaves[i], shrink)
         self.spec = replace(inner.spec, observation=tuple(leaves))
-        self._stacks = [np.zeros(leaves[i].shape, np.uint8) for i in self._at]
-
-    def _is_chosen(self, leaf: LeafSpec) -> bool:
-        is_picture = leaf.dtype == "uint8" and len(leaf.shape) >= 3 and leaf.shape[-1] == 3
-        keys = self._options.keys
-        if keys is None:
-            world = self.inner.spec.metadata.get("frame_key")
-            return is_picture and "/".join(leaf.key) != (world if isinstance(world, str) else "/".join(world or ()))
-        return is_picture and leaf.key[-1] in keys
-
-    def _small_leaf(self, leaf: LeafSpec) -> LeafSpec:
-        factor = self._options.shrink
-        *lead, height, width, channels = leaf.shape
-        if height % factor or width % factor:
-            raise SpecError(f"SmallPictures failed: expected sides that shrink={factor} divides, got {leaf}.")
-        channels = (1 if self._options.grey else channels) * self._options.stack
-        return LeafSpec(leaf.key, (*lead, height // factor, width // factor, channels), "uint8")
 
     def reset(
         self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
     ) -> list[Any]:
-        values = list(self.inner.reset(seed, options, mask))
-        rows: Any = ... if mask is None else mask[..., 0]
-        for i, stack in zip(self._at, self._stacks, strict=True):
-            small = self._small(values[i])
-            if self._options.stack == 1:
-                values[i] = small
-            else:
-                stack[rows] = np.tile(small, self._options.stack)[rows]
-                values[i] = stack
-        return values
+        return self._small(self.inner.reset(seed, options, mask))
 
     def step(self, action: list[Any]) -> StepValues:
         observation, reward, terminated, truncated = self.inner.step(action)
+        return self._small(observation), reward, terminated, truncated
+
+    def _small(self, observation: Any) -> list[Any]:
         values = list(observation)
-        for i, stack in zip(self._at, self._stacks, strict=True):
-            values[i] = small = self._small(values[i])
-            if self._options.stack > 1:
-                count = small.shape[-1]
-                stack[..., :-count] = stack[..., count:].copy()
-                stack[..., -count:] = small
-                values[i] = stack
-        return values, reward, terminated, truncated
+        for i in self._at:
+            values[i] = shrunk(np.asarray(values[i]), self._shrink)
+        return values
 
-    def _small(self, picture: Any) -> np.ndarray:
-        """Return pictures `[..., H, W, 3]` shrunk and in one or three channels; fresh memory if changed."""
-        small = shrunk(np.asarray(picture), self._options.shrink)
-        if not self._options.grey:
-            return small
-        wide = small.astype(np.uint16)
-        return ((77 * wide[..., :1] + 150 * wide[..., 1:2] + 29 * wide[..., 2:]) >> 8).astype(np.uint8)  # BT.601
 
-    def state_dict(self) -> Any:
-        """Return the env's state, with the latest pictures where they are stacked."""
-        state = self.inner.state_dict()
-        return state if self._options.stack == 1 else {_PICTURES: [one.copy() for one in self._stacks], "env": state}
+def _is_picture(leaf: LeafSpec) -> bool:
+    return leaf.dtype == "uint8" and len(leaf.shape) >= 3 and leaf.shape[-1] == 3
 
-    def load_state_dict(self, state: Any) -> None:
-        """Restore a state from `state_dict`."""
-        if self._options.stack > 1:
-            for stack, kept in zip(self._stacks, state[_PICTURES], strict=True):
-                stack[...] = kept
-            state = state["env"]
-        self.inner.load_state_dict(state)
+
+def _small_leaf(leaf: LeafSpec, factor: int) -> LeafSpec:
+    *lead, height, width, channels = leaf.shape
+    if height % factor or width % factor:
+        raise SpecError(f"SmallPictures failed: expected sides that shrink={factor} divides, got {leaf}.")
+    return LeafSpec(leaf.key, (*lead, height // factor, width // factor, channels), "uint8")
 
 
 def shrunk(picture: np.ndarray, factor: int) -> np.ndarray:
