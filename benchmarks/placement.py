@@ -43,9 +43,9 @@ def _factory(run: str, calibration: float) -> tuple[Callable[[], Any], Literal["
 
         return MeltingPotFactory("commons_harvest__open"), "meltingpot"
     if run == "cartpole":
-        from envherd.workers.adapters.named import GymnasiumFactory
+        from envherd.workers.adapters.named import NamedFactory
 
-        return GymnasiumFactory("CartPole-v1"), "gymnasium"
+        return NamedFactory("gymnasium", "CartPole-v1"), "gymnasium"
     return SteadyFactory(mean=float(run[1:]) * calibration), "gymnasium"
 
 

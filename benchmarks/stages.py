@@ -16,7 +16,7 @@ import torch
 from envherd.benchmarks.ours import drawn_actions
 from envherd.benchmarks.work import SteadyFactory
 from envherd.executor import ParallelEnv
-from envherd.workers.adapters.named import GymnasiumFactory
+from envherd.workers.adapters.named import NamedFactory
 
 NUM_ENVS = 8
 #: The stages of a case; "rest" is the remainder of "batch".
@@ -61,7 +61,7 @@ class Case:
 
 def cases(calibration: float) -> tuple[Case, ...]:
     """Return all cases; `calibration` is iterations per microsecond of fixed work."""
-    tiny, cartpole = SteadyFactory(), GymnasiumFactory("CartPole-v1")
+    tiny, cartpole = SteadyFactory(), NamedFactory("gymnasium", "CartPole-v1")
     return (
         Case("cost nothing, 1 worker", tiny, 1),
         Case("cost nothing, 2 workers", tiny, 2),

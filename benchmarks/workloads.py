@@ -76,9 +76,9 @@ def _steady(num_envs: int = 8, us: float = 0.0, policy_s: float = 0.0, **kwargs:
 
 
 def _cartpole(_calibration: float) -> Job:
-    from envherd.workers.adapters.named import GymnasiumFactory
+    from envherd.workers.adapters.named import NamedFactory
 
-    return Job(make_env=GymnasiumFactory("CartPole-v1"), has_ends=True)
+    return Job(make_env=NamedFactory("gymnasium", "CartPole-v1"), has_ends=True)
 
 
 def _melting_pot(name: str) -> Callable[[float], Job]:

@@ -34,7 +34,7 @@ READERS = {
 BUDGET = {
     "shm/*": 1469,
     "workers/*": 2374,
-    "workers/adapters": 944,
+    "workers/adapters": 966,
     "workers/adapters/common": 478,
     "workers/adapters/dm_env": 353,
     "workers/adapters/gymnasium": 1161,
@@ -50,7 +50,7 @@ BUDGET = {
     "workers/testing": 1453,
     "executor/*": 2868,
     "executor/batches": 1612,
-    "executor/cli": 4561,
+    "executor/cli": 4457,
     "executor/cluster": 3149,
     "executor/facades": 401,
     "executor/facades/cleanrl": 107,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from envherd.executor import ExecutorOptions, MeltingPotFactory, ParallelEnv
-from envherd.workers.adapters.named import DmControlFactory, GymnasiumFactory, PettingZooFactory
+from envherd.workers.adapters.named import NamedFactory, PettingZooFactory
 from envherd.workers.testing import CountingEnv
 from tests.extras import needs
 from tests.workers.own_substrate import build_substrate
@@ -32,8 +32,7 @@ ALLOWED = {
     "workers/adapters/envpool*.py": {"envpool", "gymnasium"},
     "workers/adapters/gymnasium/*": {"gymnasium"},
     "workers/adapters/meltingpot/*": {"dm_env", "dmlab2d", "meltingpot"},
-    "workers/adapters/named.py": {"dm_control", "gymnasium", "pettingzoo", "vmas"},
-    "workers/adapters/named_batches.py": {"envpool", "gymnasium"},
+    "workers/adapters/named.py": {"dm_control", "envpool", "gymnasium", "pettingzoo", "vmas"},
     "workers/adapters/pettingzoo/*": {"pettingzoo", "gymnasium"},
     "workers/adapters/simulators/*": {"torch", "tensordict"},
     "workers/adapters/simulators/vmas.py": {"vmas"},
@@ -113,7 +112,7 @@ ORDER = {
         *("adapters.base", "adapters.registry", "adapters.common"),
         *("adapters.gymnasium", "adapters.gymnasium_vector", "adapters.envpool", "adapters.dm_env"),
         *("adapters.meltingpot", "adapters.pettingzoo", "adapters.torchrl", "adapters.simulators"),
-        *("adapters.torch_native", "adapters.named", "adapters.named_batches", "adapters"),
+        *("adapters.torch_native", "adapters.named", "adapters"),
         *("native", "block", "build", "adapters.hosts", "probing", "process", "testing"),
     ),
     "executor": (
@@ -275,8 +274,8 @@ def test_an_adapter_loads_only_its_family(adapter, loaded):
     "factory",
     [
         CountingEnv,
-        GymnasiumFactory("CartPole-v1"),
-        pytest.param(DmControlFactory("cartpole", "balance"), marks=needs("dm-control")),
+        NamedFactory("gymnasium", "CartPole-v1"),
+        pytest.param(NamedFactory("dm_control", "cartpole/balance"), marks=needs("dm-control")),
         pytest.param(MeltingPotFactory("collaborative_cooking__cramped"), marks=needs("meltingpot")),
         pytest.param(PettingZooFactory("mpe2.simple_spread_v3"), marks=needs("pettingzoo")),
     ],

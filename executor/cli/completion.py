@@ -32,7 +32,7 @@ def complete_family(incomplete: str) -> list[str]:
 
 
 def _names(text: str) -> Iterator[str]:
-    from envherd.executor.cli.env_names import FAMILIES
+    from envherd.workers.adapters.named import FAMILIES
 
     family, colon, rest = text.partition(":")
     if colon:

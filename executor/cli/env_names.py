@@ -24,31 +24,28 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names, substrate_names
 from envherd.workers.adapters.named import (
+    FAMILIES,
     GYMNASIUM_PLUG_INS,
-    CallableFactory,
-    DmControlFactory,
-    GymnasiumFactory,
-    PettingZooFactory,
-    VmasFactory,
-    dm_control_tasks,
-    gymnasium_ids,
+    NamedFactory,
     named_callable,
-    pettingzoo_ids,
     plug_in_ids,
     registered_by_plug_ins,
-    vmas_scenarios,
 )
-from envherd.workers.adapters.named_batches import EnvPoolFactory, GymnasiumVectorFactory, envpool_tasks
 from envherd.workers.build import closest
 from envherd.workers.errors import FactoryError
 
 Factory = Callable[..., Any]
+
+FORMS = tuple(family.form for family in FAMILIES.values())
+#: The families whose envs have names, in the order of the lookup.
+LISTED = tuple(name for name, family in FAMILIES.items() if family.is_listed)
+#: Other name of a family -> its name here.
+_NAMES_ELSEWHERE = {"gym": "gymnasium", "dmc": "dm_control", "dm-control": "dm_control"}
 
 
 def factory_for(name: str, *, with_frames: bool = False) -> Factory:
@@ -62,11 +59,21 @@ def factory_for(name: str, *, with_frames: bool = False) -> Factory:
         FactoryError: no such family, env, module or callable, with the closest names; or a missing package.
     """
     name = full_name(name)
-    family, colon, rest = name.partition(":")
+    key, colon, rest = name.partition(":")
     if not colon or not rest:
         raise FactoryError(_no_family(name, []))
-    factory: Any = FAMILIES[family].parse(rest)
-    return replace(factory, render_mode="rgb_array") if with_frames and hasattr(factory, "render_mode") else factory
+    family = FAMILIES[key]
+    if family.package:
+        _require(family.package)
+    rest, rows = _split_rows(rest) if family.has_rows else (rest, {})
+    if family.names is None:
+        callable_at(rest, name)
+    elif key == "pettingzoo" and "/" not in rest:
+        _check_module(rest, name)
+    elif family.what:
+        rest = _listed(key, rest, name)
+    factory: Any = family.factory(rest, **rows) if family.factory else NamedFactory(key, rest, **rows)
+    return replace(factory, render_mode="rgb_array") if with_frames and family.renders else factory
 
 
 def full_name(name: str) -> str:
@@ -83,11 +90,11 @@ def is_only_looked_up(name: str) -> bool:
 
     The others name a module that is imported, or a callable that is called. This function imports nothing.
     """
-    family, _, rest = name.partition(":")
-    if family in ("gymnasium", "gymnasium_vec"):
-        env_id = rest if family == "gymnasium" else _split_rows(rest)[0]
+    key, _, rest = name.partition(":")
+    if key in ("gymnasium", "gymnasium_vec"):
+        env_id = rest if key == "gymnasium" else _split_rows(rest)[0]
         return env_id.rpartition(":")[0] in ("", *GYMNASIUM_PLUG_INS)
-    return "/" in rest if family == "pettingzoo" else family in ("meltingpot", "envpool", "dm_control", "vmas")
+    return "/" in rest if key == "pettingzoo" else FAMILIES[key].names is not None
 
 
 def limited(name: str, max_steps: int, *, with_frames: bool = False) -> tuple[Factory, dict[str, Any]]:
@@ -101,16 +108,15 @@ def limited(name: str, max_steps: int, *, with_frames: bool = False) -> tuple[Fa
     Raises:
         FactoryError: no such env, or a family whose envs take no limit.
     """
-    factory, family = factory_for(name, with_frames=with_frames), full_name(name).partition(":")[0]
-    if isinstance(factory, MeltingPotFactory):
-        return replace(factory, max_steps=max_steps), {}
-    if limit := FAMILIES[family].limit:
-        return factory, {limit: max_steps}
-    known = ", ".join(("meltingpot", *(one for one, facts in FAMILIES.items() if facts.limit)))
-    raise FactoryError(
-        f"--max-steps failed: expected an env of one of {known}, got {name}. Set the limit in the env, or by "
-        f"--env-kwargs."
-    )
+    factory: Any = factory_for(name, with_frames=with_frames)
+    limit = FAMILIES[full_name(name).partition(":")[0]].limit
+    if limit is None:
+        known = ", ".join(one for one, family in FAMILIES.items() if family.limit)
+        raise FactoryError(
+            f"--max-steps failed: expected an env of one of {known}, got {name}. Set the limit in the env, or by "
+            f"--env-kwargs."
+        )
+    return (replace(factory, **{limit: max_steps}), {}) if hasattr(factory, limit) else (factory, {limit: max_steps})
 
 
 def known_names(family: str) -> tuple[str, ...]:
@@ -122,7 +128,10 @@ def known_names(family: str) -> tuple[str, ...]:
     Raises:
         FactoryError: the family's package is missing.
     """
-    found = tuple(sorted(FAMILIES[family].names()))
+    entry = FAMILIES[family]
+    if entry.package:
+        _require(entry.package)
+    found = tuple(sorted(entry.names() if entry.names else ()))
     if not found:
         raise FactoryError(f"{family} failed: expected an installed {family}, got none. {_install(family)}")
     return found
@@ -196,102 +205,48 @@ def _no_family(name: str, known: list[str]) -> str:
     return f"{name!r} failed: expected one of {', '.join(FORMS)}.{hint}"
 
 
-def _gymnasium(env_id: str) -> Factory:
-    _require("gymnasium")
-    module, _, bare_id = env_id.rpartition(":")
-    if module:
-        _import_named(module, f"gymnasium:{env_id}")
-    known = gymnasium_ids()
-    if not module:
-        plug_in = (registered_by_plug_ins() if bare_id in known else plug_in_ids()).get(bare_id)
-        if plug_in is not None:
-            return GymnasiumFactory(f"{plug_in}:{bare_id}")  # makes workers import the package
-    if bare_id not in known:
-        raise FactoryError(
-            f"'gymnasium:{env_id}' failed: expected an env that Gymnasium knows, got {bare_id!r}."
-            f"{closest(bare_id, known)} Envs of another package: gymnasium:THE_PACKAGE:ID."
-        )
-    return GymnasiumFactory(env_id)
-
-
-def _gymnasium_vec(name: str) -> Factory:
-    env_id, num_rows = _split_rows(name)
-    _gymnasium(env_id)  # checks the id
-    return GymnasiumVectorFactory(env_id, **num_rows)
-
-
-def _envpool(name: str) -> Factory:
-    _require("envpool")
-    task, num_rows = _split_rows(name)
-    known = envpool_tasks()
-    if task not in known:
-        raise FactoryError(f"'envpool:{name}' failed: expected an EnvPool task, got {task!r}.{closest(task, known)}")
-    return EnvPoolFactory(task, **num_rows)
-
-
 def _split_rows(name: str) -> tuple[str, dict[str, Any]]:
     """Split `NAME:ROWS` at the last colon; the name may also contain colons."""
     first, _, last = name.rpartition(":")
     return (first, {"num_rows": int(last)}) if first and last.isdigit() and int(last) else (name, {})
 
 
-def _dm_control(task: str) -> Factory:
-    _require("dm_control")
-    known = dm_control_tasks()
-    if task not in known:
+def _listed(key: str, rest: str, full_name: str) -> str:
+    """Check the name of an env that its family lists; return it with the plug-in of Gymnasium that registers it.
+
+    Args:
+        key: the family.
+        rest: the name without family and rows.
+        full_name: what the user wrote, for messages.
+    """
+    family = FAMILIES[key]
+    of_gymnasium = family.package == "gymnasium"
+    module, _, bare = rest.rpartition(":") if of_gymnasium else ("", "", rest)
+    if module:
+        _import_named(module, full_name)
+    known = sorted(family.names() if family.names else ())
+    if of_gymnasium and not module:
+        plug_in = (registered_by_plug_ins() if bare in known else plug_in_ids()).get(bare)
+        if plug_in is not None:
+            return f"{plug_in}:{bare}"  # makes workers import the package
+    first, _, last = bare.rpartition(":")
+    if first in known:
+        raise FactoryError(f"{full_name!r} failed: expected a number of rows after {first}, got {last!r}.")
+    if bare not in known:
         raise FactoryError(
-            f"'dm_control:{task}' failed: expected DOMAIN/TASK of the dm_control suite, got {task!r}."
-            f"{closest(task, known)}"
+            f"{full_name!r} failed: expected {family.what}, got {bare!r}.{closest(bare, known)}{family.elsewhere}"
         )
-    domain, _, name = task.partition("/")
-    return DmControlFactory(domain, name)
+    return rest
 
 
-def _pettingzoo(name: str) -> Factory:
-    _require("pettingzoo")
-    if "/" in name:
-        known = pettingzoo_ids()
-        if name not in known:
-            raise FactoryError(
-                f"'pettingzoo:{name}' failed: expected a parallel env that PettingZoo knows, got {name!r}."
-                f"{closest(name, known)} Envs of another package: pettingzoo:THE_MODULE."
-            )
-        return PettingZooFactory(name)
-    found = vars(_import_named(name, f"pettingzoo:{name}"))
+def _check_module(module: str, full_name: str) -> None:
+    """Refuse a module that has no env of PettingZoo."""
+    found = vars(_import_named(module, full_name))
     if not any(callable(found.get(make)) for make in ("parallel_env", "env")):
         raise FactoryError(
-            f"'pettingzoo:{name}' failed: expected a module with parallel_env (or env), got {name} without. "
+            f"{full_name!r} failed: expected a module with parallel_env (or env), got {module} without. "
             f"Name the module of one env, e.g. pettingzoo:mpe2.simple_spread_v3."
         )
-    return PettingZooFactory(name)
-
-
-def _vmas(name: str) -> Factory:
-    _require("vmas")
-    scenario, colon, rows = name.partition(":")
-    known = vmas_scenarios()
-    if scenario not in known:
-        raise FactoryError(
-            f"'vmas:{name}' failed: expected a VMAS scenario, got {scenario!r}.{closest(scenario, known)}"
-        )
-    if not colon:
-        return VmasFactory(scenario)
-    if not (rows.isdigit() and int(rows)):
-        raise FactoryError(f"'vmas:{name}' failed: expected a number of rows after the scenario, got {rows!r}.")
-    return VmasFactory(scenario, num_rows=int(rows))
-
-
-def _torchrl(target: str) -> Factory:
-    _require("torchrl")
-    callable_at(target, f"torchrl:{target}")
-    module, _, name = target.partition(":")
-    return CallableFactory(module, name, must_be_torchrl=True)
-
-
-def _python(target: str) -> Factory:
-    callable_at(target, f"python:{target}")
-    module, _, name = target.partition(":")
-    return CallableFactory(module, name)
 
 
 def _import_named(module: str, full_name: str) -> Any:
@@ -315,62 +270,3 @@ def _require(package: str) -> None:
 
 def _install(package: str) -> str:
     return f"pip install 'envherd[{package.replace('_', '-')}]'"
-
-
-class Family(NamedTuple):
-    """How the command line reads the names of a family.
-
-    Attributes:
-        form: of its names, for messages.
-        parse: name without the family -> factory; raises `FactoryError`.
-        names: returns the names of its envs for `envherd list`; the default marks a family without names.
-        has_slash: whether its names may have a slash.
-        limit: the keyword argument of its factories that limits the steps of an episode, or None.
-    """
-
-    form: str
-    parse: Callable[[str], Factory]
-    names: Callable[[], Iterable[str]] = tuple
-    has_slash: bool = False
-    limit: str | None = None
-
-
-def _names_of(package: str, names: Callable[[], Iterable[str]]) -> Callable[[], Iterable[str]]:
-    def find() -> Iterable[str]:
-        _require(package)
-        return names()
-
-    return find
-
-
-#: Family -> its entry. A name without a family is looked up in this order.
-FAMILIES = {
-    "meltingpot": Family(
-        "meltingpot:NAME",
-        MeltingPotFactory,
-        lambda: (*substrate_names(), *scenario_names()),  # the package is not imported, which is slow
-    ),
-    "gymnasium": Family(
-        "gymnasium:ID", _gymnasium, _names_of("gymnasium", gymnasium_ids), has_slash=True, limit="max_episode_steps"
-    ),
-    "gymnasium_vec": Family("gymnasium_vec:ID[:ROWS]", _gymnasium_vec),
-    "envpool": Family("envpool:TASK[:ROWS]", _envpool),
-    "dm_control": Family(
-        "dm_control:DOMAIN/TASK", _dm_control, _names_of("dm_control", dm_control_tasks), has_slash=True
-    ),
-    "pettingzoo": Family(
-        "pettingzoo:ID-OR-MODULE",
-        _pettingzoo,
-        _names_of("pettingzoo", pettingzoo_ids),
-        has_slash=True,
-        limit="max_cycles",
-    ),
-    "vmas": Family("vmas:SCENARIO[:ROWS]", _vmas, _names_of("vmas", vmas_scenarios), limit="max_steps"),
-    "torchrl": Family("torchrl:MODULE:CALLABLE", _torchrl),
-    "python": Family("python:MODULE:CALLABLE", _python),
-}
-#: Other name of a family -> its name here.
-_NAMES_ELSEWHERE = {"gym": "gymnasium", "dmc": "dm_control", "dm-control": "dm_control"}
-FORMS = tuple(family.form for family in FAMILIES.values())
-#: The families whose envs have names, in the order of the lookup.
-LISTED = tuple(name for name, family in FAMILIES.items() if family.names is not tuple)

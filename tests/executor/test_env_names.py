@@ -11,34 +11,33 @@ import textwrap
 import pytest
 
 from envherd.executor.cli.completion import complete_env, complete_family, join_words
-from envherd.executor.cli.env_names import FORMS, callable_at, factory_for
+from envherd.executor.cli.env_names import FORMS, callable_at, factory_for, limited
 from envherd.workers.adapters.meltingpot import factory as meltingpot_factory
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from envherd.workers.adapters.named import (
-    CallableFactory,
-    DmControlFactory,
-    GymnasiumFactory,
+    NamedFactory,
     PettingZooFactory,
     VmasFactory,
 )
-from envherd.workers.adapters.named_batches import EnvPoolFactory, GymnasiumVectorFactory
 from envherd.workers.errors import FactoryError
 from tests.extras import needs
 
 KNOWN = {
     "meltingpot:clean_up": MeltingPotFactory("clean_up"),
-    "gymnasium:CartPole-v1": GymnasiumFactory("CartPole-v1"),
-    "dm_control:cartpole/balance": DmControlFactory("cartpole", "balance"),
+    "gymnasium:CartPole-v1": NamedFactory("gymnasium", "CartPole-v1"),
+    "dm_control:cartpole/balance": NamedFactory("dm_control", "cartpole/balance"),
     "pettingzoo:mpe2.simple_spread_v3": PettingZooFactory("mpe2.simple_spread_v3"),
     "pettingzoo:sisl/multiwalker-v9": PettingZooFactory("sisl/multiwalker-v9"),
-    "gymnasium_vec:CartPole-v1": GymnasiumVectorFactory("CartPole-v1"),
-    "gymnasium_vec:gymnasium.envs:CartPole-v1:3": GymnasiumVectorFactory("gymnasium.envs:CartPole-v1", num_rows=3),
-    "envpool:CartPole-v1:2": EnvPoolFactory("CartPole-v1", num_rows=2),
-    "python:envherd.workers.testing:CountingEnv": CallableFactory("envherd.workers.testing", "CountingEnv"),
-    "python:collections:Counter.fromkeys": CallableFactory("collections", "Counter.fromkeys"),
+    "gymnasium_vec:CartPole-v1": NamedFactory("gymnasium_vec", "CartPole-v1"),
+    "gymnasium_vec:gymnasium.envs:CartPole-v1:3": NamedFactory(
+        "gymnasium_vec", "gymnasium.envs:CartPole-v1", num_rows=3
+    ),
+    "envpool:CartPole-v1:2": NamedFactory("envpool", "CartPole-v1", num_rows=2),
+    "python:envherd.workers.testing:CountingEnv": NamedFactory("python", "envherd.workers.testing:CountingEnv"),
+    "python:collections:Counter.fromkeys": NamedFactory("python", "collections:Counter.fromkeys"),
     "vmas:balance": VmasFactory("balance"),
     "vmas:football:64": VmasFactory("football", num_rows=64),
-    "torchrl:torchrl.envs:GymEnv": CallableFactory("torchrl.envs", "GymEnv", must_be_torchrl=True),
+    "torchrl:torchrl.envs:GymEnv": NamedFactory("torchrl", "torchrl.envs:GymEnv"),
 }
 
 #: Name without a family -> the same name with its family.
@@ -64,6 +63,7 @@ UNKNOWN = {
     "pettingzoo:json": ["parallel_env", "mpe2.simple_spread_v3"],
     "vmas:balanc": ["'balanc'", "balance"],
     "vmas:balance:many": ["number of rows", "'many'"],
+    "envpool:CartPole-v1:many": ["number of rows", "'many'"],
     "gymnasium_vec:CartPole-v9:3": ["'CartPole-v9'", "CartPole-v1"],
     "envpool:CartPole-v9": ["'CartPole-v9'", "CartPole-v1"],
     "python:envherd.workers.testing:CountingEmv": ["CountingEnv"],
@@ -153,11 +153,13 @@ def test_names_are_listed():
         ("ALE/Pong-v5", "gymnasium:ale_py:ALE/Pong-v5"),
         ("gymnasium:ALE/Pong-v5", "gymnasium:ale_py:ALE/Pong-v5"),
         ("MiniGrid-Empty-5x5-v0", "gymnasium:minigrid:MiniGrid-Empty-5x5-v0"),
+        ("gymnasium_vec:ALE/Pong-v5:2", "gymnasium_vec:ale_py:ALE/Pong-v5:2"),
     ],
 )
 def test_envs_that_other_packages_register_are_found(name, expected):
     assert factory_for(name) == factory_for(expected)
-    assert factory_for(name)().unwrapped.spec.id == expected.rpartition(":")[2]
+    assert factory_for(name).name.startswith(("ale_py:", "minigrid:"))  # workers import what registers the env
+    assert factory_for(name)().unwrapped.spec.id in expected.split(":")
 
 
 @pytest.mark.parametrize("name", _cases(list(UNKNOWN)))
@@ -168,9 +170,28 @@ def test_unknown_name_is_refused_with_what_is_known(name):
         assert expected in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        pytest.param("vmas:balance", (VmasFactory("balance", max_steps=5), {}), marks=pytest.mark.slow),
+        ("meltingpot:clean_up", (MeltingPotFactory("clean_up", max_steps=5), {})),
+        ("CartPole-v1", (NamedFactory("gymnasium", "CartPole-v1"), {"max_episode_steps": 5})),
+    ],
+)
+def test_episodes_are_limited_by_a_field_or_an_argument(name, limit):
+    assert limited(name, 5) == limit
+
+
+def test_families_without_a_limit_are_refused():
+    with pytest.raises(FactoryError, match="expected an env of one of meltingpot, gymnasium, pettingzoo, vmas, got"):
+        limited("python:envherd.workers.testing:CountingEnv", 5)
+
+
 @needs("pettingzoo")
 def test_only_envs_that_must_know_are_told_of_frames():
-    assert factory_for("gymnasium:CartPole-v1", with_frames=True) == GymnasiumFactory("CartPole-v1", "rgb_array")
+    assert factory_for("gymnasium:CartPole-v1", with_frames=True) == NamedFactory(
+        "gymnasium", "CartPole-v1", render_mode="rgb_array"
+    )
     spread = "mpe2.simple_spread_v3"
     assert factory_for(f"pettingzoo:{spread}", with_frames=True) == PettingZooFactory(spread, "rgb_array")
     assert factory_for("meltingpot:clean_up", with_frames=True) == MeltingPotFactory("clean_up")
@@ -251,7 +272,7 @@ def test_envs_of_other_packages_are_registered_by_importing_them(tmp_path, monke
     )
     monkeypatch.syspath_prepend(tmp_path)
     factory = factory_for("gymnasium:registers_an_env:OfAnotherPackage-v3")
-    assert factory == GymnasiumFactory("registers_an_env:OfAnotherPackage-v3")
+    assert factory == NamedFactory("gymnasium", "registers_an_env:OfAnotherPackage-v3")
     assert factory().spec.id == "OfAnotherPackage-v3"
 
 
@@ -271,18 +292,18 @@ def test_without_melting_pot_its_factory_says_so_when_it_is_called(monkeypatch, 
 
 
 def test_factories_build_what_they_name():
-    env = GymnasiumFactory("CartPole-v1", "rgb_array")()
+    env = NamedFactory("gymnasium", "CartPole-v1", render_mode="rgb_array")()
     assert env.spec.id == "CartPole-v1"
     assert env.render_mode == "rgb_array"
     env.close()
-    built = CallableFactory("envherd.workers.testing", "CountingEnv")()
+    built = NamedFactory("python", "envherd.workers.testing:CountingEnv")()
     assert type(built).__name__ == "CountingEnv"
 
 
 @needs("dm-control")
 @needs_dm_control
 def test_dm_control_factory_builds_its_task():
-    env = DmControlFactory("cartpole", "balance")()
+    env = NamedFactory("dm_control", "cartpole/balance")()
     assert env.reset().observation["position"].shape == (3,)
     env.close()
 
@@ -290,7 +311,7 @@ def test_dm_control_factory_builds_its_task():
 @pytest.mark.slow
 def test_torchrl_names_refuse_envs_of_other_families():
     with pytest.raises(FactoryError, match=r"expected a TorchRL env, got envherd\.workers\.testing\.envs\.CountingEnv"):
-        CallableFactory("envherd.workers.testing", "CountingEnv", must_be_torchrl=True)()
+        NamedFactory("torchrl", "envherd.workers.testing:CountingEnv")()
 
 
 def test_callables_are_found_inside_classes(tmp_path, monkeypatch):

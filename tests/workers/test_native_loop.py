@@ -21,7 +21,7 @@ from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost
 from envherd.shm import slab
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
 from envherd.workers import native, protocol
-from envherd.workers.adapters.named import GymnasiumFactory
+from envherd.workers.adapters.named import NamedFactory
 from envherd.workers.protocol import RESET, STEP, WORKER_STEPS
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.envs import PlainAdapter
@@ -191,7 +191,7 @@ def batches(make_env: Any, switch: str) -> tuple[TensorDictBase, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make_env", [Telling, GymnasiumFactory("CartPole-v1")], ids=["nested", "cartpole"])
+@pytest.mark.parametrize("make_env", [Telling, NamedFactory("gymnasium", "CartPole-v1")], ids=["nested", "cartpole"])
 def test_an_executor_gives_the_same_batches_both_ways(make_env):
     (python, num_ends), (in_c, num_ends_in_c) = (batches(make_env, switch) for switch in "01")
     if make_env is Telling:

@@ -1,10 +1,7 @@
-"""Factories for envs given by name, as on a command line or in a config file.
+"""Families of envs whose names a command line or a config file takes, and the factories that names stand for.
 
-Each is a frozen value that pickles by reference to this module, so a worker that unpickles it imports only the env's
-own family. Melting Pot has its own factory, `MeltingPotFactory`.
-
-Making a factory checks nothing. `gymnasium_ids`, `pettingzoo_ids`, `vmas_scenarios` and `dm_control_tasks` list the
-names, and `named_callable` looks one up.
+`FAMILIES` is the table: how each family's envs are built, what workers preload, and which names there are. Factories
+are frozen values that pickle by reference. Making one checks nothing: `executor/cli/env_names.py` checks names.
 """
 
 from __future__ import annotations
@@ -16,61 +13,44 @@ import importlib.util
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names, substrate_names
 from envherd.workers.errors import FactoryError
 
 _TORCHRL_BASE = "torchrl.envs.common.EnvBase"
 
 
 @dataclass(frozen=True)
-class GymnasiumFactory:
-    """Build `gymnasium.make(env_id)`.
+class NamedFactory:
+    """Build the env that a name stands for.
 
     Attributes:
-        env_id: as Gymnasium reads it: `CartPole-v1`, `ALE/Pong-v5`, `module_that_registers:MyEnv-v0`.
+        family: a key of `FAMILIES`.
+        name: of the env, without its family.
+        num_rows: envs in one env of `gymnasium_vec` or `envpool`.
         render_mode: "rgb_array" for envs that are to be drawn; None leaves it to the env.
     """
 
-    env_id: str
+    family: str
+    name: str
+    num_rows: int = 8
     render_mode: str | None = None
 
     @property
     def preload(self) -> tuple[str, ...]:
         """Modules worth importing before workers are forked."""
-        return ("gymnasium",)
+        return FAMILIES[self.family].preload or (self.name.partition(":")[0],)
 
     def __call__(self, **env_kwargs: Any) -> Any:
-        """Return the env, made with these arguments (`ParallelEnv(..., env_kwargs={"max_episode_steps": 50})`)."""
-        import gymnasium
+        """Return the env, made with these arguments (`ParallelEnv(..., env_kwargs={"max_episode_steps": 50})`).
 
-        return gymnasium.make(self.env_id, **{"render_mode": self.render_mode, **env_kwargs})
-
-
-@dataclass(frozen=True)
-class DmControlFactory:
-    """Build `dm_control.suite.load(domain, task)`.
-
-    Attributes:
-        domain: e.g. `cartpole`.
-        task: e.g. `balance`.
-    """
-
-    domain: str
-    task: str
-
-    @property
-    def preload(self) -> tuple[str, ...]:
-        """Modules worth importing before workers are forked."""
-        return ("dm_control.suite",)
-
-    def __call__(self, **env_kwargs: Any) -> Any:
-        """Return the env, loaded with these arguments (`env_kwargs={"task_kwargs": {"time_limit": 2.0}}`)."""
-        from dm_control import suite
-
-        return suite.load(self.domain, self.task, **env_kwargs)
+        Raises:
+            FactoryError: the callable that the name stands for is not there, or does not return what it must.
+        """
+        return FAMILIES[self.family].build(self, **env_kwargs)
 
 
 @dataclass(frozen=True)
@@ -190,45 +170,60 @@ class VmasFactory:
         )
 
 
-@dataclass(frozen=True)
-class CallableFactory:
-    """Build an env by calling a callable of a module.
+# ---- how the envs of a name are built --------------------------------------------------------------
 
-    Attributes:
-        module: where it is, importable in the worker.
-        name: of the callable in it; dots lead into classes.
-        must_be_torchrl: refuse an env that is not TorchRL's.
-    """
 
-    module: str
-    name: str
-    must_be_torchrl: bool = False
+def _build_gymnasium(made: NamedFactory, **env_kwargs: Any) -> Any:
+    import gymnasium
 
-    @property
-    def preload(self) -> tuple[str, ...]:
-        """Modules worth importing before workers are forked."""
-        return (self.module,)
+    return gymnasium.make(made.name, **{"render_mode": made.render_mode, **env_kwargs})
 
-    def __call__(self, **env_kwargs: Any) -> Any:
-        """Return the env, made with these arguments.
 
-        Raises:
-            FactoryError: it is not TorchRL's although it must be, or the callable is not there.
-        """
-        env = named_callable(self.module, self.name)(**env_kwargs)
-        if self.must_be_torchrl and _TORCHRL_BASE not in map(_qualified_name, type(env).__mro__):
-            raise FactoryError(
-                f"torchrl:{self.module}:{self.name} failed: expected a TorchRL env, got {_qualified_name(type(env))}. "
-                f"Name it python:{self.module}:{self.name} to run envs of other families."
-            )
-        return env
+def _build_gymnasium_vec(made: NamedFactory, **env_kwargs: Any) -> Any:
+    """Return a SyncVectorEnv that leaves resets to the executor."""
+    import gymnasium
+
+    rendering: dict[str, Any] = {"render_mode": made.render_mode} if made.render_mode else {}
+    disabled = {"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED}
+    return gymnasium.make_vec(
+        made.name, made.num_rows, vectorization_mode="sync", vector_kwargs=disabled, **rendering, **env_kwargs
+    )
+
+
+def _build_envpool(made: NamedFactory, **env_kwargs: Any) -> Any:
+    """Return a pool with one thread, because workers run at the same time."""
+    import envpool
+
+    return envpool.make(
+        made.name, **{"env_type": "gymnasium", "num_envs": made.num_rows, "num_threads": 1, **env_kwargs}
+    )
+
+
+def _build_dm_control(made: NamedFactory, **env_kwargs: Any) -> Any:
+    from dm_control import suite
+
+    return suite.load(*made.name.split("/"), **env_kwargs)
+
+
+def _build_called(made: NamedFactory, **env_kwargs: Any) -> Any:
+    module, _, name = made.name.partition(":")
+    env = named_callable(module, name)(**env_kwargs)
+    if made.family == "torchrl" and _TORCHRL_BASE not in map(_qualified_name, type(env).__mro__):
+        raise FactoryError(
+            f"torchrl:{made.name} failed: expected a TorchRL env, got {_qualified_name(type(env))}. "
+            f"Name it python:{made.name} to run envs of other families."
+        )
+    return env
+
+
+# ---- which names there are -------------------------------------------------------------------------
 
 
 def gymnasium_ids() -> list[str]:
-    """Return the ids of all envs that Gymnasium knows so far, sorted."""
+    """Return the ids of all envs that Gymnasium knows so far."""
     import gymnasium
 
-    return sorted(gymnasium.registry)
+    return list(gymnasium.registry)
 
 
 #: Packages that register envs with Gymnasium when they are imported.
@@ -254,27 +249,31 @@ def registered_by_plug_ins() -> dict[str, str]:
     return {env_id: maker for env_id, maker in sorted(makers.items()) if maker in GYMNASIUM_PLUG_INS}
 
 
-def pettingzoo_ids() -> list[str]:
-    """Return the ids of all parallel envs that PettingZoo knows so far, sorted; none of a PettingZoo without ids."""
+def _pettingzoo_ids() -> list[str]:
+    """Return the ids of all parallel envs that PettingZoo knows so far; none of a PettingZoo without ids."""
     import pettingzoo
 
-    return sorted(getattr(pettingzoo, "parallel_registry", ()))
+    return list(getattr(pettingzoo, "parallel_registry", ()))
 
 
-def vmas_scenarios() -> list[str]:
-    """Return the names of all scenarios that come with VMAS, sorted."""
+def _vmas_scenarios() -> list[str]:
     import vmas
 
-    return sorted(vmas.scenarios + vmas.mpe_scenarios + vmas.debug_scenarios)
+    return [*vmas.scenarios, *vmas.mpe_scenarios, *vmas.debug_scenarios]
 
 
-def dm_control_tasks() -> list[str]:
-    """Return `domain/task` for all tasks of the dm_control suite, sorted."""
+def _dm_control_tasks() -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a missing display matters only for rendering
         from dm_control import suite
 
-    return sorted(f"{domain}/{task}" for domain, task in suite.ALL_TASKS)
+    return [f"{domain}/{task}" for domain, task in suite.ALL_TASKS]
+
+
+def _envpool_tasks() -> list[str]:
+    import envpool
+
+    return list(envpool.list_all_envs())
 
 
 def named_callable(module: str, name: str) -> Callable[..., Any]:
@@ -297,3 +296,104 @@ def named_callable(module: str, name: str) -> Callable[..., Any]:
 
 def _qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How the names of a family are read.
+
+    Attributes:
+        form: of its names, for messages.
+        factory: class of the factories that its names stand for; None for `NamedFactory`.
+        build: of a `NamedFactory`: returns the env.
+        preload: of a `NamedFactory`: modules worth importing before workers are forked; empty for the module in the
+            name.
+        package: is imported to check names; "" if none must be.
+        names: returns the names of its envs; None if names are callables of modules.
+        what: a name, for messages; "" if `factory` checks it.
+        elsewhere: a sentence for messages: how to name envs that `names` does not have.
+        is_listed: whether `envherd list` prints the names, and whether they can be given without the family.
+        has_slash: whether its names may have a slash.
+        has_rows: whether a name may end in a number of rows.
+        renders: whether its envs must know when they are built that they will be rendered.
+        limit: the field or else keyword argument of its factories that limits the steps of an episode, or None.
+    """
+
+    form: str
+    factory: Callable[..., Any] | None = None
+    build: Callable[..., Any] = _build_called
+    preload: tuple[str, ...] = ()
+    package: str = ""
+    names: Callable[[], Iterable[str]] | None = None
+    what: str = ""
+    elsewhere: str = ""
+    is_listed: bool = True
+    has_slash: bool = False
+    has_rows: bool = False
+    renders: bool = False
+    limit: str | None = None
+
+
+_OF_GYMNASIUM: dict[str, Any] = {
+    "preload": ("gymnasium",),
+    "package": "gymnasium",
+    "names": gymnasium_ids,
+    "what": "an env that Gymnasium knows",
+    "elsewhere": " Envs of another package: gymnasium:THE_PACKAGE:ID.",
+    "has_slash": True,
+    "renders": True,
+}
+#: Family -> its entry. A name without a family is looked up in this order.
+FAMILIES = {
+    "meltingpot": Family(
+        form="meltingpot:NAME",
+        factory=MeltingPotFactory,
+        names=lambda: (*substrate_names(), *scenario_names()),  # the package is not imported, which is slow
+        limit="max_steps",
+    ),
+    "gymnasium": Family(form="gymnasium:ID", build=_build_gymnasium, limit="max_episode_steps", **_OF_GYMNASIUM),
+    "gymnasium_vec": Family(
+        form="gymnasium_vec:ID[:ROWS]", build=_build_gymnasium_vec, is_listed=False, has_rows=True, **_OF_GYMNASIUM
+    ),
+    "envpool": Family(
+        form="envpool:TASK[:ROWS]",
+        build=_build_envpool,
+        preload=("envpool",),
+        package="envpool",
+        names=_envpool_tasks,
+        what="an EnvPool task",
+        is_listed=False,
+        has_rows=True,
+    ),
+    "dm_control": Family(
+        form="dm_control:DOMAIN/TASK",
+        build=_build_dm_control,
+        preload=("dm_control.suite",),
+        package="dm_control",
+        names=_dm_control_tasks,
+        what="DOMAIN/TASK of the dm_control suite",
+        has_slash=True,
+    ),
+    "pettingzoo": Family(
+        form="pettingzoo:ID-OR-MODULE",
+        factory=PettingZooFactory,
+        package="pettingzoo",
+        names=_pettingzoo_ids,
+        what="a parallel env that PettingZoo knows",
+        elsewhere=" Envs of another package: pettingzoo:THE_MODULE.",
+        has_slash=True,
+        renders=True,
+        limit="max_cycles",
+    ),
+    "vmas": Family(
+        form="vmas:SCENARIO[:ROWS]",
+        factory=VmasFactory,
+        package="vmas",
+        names=_vmas_scenarios,
+        what="a VMAS scenario",
+        has_rows=True,
+        limit="max_steps",
+    ),
+    "torchrl": Family(form="torchrl:MODULE:CALLABLE", package="torchrl", is_listed=False),
+    "python": Family(form="python:MODULE:CALLABLE", is_listed=False),
+}

@@ -18,7 +18,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from envherd.executor import Busy, EnvError, ExecutorOptions, FactoryError
 from envherd.executor.facades.sb3 import DummyVecEnv, ExecutorVecEnv, SubprocVecEnv, installed
-from envherd.workers.adapters.named import DmControlFactory
+from envherd.workers.adapters.named import NamedFactory
 from envherd.workers.errors import ActionError, ResetNeeded
 from tests.executor.facades.sb3_envs import (
     DyingEnv,
@@ -310,7 +310,7 @@ def test_an_env_made_elsewhere_is_copied_to_its_worker():
 
 @needs("dm-control")
 def test_envs_of_other_families_are_rows_too():
-    env = TWO_WORKERS([DmControlFactory("cartpole", "swingup")] * 2)
+    env = TWO_WORKERS([NamedFactory("dm_control", "cartpole/swingup")] * 2)
     assert isinstance(env.observation_space, gymnasium.spaces.Dict)
     assert env.action_space == gymnasium.spaces.Box(-1, 1, (1,), np.float64)
     first = env.reset()
