@@ -38,7 +38,7 @@ BUDGET = {
     "workers/adapters/common": 478,
     "workers/adapters/dm_env": 353,
     "workers/adapters/gymnasium": 1161,
-    "workers/adapters/hosts": 1800,
+    "workers/adapters/hosts": 667,
     "workers/adapters/meltingpot": 1512,
     "workers/adapters/pettingzoo": 721,
     "workers/adapters/simulators": 1133,

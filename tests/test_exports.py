@@ -195,7 +195,7 @@ def test_a_facade_without_its_library_names_the_extra(name):
     package, extra = FACADES[name]
     code = f"""
 try:
-    import envherd.executor.facades.{name}
+    from envherd.executor.facades.{name} import *
 except ImportError as error:
     print(error.name, error)
 """

@@ -37,12 +37,6 @@ ALLOWED = {
     "workers/adapters/simulators/*": {"torch", "tensordict"},
     "workers/adapters/simulators/vmas.py": {"vmas"},
     "workers/adapters/torchrl/*": {"torch", "tensordict", "torchrl"},
-    "workers/adapters/hosts/gymnasium_native.py": {"gymnasium"},
-    "workers/adapters/hosts/gymnasium_029.py": {"gymnasium"},
-    "workers/adapters/hosts/leaf_spaces.py": {"gymnasium"},
-    "workers/adapters/hosts/pettingzoo*.py": {"gymnasium", "pettingzoo"},
-    "workers/adapters/hosts/rllib.py": {"gymnasium"},
-    "workers/adapters/hosts/sb3.py": {"gymnasium"},
     "workers/adapters/hosts/torchrl*.py": {"torch", "tensordict", "torchrl"},
     "executor/*": {"numpy", "torch", "tensordict", "psutil", "envherd.shm", "envherd.workers", "envherd.executor"},
     "executor/cli/*": {"typer", "rich"},
@@ -59,7 +53,9 @@ ALLOWED = {
     "executor/cluster/*.py": {"ray", "cloudpickle"},
     "executor/facades/gymnasium/*": {"gymnasium"},
     "executor/facades/cleanrl/*": {"gymnasium"},
+    "executor/facades/leaf_spaces.py": {"gymnasium"},
     "executor/facades/pettingzoo/*": {"gymnasium"},
+    "executor/facades/pettingzoo/stacked.py": {"pettingzoo"},
     "executor/facades/rllib/*": {"gymnasium", "ray"},
     "executor/facades/sb3/*": {"stable_baselines3", "gymnasium"},
     "executor/facades/torchrl/*": {"torchrl"},
@@ -267,6 +263,24 @@ def test_an_adapter_loads_only_its_family(adapter, loaded):
     module = f"envherd.workers.adapters.{adapter}"
     importlib.import_module(module)
     assert heavy_after_importing([module]) <= loaded
+
+
+#: A facade's half in a worker -> the heavy packages that it may load. The rest of the facade loads torch and its host.
+WORKER_HALVES = {
+    "cleanrl.worker": {"gymnasium"},
+    "gymnasium.worker": {"gymnasium"},
+    "pettingzoo.one_group": set(),
+    "pettingzoo.worker": {"gymnasium"},
+    "rllib.worker": {"gymnasium"},
+    "sb3.factory": set(),
+    "sb3.worker": {"gymnasium"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", WORKER_HALVES)
+def test_a_facades_half_in_a_worker_loads_no_host_library(half):
+    assert heavy_after_importing([f"envherd.executor.facades.{half}"]) <= WORKER_HALVES[half]
 
 
 @pytest.mark.slow

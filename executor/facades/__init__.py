@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
 
 class needing:  # noqa: N801  # used as a function
     """Name what to install if an import in the block does not find a package; other errors of imports pass unchanged.
@@ -26,3 +31,26 @@ class needing:  # noqa: N801  # used as a function
                     f'pip install "{self._install}".',
                     name=one.name,
                 ) from error
+
+
+def lazy_names(facade: str, homes: Mapping[str, str], install: str, *packages: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a facade's package, which imports a public name when it is first used.
+
+    Workers import the facade's other half from the same package, without the host library and without torch.
+
+    Args:
+        facade: name of the package.
+        homes: public name -> the module of the package that has it.
+        install: see `needing`.
+        *packages: see `needing`.
+    """
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {facade!r} has no attribute {name!r}")
+        with needing(install, *packages):
+            value = getattr(importlib.import_module(f"{facade}.{homes[name]}"), name)
+        setattr(sys.modules[facade], name, value)
+        return value
+
+    return find

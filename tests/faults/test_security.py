@@ -29,12 +29,12 @@ UNPICKLES = {
     "workers/messages.py": "what the parent sends to its own worker, over a socket without a name",
     "workers/build.py": "factories, which came with such a message",
     "workers/registries.py": "registered names of envs, which came with such a message",
-    "workers/adapters/hosts/sb3_factory.py": "the same",
+    "executor/facades/sb3/factory.py": "the same",
     "workers/adapters/hosts/torchrl_guest.py": "the same",
     "executor/sizing/serial_host.py": "the env that `envherd size` was given, in a process forked for SerialEnv",
     "executor/batched.py": "answers of workers, with options.pickle_replies",
     "workers/infos.py": "infos of workers, with options.infos='pickle' (facades of Gymnasium and SB3)",
-    "workers/adapters/hosts/gymnasium_native.py": "values of spaces that are no arrays (facade of Gymnasium)",
+    "executor/facades/gymnasium/worker.py": "values of spaces that are no arrays (facade of Gymnasium)",
     "workers/adapters/hosts/torchrl_crossing.py": "specs and odd leaves (facade of TorchRL)",
 }
 

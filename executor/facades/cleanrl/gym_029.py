@@ -16,9 +16,9 @@ import gymnasium.vector
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from envherd.executor.facades.cleanrl import worker
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.options import ExecutorOptions
-from envherd.workers.adapters.hosts import gymnasium_029
 
 #: Info key of the Gymnasium 1 facade -> the key in 0.29.
 _FINALS = {"final_info": "final_info", "final_obs": "final_observation"}
@@ -78,7 +78,7 @@ class _Vector:
     AsyncVectorEnv = SyncVectorEnv
 
 
-class Gym(gymnasium_029.Gym):
+class Gym(worker.Gym):
     """A `gym` for scripts, with the number of workers and options for its vector envs.
 
     Args:

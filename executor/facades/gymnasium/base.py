@@ -26,10 +26,10 @@ from envherd.executor.facades.episode_columns import EpisodeColumns
 from envherd.executor.facades.gymnasium.errors import as_gymnasium
 from envherd.executor.facades.gymnasium.rows import Actions, Observations
 from envherd.executor.facades.gymnasium.spaces import Description, batch, check_mode, describe_all
+from envherd.executor.facades.gymnasium.worker import FINAL_OBSERVATION
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.blueprint import checked_options
 from envherd.executor.protocol.flight import Flight
-from envherd.workers.adapters.hosts.gymnasium_native import FINAL_OBSERVATION
 from envherd.workers.build import check_factory
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import Op

@@ -13,8 +13,8 @@ from gymnasium import spaces
 from gymnasium.vector.utils import iterate
 
 from envherd.executor.facades.columns import Column, LatestColumn
+from envherd.executor.facades.gymnasium.worker import FIXED, builder, flattener, leaf_spaces, loads
 from envherd.executor.protocol.engine import Engine
-from envherd.workers.adapters.hosts.gymnasium_native import FIXED, builder, flattener, leaf_spaces, loads
 
 Space = spaces.Space[Any]
 

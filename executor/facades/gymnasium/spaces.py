@@ -12,7 +12,7 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from envherd.executor.batched import BatchedEnv
-from envherd.workers.adapters.hosts.gymnasium_native import leaf_spaces, loads
+from envherd.executor.facades.gymnasium.worker import leaf_spaces, loads
 
 Space = spaces.Space[Any]
 

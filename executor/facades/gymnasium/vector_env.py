@@ -24,6 +24,7 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.gymnasium.base import EnvFns, HostedVectorEnv, StepResult
 from envherd.executor.facades.gymnasium.errors import CallTimeout, as_gymnasium
 from envherd.executor.facades.gymnasium.spaces import Description, has_custom
+from envherd.executor.facades.gymnasium.worker import NativeAdapter, NativeFactory, loads
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
@@ -32,7 +33,6 @@ from envherd.executor.pools.blueprint import choose_workers
 from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.executor.serial import SerialEnv
 from envherd.workers.adapters.base import Adapter
-from envherd.workers.adapters.hosts.gymnasium_native import NativeAdapter, NativeFactory, loads
 from envherd.workers.errors import EnvherdError
 
 __all__ = ["AsyncState", "AsyncVectorEnv", "SyncVectorEnv", "installed", "make_vec"]

@@ -14,10 +14,10 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from envherd.executor.facades.pettingzoo.one_group import OneGroupFactory
 from envherd.executor.facades.pettingzoo.vector_env import ByAgent, ParallelVectorEnv
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
-from envherd.workers.adapters.hosts.pettingzoo_one_group import OneGroupFactory
 
 Infos = list[dict[str, Any]]
 

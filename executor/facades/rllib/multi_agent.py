@@ -22,8 +22,7 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.columns import LatestColumn
 from envherd.executor.facades.gymnasium.spaces import Description
 from envherd.executor.facades.pettingzoo.vector_env import AgentDictEnv
-from envherd.executor.options import ExecutorOptions
-from envherd.workers.adapters.hosts.rllib import (
+from envherd.executor.facades.rllib.worker import (
     ALL,
     OBSERVED,
     PRESENT,
@@ -32,6 +31,7 @@ from envherd.workers.adapters.hosts.rllib import (
     TRUNCATED,
     MultiAgentFactory,
 )
+from envherd.executor.options import ExecutorOptions
 from envherd.workers.errors import ActionError
 
 ByAgent = dict[Any, Any]

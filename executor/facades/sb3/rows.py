@@ -14,11 +14,11 @@ from gymnasium import spaces
 
 from envherd.executor.facades.columns import Column
 from envherd.executor.facades.fitting import as_array, fitted
+from envherd.executor.facades.leaf_spaces import Space
 from envherd.executor.facades.sb3.spaces import observed_leaves
 from envherd.executor.protocol.positions import Positions
 from envherd.shm.slab import Slab
 from envherd.shm.specs import Discrete, LeafSpec, MultiDiscrete
-from envherd.workers.adapters.hosts.leaf_spaces import Space
 
 
 class Reader:

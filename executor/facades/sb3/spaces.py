@@ -11,8 +11,8 @@ from typing import Any
 
 from gymnasium import spaces
 
+from envherd.executor.facades.leaf_spaces import Space, space_of
 from envherd.shm.specs import EnvSpec, Key, LeafSpec
-from envherd.workers.adapters.hosts.leaf_spaces import Space, space_of
 
 #: Arrays `[N, ...]` in the order of the leaves -> SB3's observation.
 Compose = Callable[[Sequence[Any]], Any]

@@ -33,9 +33,12 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.episode_columns import EpisodeColumns
 from envherd.executor.facades.errors import as_raised
 from envherd.executor.facades.installing import replaced
+from envherd.executor.facades.leaf_spaces import Space
+from envherd.executor.facades.sb3.factory import Sb3Factory
 from envherd.executor.facades.sb3.masks import ActionMasks
 from envherd.executor.facades.sb3.rows import Reader, Writer
 from envherd.executor.facades.sb3.spaces import compose_for, inner_spaces, num_agents, spaces_of
+from envherd.executor.facades.sb3.worker import Sb3DirectAdapter
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.executor.parallel import ParallelEnv
@@ -43,9 +46,6 @@ from envherd.executor.pools.blueprint import checked_options
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.serial import SerialEnv
 from envherd.workers.adapters import find_adapter
-from envherd.workers.adapters.hosts.leaf_spaces import Space
-from envherd.workers.adapters.hosts.sb3 import Sb3DirectAdapter
-from envherd.workers.adapters.hosts.sb3_factory import Sb3Factory
 from envherd.workers.build import check_factory
 from envherd.workers.errors import ActionError, Busy, EnvError, EnvherdError, FactoryError
 from envherd.workers.protocol import Op

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from envherd.executor.facades.cleanrl import Gym, OldVectorEnv, gym
-from envherd.workers.adapters.hosts import gymnasium_029
+from envherd.executor.facades.cleanrl import Gym, OldVectorEnv, gym, worker
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +112,7 @@ def test_names_of_atari_games_need_no_registration():
 
 def test_workers_have_a_gym_without_vector_envs():
     in_worker = pickle.loads(pickle.dumps(gym))
-    assert type(in_worker) is gymnasium_029.Gym
+    assert type(in_worker) is worker.Gym
     assert in_worker.spaces is gymnasium.spaces
     assert not hasattr(in_worker.vector, "OldVectorEnv")
     assert gym.vector.VectorEnv is gymnasium.vector.VectorEnv

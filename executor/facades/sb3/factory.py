@@ -40,7 +40,7 @@ class Sb3Factory:
         env = pickle.loads(self._pickled)()
         if not is_gymnasium(env):
             return env
-        from envherd.workers.adapters.hosts.sb3 import Sb3Adapter  # other families do without
+        from envherd.executor.facades.sb3.worker import Sb3Adapter  # other families do without
 
         return Sb3Adapter(env)
 

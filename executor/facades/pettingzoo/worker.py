@@ -18,10 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 from gymnasium import spaces
 
-from envherd.shm.specs import Binary, EnvSpec, Key, LeafSpec, done_leaves
-from envherd.workers.adapters.base import Adapter, StepValues
-from envherd.workers.adapters.common.scalars import as_float
-from envherd.workers.adapters.hosts.gymnasium_native import (
+from envherd.executor.facades.gymnasium.worker import (
     NativeEnv,
     NativeFactory,
     Space,
@@ -29,6 +26,9 @@ from envherd.workers.adapters.hosts.gymnasium_native import (
     flattener,
     leaf_specs,
 )
+from envherd.shm.specs import Binary, EnvSpec, Key, LeafSpec, done_leaves
+from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.common.scalars import as_float
 from envherd.workers.adapters.pettingzoo.adapter import (
     acting_agents,
     checked_reset,
@@ -80,7 +80,7 @@ class ParallelFactory(NativeFactory):
 
     def __call__(self) -> ParallelNativeAdapter:
         """Build the env."""
-        from envherd.workers.adapters.hosts.pettingzoo_stacked import parallel_env  # `rllib` does without PettingZoo
+        from envherd.executor.facades.pettingzoo.stacked import parallel_env  # `rllib` does without PettingZoo
 
         return ParallelNativeAdapter(ParallelGuest(parallel_env(self.env_fn)))
 

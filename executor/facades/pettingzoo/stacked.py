@@ -13,10 +13,10 @@ import numpy as np
 from gymnasium import spaces
 from pettingzoo import ParallelEnv
 
+from envherd.executor.facades.leaf_spaces import Space, space_of
 from envherd.shm.specs import EnvSpec, Key
 from envherd.workers.adapters import find_adapter
 from envherd.workers.adapters.base import Adapter
-from envherd.workers.adapters.hosts.leaf_spaces import Space, space_of
 from envherd.workers.adapters.pettingzoo.adapter import as_parallel
 from envherd.workers.errors import ActionError, SpecError
 

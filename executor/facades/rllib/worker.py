@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 import numpy as np
 from gymnasium import spaces
 
+from envherd.executor.facades.pettingzoo.worker import ParallelFactory, ParallelGuest, ParallelNativeAdapter
 from envherd.shm.specs import Key, LeafSpec
 from envherd.workers.adapters.base import StepValues
 from envherd.workers.adapters.common.scalars import as_float
-from envherd.workers.adapters.hosts.pettingzoo_native import ParallelFactory, ParallelGuest, ParallelNativeAdapter
 from envherd.workers.adapters.pettingzoo.adapter import checked_reset, checked_step, possible_agents
 from envherd.workers.errors import ResetNeeded, SpecError
 
@@ -45,14 +45,14 @@ class AgentsGuest(ParallelGuest):
 class MultiAgentFactory(ParallelFactory):
     """A picklable factory of `MultiAgentAdapter`s over a user's factory of envs.
 
-    The user's factory returns a `MultiAgentEnv` of RLlib, or an env that `pettingzoo_stacked.parallel_env` accepts.
+    The user's factory returns a `MultiAgentEnv` of RLlib, or an env that `parallel_env` of PettingZoo's facade accepts.
     """
 
     def __call__(self) -> MultiAgentAdapter:
         """Build the env."""
         env = self.env_fn()
         if _RLLIB not in {f"{cls.__module__}.{cls.__qualname__}" for cls in type(env).__mro__}:
-            from envherd.workers.adapters.hosts.pettingzoo_stacked import parallel_env  # only with PettingZoo
+            from envherd.executor.facades.pettingzoo.stacked import parallel_env  # only with PettingZoo
 
             env = _ParallelAgents(parallel_env(lambda: env))
         return MultiAgentAdapter(AgentsGuest(env))
