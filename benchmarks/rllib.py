@@ -80,14 +80,11 @@ def _bare_substrate(_: Any) -> Any:
 
 
 def cartpole_runners() -> dict[str, Any]:
-    """Return local runners with 8 CartPoles: RLlib's, with one process and with one per env; ours, with workers too."""
+    """Return local runners with 8 CartPoles: RLlib's, with one process and with one per env; ours."""
     from ray.rllib.algorithms.ppo import PPOConfig
     from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 
     from envherd.executor.facades import rllib
-
-    class InWorkers(rllib.SingleAgentEnvRunner):
-        num_env_workers = 2
 
     def make(kind: Any, mode: str) -> Any:
         config = PPOConfig().environment("CartPole-v1").debugging(seed=0)
@@ -98,7 +95,6 @@ def cartpole_runners() -> dict[str, Any]:
         "RLlib, sync": make(SingleAgentEnvRunner, "sync"),
         "RLlib, async": make(SingleAgentEnvRunner, "async"),
         "envherd": make(rllib.SingleAgentEnvRunner, "sync"),
-        "envherd, 2 workers": make(InWorkers, "sync"),
     }
 
 

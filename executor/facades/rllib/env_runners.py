@@ -5,12 +5,11 @@
     config.env_runners(env_runner_cls=SingleAgentEnvRunner, num_envs_per_env_runner=8)
 
 Guarantees: episodes, callbacks, connectors and metrics are RLlib's own code. Envs are built, reset, stepped and seeded
-as by RLlib's runner of the same name with `gym_env_vectorize_mode="sync"`, but in workers (unless they are too cheap).
+as by RLlib's runner of the same name with `gym_env_vectorize_mode="sync"`, but in workers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -24,15 +23,6 @@ from ray.tune.registry import ENV_CREATOR, _global_registry
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.facades.rllib.multi_agent import MultiAgentVectorEnv
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.sizing.opening import helper, subject_of
-from envherd.executor.sizing.probing import ProbeLimits, probe
-from envherd.workers.errors import EnvherdError
-
-#: Seconds of a step of all envs from which workers are faster: workers sleep while RLlib computes, and a step that
-#: wakes them takes 0.7 ms longer (`envherd.benchmarks.rllib`, 2 processors).
-_WORTH_WORKERS_S = 1e-3
-#: Seconds of the measurement of an env.
-_PROBE_S = 0.3
 
 
 class _Hosted:
@@ -86,39 +76,13 @@ class _Hosted:
 
 
 class SingleAgentEnvRunner(_Hosted, single_agent_env_runner.SingleAgentEnvRunner):  # type: ignore[misc]  # has no types
-    """RLlib's `SingleAgentEnvRunner`, whose vector env is `facades.gymnasium.AsyncVectorEnv`.
-
-    If neither `num_env_workers` nor `executor_options` is set, one env is first measured in a worker process. If its
-    steps are so cheap that workers would be slower, RLlib's own vector env runs the envs, as with
-    `num_env_workers = 0`.
-    """
+    """RLlib's `SingleAgentEnvRunner`, whose vector env is `facades.gymnasium.AsyncVectorEnv`."""
 
     def make_env(self) -> None:
         """Build the envs, after closing those that are there; see RLlib's method."""
-        with contextlib.ExitStack() as stack:
-            is_free = self.num_env_workers is None and self.executor_options is None
-            if self.num_env_workers == 0 or (is_free and self._is_cheap(stack)):
-                super().make_env()
-            else:
-                self._make_env_in_workers()
-
-    def _is_cheap(self, stack: contextlib.ExitStack) -> bool:
-        """Return whether a step of all envs takes less time than workers need to wake.
-
-        Args:
-            stack: keeps the measurement's helper process, which workers share until the stack is closed.
-        """
-        options = ExecutorOptions()
-        try:
-            subject = subject_of(self._env_fn(self._context()), None, options)
-            stack.enter_context(helper(subject, options))
-            measured = probe(subject, ProbeLimits(budget_s=_PROBE_S), options, lambda _stage, _share: None)
-        except EnvherdError:  # the workers report what is wrong with the env
-            return False
-        step_s = measured.step_mean_s + measured.end_share * measured.reset_median_s
-        return step_s * self.config.num_envs_per_env_runner < _WORTH_WORKERS_S
-
-    def _make_env_in_workers(self) -> None:
+        if self.num_env_workers == 0:
+            super().make_env()
+            return
         config = self.config
         before = config.env, config.gym_env_vectorize_mode
         config.env = functools.partial(_vector_env, self._env_fn(self._context()), self._arguments())

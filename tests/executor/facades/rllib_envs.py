@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import gymnasium
@@ -37,14 +36,6 @@ class Corridor(gymnasium.Env):
         self.at = max(0, self.at + (1 if action else -1))
         is_home = self.at == self.length
         return self._see(), float(self.at), is_home, self.steps == 9 and not is_home, {"steps": self.steps}
-
-
-class Slow(Corridor):
-    """So slow that workers are faster."""
-
-    def step(self, action: int) -> Any:
-        time.sleep(0.002)
-        return super().step(action)
 
 
 class _Agents(MultiAgentEnv):

@@ -20,18 +20,12 @@ ENOUGH = 100.0
 MAX_ITERATIONS = 40
 
 
-class Runner(SingleAgentEnvRunner):
-    """Does not leave cheap envs to RLlib's own vector env."""
-
-    num_env_workers = 1
-
-
 def main() -> None:
     """Train until the mean return is enough, and check that no process is left."""
     config = (
         PPOConfig()
         .environment("CartPole-v1")
-        .env_runners(env_runner_cls=Runner, num_env_runners=2, num_envs_per_env_runner=4)
+        .env_runners(env_runner_cls=SingleAgentEnvRunner, num_env_runners=2, num_envs_per_env_runner=4)
         .training(train_batch_size_per_learner=2000, minibatch_size=250, num_epochs=8, lr=1e-3, gamma=0.99)
         .rl_module(model_config=DefaultModelConfig(fcnet_hiddens=[64, 64], vf_share_layers=False))
         .debugging(seed=0)
