@@ -13,10 +13,11 @@ from gymnasium import spaces
 from gymnasium.vector.utils import iterate
 
 from envherd.executor.facades.columns import Column, LatestColumn
-from envherd.executor.facades.gymnasium.worker import FIXED, builder, flattener, leaf_spaces, loads
+from envherd.executor.facades.gymnasium.spaces import Space, leaf_spaces
+from envherd.executor.facades.gymnasium.worker import loads
 from envherd.executor.protocol.engine import Engine
-
-Space = spaces.Space[Any]
+from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
+from envherd.workers.adapters.gymnasium.spaces import FIXED, native_tree
 
 
 class Actions:
@@ -34,13 +35,11 @@ class Actions:
     def __init__(self, engine: Engine, single_space: Space, space: Space) -> None:
         self._engine = engine
         self._space = space
-        leaves = leaf_spaces(single_space)
+        tree = native_tree(single_space, "action", space)
         inputs = engine.pool.slab.groups[0].inputs
-        self._targets: list[np.ndarray] | None = None
-        if all(isinstance(leaf, FIXED) for leaf in leaves):
-            self._targets = [inputs["input", "action", str(index)] for index in range(len(leaves))]
-            self._flatten = flattener(single_space)
-        self._is_bare = isinstance(single_space, FIXED)
+        keys = [("input", *leaf.key) for leaf in leaf_specs(tree) if not leaf.is_side]
+        self._targets = [inputs[key] for key in keys] if len(keys) == len(leaf_specs(tree)) else None
+        self._split = flattener(tree, None)
 
     def take(self, actions: Any) -> None:
         """Pass a batch of actions to the envs.
@@ -53,8 +52,9 @@ class Actions:
             self._take_objects(actions)
 
     def _take_arrays(self, targets: list[np.ndarray], actions: Any) -> bool:
-        values = [actions] if self._is_bare else self._split(actions)
-        if values is None:
+        try:
+            values = self._split(actions)
+        except (TypeError, LookupError):
             return False
         for target, value in zip(targets, values, strict=True):
             if value.__class__ is not np.ndarray or value.dtype != target.dtype or value.shape != target.shape:
@@ -62,14 +62,6 @@ class Actions:
         for target, value in zip(targets, values, strict=True):
             target[...] = value
         return True
-
-    def _split(self, actions: Any) -> list[Any] | None:
-        values: list[Any] = []
-        try:
-            self._flatten(actions, values)
-        except (TypeError, LookupError):
-            return None
-        return values
 
     def _take_objects(self, actions: Any) -> None:
         given = tuple(iterate(self._space, actions))
@@ -99,8 +91,8 @@ class Observations:
         ]
         #: index of one env's value after its number: a Box's value is an array, also if its shape is ()
         self._tails = [() if isinstance(leaf, spaces.Discrete) else (...,) for leaf in leaf_spaces(single_space)]
-        self._join = builder(single_space)
-        self._only = self._columns[0] if isinstance(single_space, FIXED) else None
+        self._join = builder(native_tree(single_space, ""))
+        self._only = self._columns[0] if len(self._columns) == 1 and isinstance(single_space, FIXED) else None
 
     def after(self, column: int, reset_ids: np.ndarray | None) -> Any:
         """Return the observations after a step of all envs, from a ring column; of a reset, for envs that were reset.
@@ -128,12 +120,12 @@ class Observations:
             self._objects(index) if leaf is None else self._read(leaf.after, column)
             for index, leaf in enumerate(self._columns)
         ]
-        return self._join(iter(leaves))
+        return self._join(leaves)
 
     def now(self) -> Any:
         """Return a copy of the envs' present observations, from any column."""
         leaves = [self._objects(index) if leaf is None else leaf.read() for index, leaf in enumerate(self._columns)]
-        return self._join(iter(leaves))
+        return self._join(leaves)
 
     def last_of(self, env_id: int, column: int) -> Any:
         """Return a copy of the observation of one env's latest step, not batched."""
@@ -142,7 +134,7 @@ class Observations:
             loads(self._side.next[env_id][index]) if leaf is None else leaf.after.look(column)[env_id, *tail].copy()
             for index, (leaf, tail) in enumerate(columns)
         ]
-        return self._join(iter(leaves))
+        return self._join(leaves)
 
     def _objects(self, index: int) -> tuple[Any, ...]:
         latest = self._side.latest(self._positions.in_root)

@@ -21,11 +21,11 @@ from envherd.executor.facades.columns import LatestColumn
 from envherd.executor.facades.fitting import fitted
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.facades.gymnasium.spaces import Description
-from envherd.executor.facades.gymnasium.worker import Space
 from envherd.executor.facades.pettingzoo.worker import ACTIVE, AGENTS, REWARD, ParallelFactory
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
+from envherd.workers.adapters.gymnasium.spaces import Space
 from envherd.workers.errors import ActionError
 
 ByAgent = dict[Any, Any]

@@ -17,18 +17,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
 
-from envherd.executor.facades.gymnasium.worker import (
-    NativeEnv,
-    NativeFactory,
-    Space,
-    builder,
-    flattener,
-    leaf_specs,
-)
+from envherd.executor.facades.gymnasium.worker import NativeEnv, NativeFactory
 from envherd.shm.specs import Binary, EnvSpec, Key, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.adapters.common.scalars import as_float
+from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
+from envherd.workers.adapters.gymnasium.spaces import Space, native_tree
 from envherd.workers.adapters.pettingzoo.adapter import (
     acting_agents,
     checked_reset,
@@ -95,10 +91,9 @@ class Seat:
     def __init__(self, agent: Any, space: Space, terminated: np.ndarray, truncated: np.ndarray) -> None:
         self.agent = agent
         self._terminated, self._truncated = terminated, truncated  # VIEWS, of one element each
-        self._flatten = flattener(space)
-        self._absent = [
-            np.zeros(leaf.shape, leaf.dtype) if not leaf.is_side else dumps(None) for leaf in leaf_specs(space, "")
-        ]
+        tree = native_tree(space, "")
+        self._flatten = flattener(tree, None)
+        self._absent = [dumps(None) if leaf.is_side else np.zeros(leaf.shape, leaf.dtype) for leaf in leaf_specs(tree)]
 
     @property
     def end(self) -> tuple[bool, bool]:
@@ -112,7 +107,7 @@ class Seat:
     def add(self, observations: Mapping[Any, Any], values: list[Any]) -> None:
         """Append the leaves of the agent's observation, or zeros where it has none."""
         if self.agent in observations:
-            self._flatten(observations[self.agent], values)
+            values += self._flatten(observations[self.agent])
         else:
             values += self._absent
 
@@ -141,12 +136,16 @@ class ParallelNativeAdapter(Adapter):
         self._seats: dict[Any, Seat] = {
             agent: Seat(agent, observed[agent], self._flags[1, i], self._flags[2, i]) for i, agent in enumerate(agents)
         }
-        self._build = builder(acted)
+        action = native_tree(acted, "action", batch_space(acted, 1))
+        self._build = builder(action)
         self._needs_reset = True
-        self._can_act = not any(leaf.is_side for leaf in leaf_specs(acted, "action"))
+        can_act = not any(leaf.is_side for leaf in leaf_specs(action))
         self.spec = EnvSpec(
-            observation=(*leaf_specs(observed, "observation"), LeafSpec(ACTIVE, (size,), "bool", Binary())),
-            action=leaf_specs(acted, "action") if self._can_act else (),
+            observation=(
+                *leaf_specs(native_tree(observed, "observation")),
+                LeafSpec(ACTIVE, (size,), "bool", Binary()),
+            ),
+            action=leaf_specs(action) if can_act else (),
             reward=(LeafSpec(REWARD, (size,), "float64"),),
             done=done_leaves(groups=((AGENTS, (size, 1)),)),
             groups=((AGENTS, (size,)),),
@@ -178,7 +177,7 @@ class ParallelNativeAdapter(Adapter):
             SpecError: the env returned no five dicts, or named an unknown agent.
         """
         guest, env = self.env, self.env.env
-        given = guest.take_raw_action() if guest.has_raw_action else self._build(iter(action))
+        given = guest.take_raw_action() if guest.has_raw_action else self._build(action)
         if self._needs_reset:
             raise ResetNeeded("step failed: expected an episode under way, got a PettingZoo env that needs a reset.")
         acting = list(env.agents)

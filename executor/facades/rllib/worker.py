@@ -117,7 +117,7 @@ class MultiAgentAdapter(ParallelNativeAdapter):
             SpecError: the env returned no five dicts, no `__all__`, or named an unknown agent.
         """
         guest = self.env
-        given = guest.take_raw_action() if guest.has_raw_action else self._build(iter(action))
+        given = guest.take_raw_action() if guest.has_raw_action else self._build(action)
         if self._needs_reset:
             raise ResetNeeded("step failed: expected an episode under way, got a multi-agent env that needs a reset.")
         acting = [agent for agent, acts in zip(self._seats, self._active, strict=True) if acts]

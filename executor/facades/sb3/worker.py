@@ -14,16 +14,12 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium import spaces
 
-from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters.base import StepValues
 from envherd.workers.adapters.common.scalars import as_float
-from envherd.workers.adapters.common.tree import Branch, Leaf, Node, builder, leaf_specs
+from envherd.workers.adapters.common.tree import Leaf
 from envherd.workers.adapters.gymnasium import spaces as gymnasium_spaces
 from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
-
-Read = Callable[[Any], list[Any]]
 
 
 class Sb3Adapter(GymnasiumAdapter):
@@ -34,23 +30,14 @@ class Sb3Adapter(GymnasiumAdapter):
         error: the env's latest exception, or None.
     """
 
+    _where = None
+
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
-        self.env = env
-        self.info: Mapping[str, Any] = {}
         self.step_info: Mapping[str, Any] = {}
         self.error: BaseException | None = None
-        tree, _ = gymnasium_spaces.observation_tree(spaces.Dict({"observation": env.observation_space}))
-        assert isinstance(tree, Branch)
-        observation = tree.entries[0][1]
+        observation = gymnasium_spaces.nested_observation_tree(env.observation_space, ("observation",), _cast_leaf)
         action = gymnasium_spaces.action_tree(env.action_space)
-        self._read = _reader(observation)
-        self._build = builder(action)
-        self.spec = EnvSpec(
-            observation=leaf_specs(observation),
-            action=leaf_specs(action),
-            family=self.family,
-            metadata={"render_mode": env.render_mode},
-        )
+        self._describe(env, observation, action, "float32", {"render_mode": env.render_mode})
 
     def reset(
         self,
@@ -61,7 +48,7 @@ class Sb3Adapter(GymnasiumAdapter):
         arguments = dict(options or {}) if seed is None else {"seed": seed, **(options or {})}
         try:
             observation, self.info = self.env.reset(**arguments)
-            return self._read(observation)
+            return self._flatten(observation)
         except BaseException as error:
             self.error = error
             raise
@@ -74,7 +61,7 @@ class Sb3Adapter(GymnasiumAdapter):
             observation, reward, terminated, truncated, self.info = self.env.step(action)
             self.step_info = self.info
             reward = reward if reward.__class__ is float else as_float(reward, "reward")
-            return self._read(observation), [reward], bool(terminated), bool(truncated)
+            return self._flatten(observation), [reward], bool(terminated), bool(truncated)
         except BaseException as error:
             self.error = error
             raise
@@ -94,21 +81,13 @@ class Sb3DirectAdapter(Sb3Adapter):
         return self._step(self.next_action)
 
 
-def _reader(node: Node) -> Read:
-    """Return the function that splits an observation into a list aligned with the leaves."""
-    if isinstance(node, Leaf):
-        cast = _cast(node)
-        return lambda value: [cast(value)]
-    parts = [(key, _reader(child)) for key, child in node.entries]
-    return lambda value: [leaf for key, part in parts for leaf in part(value[key])]
+def _cast_leaf(space: gymnasium_spaces.Space, key: tuple[str, ...]) -> Leaf:
+    """Describe an observation that gets the dtype of its space."""
+    leaf = gymnasium_spaces.observation_leaf(space, key)
+    return Leaf(leaf.spec, take=None if leaf.spec.is_side else _caster(np.dtype(leaf.spec.dtype), leaf.take))
 
 
-def _cast(leaf: Leaf) -> Callable[[Any], Any]:
-    """Return the function that gives an observation the dtype of its space."""
-    if leaf.spec.is_side:
-        return lambda value: value
-    dtype, take = np.dtype(leaf.spec.dtype), leaf.take
-
+def _caster(dtype: np.dtype, take: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
     def cast(value: Any) -> Any:
         if not (value.__class__ is np.ndarray and value.dtype == dtype):
             value = np.asarray(value).astype(dtype)

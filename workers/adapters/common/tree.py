@@ -121,21 +121,21 @@ def check_names(node: Branch, names: tuple[str, ...], operation: str) -> None:
             )
 
 
-def flattener(node: Node, where: str) -> Callable[[Any], list[Any]]:
+def flattener(node: Node, where: str | None) -> Callable[[Any], list[Any]]:
     """Return the function that splits a native value into its leaves.
 
     Args:
         node: the tree.
-        where: what is read, for messages, e.g. "observation".
+        where: what is read, for messages, e.g. "observation". None ignores entries that were never declared.
 
     Returns:
-        native value -> list aligned with `leaf_specs(node)` (VIEW of the env's arrays). It raises
-        SpecError where the value lacks an entry or has one that was never declared.
+        native value -> list aligned with `leaf_specs(node)` (VIEW of the env's arrays). It raises SpecError where the
+        value lacks an entry or has one that was never declared; without `where`, what indexing the value raises.
     """
     if isinstance(node, Leaf):
         take = node.take
         return (lambda value: [value]) if take is None else (lambda value: [take(value)])
-    if len(node.entries) > 1 and all(is_bare(child) for _, child in node.entries):
+    if where is not None and len(node.entries) > 1 and all(is_bare(child) for _, child in node.entries):
         return _flat_flattener(node, where)
     extend = _extender(node, where)
 
@@ -161,13 +161,20 @@ def _flat_flattener(node: Branch, where: str) -> Callable[[Any], list[Any]]:
     return flatten
 
 
-def _extender(node: Node, where: str) -> Callable[[Any, list[Any]], None]:
+def _extender(node: Node, where: str | None) -> Callable[[Any, list[Any]], None]:
     if isinstance(node, Leaf):
         take = node.take
         if take is None:
             return lambda value, values: values.append(value)
         return lambda value, values: values.append(take(value))
-    parts = [(key, _extender(child, f"{where}[{key!r}]")) for key, child in node.entries]
+    parts = [(key, _extender(child, where and f"{where}[{key!r}]")) for key, child in node.entries]
+
+    def pick(value: Any, values: list[Any]) -> None:
+        for key, part in parts:
+            part(value[key], values)
+
+    if where is None:
+        return pick
 
     def extend(value: Any, values: list[Any]) -> None:
         try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import gymnasium
@@ -22,7 +23,7 @@ from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.adapters.base import Adapter, EnvCall, StepValues
 from envherd.workers.adapters.common.reset_options import own_options
 from envherd.workers.adapters.common.scalars import as_flag, as_float
-from envherd.workers.adapters.common.tree import Leaf, builder, flattener, is_bare, leaf_specs
+from envherd.workers.adapters.common.tree import Leaf, Node, builder, flattener, is_bare, leaf_specs
 from envherd.workers.adapters.gymnasium import spaces as gymnasium_spaces
 from envherd.workers.errors import SpecError
 
@@ -57,25 +58,36 @@ class GymnasiumAdapter(Adapter):
     """
 
     family: ClassVar[str] = "gymnasium"
+    #: What messages call an observation that does not match its space; None ignores entries that were never declared.
+    _where: ClassVar[str | None] = "observation"
+    _has_one_reward = True
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
-        self.env = env
-        self.info: Mapping[str, Any] = {}
         observation, renamed = gymnasium_spaces.observation_tree(getattr(env, "observation_space", None))
         action = gymnasium_spaces.action_tree(getattr(env, "action_space", None))
         reward = gymnasium_spaces.reward_leaf(_wrapper_attr(env, "reward_space"))
+        self._has_one_reward = reward is None
+        self._describe(env, observation, action, "float32", _metadata(env, renamed))
+        if reward is not None:
+            self.spec = replace(self.spec, reward=(reward.spec,))
+
+    def _describe(
+        self, env: Any, observation: Node, action: Node, reward_dtype: str, metadata: Mapping[str, Any]
+    ) -> None:
+        """Take an env whose values are handed out as two trees say; subclasses for other hosts have other trees."""
+        self.env = env
+        self.info: Mapping[str, Any] = {}
         self._is_bare = is_bare(observation)
-        self._flatten = flattener(observation, "observation")
+        self._flatten = flattener(observation, self._where)
         self._build = builder(action)
         self._takes_bare = isinstance(action, Leaf)
         self._give = action.give if isinstance(action, Leaf) else None
-        self._has_one_reward = reward is None
         self.spec = EnvSpec(
             observation=leaf_specs(observation),
             action=leaf_specs(action),
-            reward=(LeafSpec(("reward",), (1,), "float32"),) if reward is None else (reward.spec,),
+            reward=(LeafSpec(("reward",), (1,), reward_dtype),),
             family=self.family,
-            metadata=_metadata(env, renamed),
+            metadata=metadata,
         )
 
     def reset(

@@ -26,10 +26,13 @@ Side channel: text is a str; a graph is a dict of `nodes`, `edges`, `edge_links`
 the graph has none); a sequence is a tuple of such values, or, if stacked, an array (a dict or tuple of
 arrays); a OneOf is `(index, value)`; values of a custom space are what `side_values.snapshot` returns for them. In
 actions, the same values are converted back into what the space samples.
+
+The facade of Gymnasium passes values unchanged (`native_tree`); all but the four spaces of arrays are pickled there.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,8 +55,11 @@ from envherd.workers.adapters.common.tree import (
     side_leaf,
 )
 from envherd.workers.errors import SpecError
+from envherd.workers.pickling import dumps
 
 Space = spaces.Space[Any]
+#: Spaces whose values are arrays of one shape and dtype.
+FIXED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 #: Describes one space that is neither Dict nor Tuple.
 MakeLeaf = Callable[[Space, Key], Leaf]
 
@@ -93,14 +99,38 @@ def action_tree(space: Any, key: Key = ("action",), make_leaf: MakeLeaf | None =
     return _tree(space, key, make_leaf or action_leaf)
 
 
-def nested_observation_tree(space: Any, key: Key) -> Node:
-    """Describe an observation space whose leaves, including a Dict's, are at or below `key`: for agents.
+def nested_observation_tree(space: Any, key: Key, make_leaf: MakeLeaf | None = None) -> Node:
+    """Describe an observation space whose leaves, including a Dict's, are at or below `key`; `make_leaf` as above.
 
     Raises:
         SpecError: no space at all.
     """
     _check_space(space, "observation_space")
-    return _tree(space, key, observation_leaf)
+    return _tree(space, key, make_leaf or observation_leaf)
+
+
+def native_tree(space: Space, name: str, order: Any = None) -> Node:
+    """Describe a space whose values are passed unchanged: leaves `(name, "0")`, `(name, "1")`, ..., any value allowed.
+
+    Args:
+        space: of one env.
+        name: of the root of the keys.
+        order: the space of a batch: Gymnasium passes envs dicts whose keys are in its order. None for `space`.
+    """
+    numbers = itertools.count()
+
+    def describe(space: Space, order: Any) -> Node:
+        if isinstance(space, spaces.Dict):
+            return Branch(dict, tuple((key, describe(space.spaces[key], order[key])) for key in order.spaces))
+        if isinstance(space, spaces.Tuple):
+            pairs = enumerate(zip(space.spaces, order.spaces, strict=True))
+            return Branch(tuple, tuple((i, describe(*pair)) for i, pair in pairs))
+        key = (name, str(next(numbers)))
+        if isinstance(space, FIXED):
+            return Leaf(LeafSpec(key, tuple(space.shape or ()), np.dtype(space.dtype).name))
+        return Leaf(side_leaf(key), take=dumps)
+
+    return describe(space, space if order is None else order)
 
 
 def reward_leaf(space: Any) -> Leaf | None:
