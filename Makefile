@@ -137,12 +137,12 @@ examples: $(STAMP)
 # A stopped run continues where it ended; delete the file to start again.
 BENCH := benchmarks/results/bench.json
 bench: $(STAMP)
-	$(BIN)/envherd bench --json $(BENCH) --resume
+	$(BIN)/python -m envherd.benchmarks --json $(BENCH) --resume
 	$(BIN)/python -m envherd.benchmarks.page --write
 
 bench-quick: $(STAMP)
 	@mkdir -p build
-	$(BIN)/envherd bench --quick --json build/bench-quick.json
+	$(BIN)/python -m envherd.benchmarks --quick --json build/bench-quick.json
 
 # The site needs only its own packages, because docstrings are read from the sources without importing them.
 SITE := .venv.docs

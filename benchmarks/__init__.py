@@ -1,6 +1,6 @@
-"""Benchmarks that compare the executor with others in one run: `envherd bench` (see README.md of this folder).
+"""Benchmarks that compare the executor with others: `python -m envherd.benchmarks` (see README.md of this folder).
 
-Imports point one way here too: these modules use `envherd.executor`, and only `executor/cli/bench.py` uses them.
+Imports point one way here too: these modules use `envherd.executor`, and no other part uses them.
 """
 
 from pathlib import Path

@@ -2,7 +2,7 @@
 
     python -m envherd.benchmarks.cores --write      # from benchmarks/results/bench.json to docs/reports/scaling.md
 
-The costs come from the suite's growth laws ("growth"), the check from its workloads: `envherd bench` measures them.
+The costs come from the suite's growth laws ("growth"), the check from its workloads.
 """
 
 from __future__ import annotations

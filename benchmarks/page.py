@@ -179,7 +179,7 @@ def write(results: Mapping[str, Any], root: Path) -> list[Path]:
     page = root / PAGE
     page.write_text(render(results, [f"../images/{path.name}" for path in pictures if path.name not in THEMES]))
     short = sheet_of_others(results, _README_WORKLOADS, _OTHERS[:3])
-    write_part(root / README, "envherd bench", to_markdown(short).split("\n"))
+    write_part(root / README, "python -m envherd.benchmarks", to_markdown(short).split("\n"))
     return [page, root / README, *pictures]
 
 

@@ -40,8 +40,7 @@ ALLOWED = {
     "workers/adapters/hosts/torchrl*.py": {"torch", "tensordict", "torchrl"},
     "executor/*": {"numpy", "torch", "tensordict", "psutil", "envherd.shm", "envherd.workers", "envherd.executor"},
     "executor/cli/*": {"typer", "rich"},
-    "executor/cli/bench.py": {"envherd.benchmarks"},
-    "executor/cli/comparing.py": {"envherd.benchmarks", "matplotlib"},
+    "executor/cli/bench.py": {"gymnasium", "stable_baselines3", "torchrl"},
     "executor/cli/filming.py": {"matplotlib"},
     "executor/cli/env_template.py": {"envherd"},  # a file of the user
     "executor/cli/media.py": {"PIL"},
@@ -62,6 +61,7 @@ ALLOWED = {
     "executor/facades/benchmarl.py": {"benchmarl"},
     "benchmarks/*": {"numpy", "torch", "tensordict", "gymnasium", "rich"}
     | {"envherd.shm", "envherd.workers", "envherd.executor", "envherd.benchmarks"},
+    "benchmarks/__main__.py": {"typer"},
     "benchmarks/rllib.py": {"ray"},
     "benchmarks/benchmarl.py": {"benchmarl"},
     "benchmarks/cluster*.py": {"psutil", "ray", "torchrl", "matplotlib", "cluster_page", "cluster_model"},

@@ -5,7 +5,6 @@ Exit codes: 0 success, 1 failure of the command, 2 wrong usage, 130 interrupted 
 
 from __future__ import annotations
 
-import os
 import sys
 
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED
@@ -15,12 +14,10 @@ def main() -> None:
     """Run the command that `sys.argv` names; the console script `envherd`."""
     try:
         from envherd.executor.cli.app import app
-        from envherd.executor.cli.completion import join_words
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "typer"):
             raise
         sys.exit(f"envherd failed: expected the package {error.name}, got none. pip install 'envherd[cli]'")
-    join_words(os.environ)
     try:
         app()
     except KeyboardInterrupt:

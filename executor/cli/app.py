@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any, Protocol
 
 import typer
 
-from envherd.executor.cli.bench import bench
-from envherd.executor.cli.check import check
-from envherd.executor.cli.compare import compare
+from envherd.executor.cli.bench import Bench
+from envherd.executor.cli.check import Check
 from envherd.executor.cli.doctor import doctor
-from envherd.executor.cli.evaluate import evaluate
+from envherd.executor.cli.evaluate import Evaluate
 from envherd.executor.cli.init import init
 from envherd.executor.cli.listing import list_envs
-from envherd.executor.cli.record import record
-from envherd.executor.cli.replay import replay
-from envherd.executor.cli.rollout import rollout
+from envherd.executor.cli.record import Record
+from envherd.executor.cli.replay import Replay
+from envherd.executor.cli.rollout import Rollout
 from envherd.executor.cli.size import size
-from envherd.executor.cli.top import top
+from envherd.executor.cli.top import Top
 
 app = typer.Typer(
     name="envherd",
@@ -27,6 +27,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+class Command(Protocol):
+    """A dataclass whose fields are the options of a command, and whose docstring is its help."""
+
+    def run(self) -> int:
+        """Run the command; return the exit code."""
+
+
+def _add(kind: type[Command]) -> None:
+    """Add the command that a class describes, under the name of the class."""
+
+    def run(**options: Any) -> None:
+        raise typer.Exit(kind(**options).run())
+
+    run.__signature__ = inspect.signature(kind, eval_str=True)  # type: ignore[attr-defined]  # typer reads the options
+    run.__doc__ = kind.__doc__
+    app.command(kind.__name__.lower())(run)
 
 
 def _say_version(is_asked: bool) -> None:  # noqa: FBT001  # typer passes it by position
@@ -44,15 +62,14 @@ def _main(
     """Read the options that come before the command."""
 
 
-app.command()(rollout)
-app.command()(evaluate)
-app.command()(record)
-app.command()(replay)
+_add(Rollout)
+_add(Evaluate)
+_add(Record)
+_add(Replay)
 app.command()(init)
-app.command()(check)
-app.command()(compare)
+_add(Check)
 app.command()(size)
 app.command("list")(list_envs)
-app.command()(top)
+_add(Top)
 app.command()(doctor)
-app.command()(bench)
+_add(Bench)

@@ -1,159 +1,297 @@
-"""`envherd bench`: compares envherd with other libraries on this machine."""
+"""`envherd bench [ENV]`: times an env under envherd, in a serial loop, and under the libraries that run such envs."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+import contextlib
+import functools
+import json
+import multiprocessing
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
-from envherd.executor.cli.option_values import new_folder, text_file
+from envherd.executor.cli.exit_codes import EXIT_FAILED
+from envherd.executor.cli.option_values import EnvKwargs, Json, Quiet, read_keyword_arguments
 
-if TYPE_CHECKING:
-    from envherd.benchmarks import suite
+SCHEMA = "envherd.bench/2"
+#: Starts envs and, at its end, ends them; gives a function that makes a step of all of them.
+Stepped = Callable[[], contextlib.AbstractContextManager[Callable[[], object]]]
+_OURS, _MISSING = "envherd", "not installed"
+_ENV_HELP = "gymnasium:ID, meltingpot:SUBSTRATE, or python:MODULE:CALLABLE (a callable that returns a Gymnasium env)."
+_WORKERS_HELP = "envherd's worker processes; default: one per usable core."
+_QUICK_HELP = "Run 3 rounds of 0.2 s, in place of 5 rounds of 1 s."
 
-#: Packages that the suite needs in addition to the dependencies of envherd: name to install -> module.
-_NEEDED = {"gymnasium": "gymnasium", "matplotlib": "matplotlib"}
 
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Compare the speed of an env under envherd, in a serial loop, and under the installed libraries.
 
-def bench(  # noqa: PLR0913  # the command line's options, read by typer
-    *,
-    quick: Annotated[bool, typer.Option("--quick", help="Run a few workloads and libraries, within a minute.")] = False,
-    only: Annotated[
-        list[str] | None, typer.Option(metavar="A,B,...", help="Run only these workloads (see --list).")
-    ] = None,
-    peers: Annotated[
-        list[str] | None, typer.Option(metavar="A,B,...", help="Run only these libraries; 'none' runs only envherd.")
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds of each workload; default: set by the workload.")
-    ] = None,
-    json: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            callback=text_file,
-            help="File to which results are added (default: ./envherd-bench.json); - prints them and keeps no file.",
-        ),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Skip workloads that the JSON file already has.")] = False,
-    plots: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", file_okay=False, callback=new_folder, help="Write charts (PNG) to this folder."),
-    ] = None,
-    render: Annotated[
-        bool, typer.Option("--render", help="Show or plot the results in the JSON file, without measuring.")
-    ] = False,
-    listing: Annotated[bool, typer.Option("--list", help="List the workloads and the libraries.")] = False,
-) -> None:
-    """Run envs under envherd and under other libraries in one run, and compare their speed.
-
-    Libraries that are not installed are listed and skipped. --resume continues a run that was stopped.
+    All run the same number of envs with fixed actions, and take turns.
     """
-    _need_packages()
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        # Set before numpy is imported: otherwise numpy's threads would exist when pools fork.
-        os.environ.setdefault(variable, "1")
-    from envherd.benchmarks import suite
-    from envherd.benchmarks.workloads import PEERS
 
-    is_printed = json == "-"
-    console = Console(stderr=is_printed, width=None if Console(stderr=is_printed).is_terminal else 180)
-    if listing:
-        _list(console)
-        return
-    if is_printed and (resume or render):
-        _refuse(f"expected a file as --json with {'--resume' if resume else '--render'}, got '-'.")
-    path = None if is_printed else Path(json or ("envherd-bench-quick.json" if quick else "envherd-bench.json"))
-    request = suite.SuiteRequest(
-        names=_known(only, suite.NAMES, "--only"),
-        peers=_known(peers, (*PEERS, "none"), "--peers"),
-        num_rounds=rounds,
-        is_quick=quick,
-        is_resumed=resume,
-        path=path,
-    )
-    try:
-        results, is_interrupted = _shown(path, console) if render and path else _measured(request, console)
-    except ValueError as error:
-        _refuse(str(error).removeprefix("bench failed: "))
-    if plots is not None and not is_interrupted:
-        from envherd.benchmarks.plots import draw_all
+    env: Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP)] = "gymnasium:CartPole-v1"
+    envs: Annotated[int, typer.Option(min=1, help="Number of envs.")] = 8
+    workers: Annotated[int | None, typer.Option(min=1, help=_WORKERS_HELP)] = None
+    quick: Annotated[bool, typer.Option("--quick", help=_QUICK_HELP)] = False
+    env_kwargs: EnvKwargs = None
+    json: Json = None
+    quiet: Quiet = False
 
-        for picture in draw_all(results, plots):
-            console.print(f"written to {picture}")
-    if is_printed:
-        typer.echo(suite.as_json(results), nl=False)
-    if is_interrupted:
-        raise typer.Exit(EXIT_INTERRUPTED)
-    if results["failed"] and not quick:
-        raise typer.Exit(EXIT_FAILED)
+    def run(self) -> int:
+        """Measure every library and print a table; return the exit code."""
+        from envherd.executor.cli.commands import carry_out
 
+        return carry_out(self._prepare, self._work)
 
-def _need_packages() -> None:
-    missing = [name for name, package in _NEEDED.items() if importlib.util.find_spec(package) is None]
-    if missing:
-        _refuse(f"expected the packages {', '.join(missing)}, got none. pip install 'envherd[bench]'")
+    def _prepare(self) -> dict[str, Stepped]:
+        """Return name -> what steps the envs.
 
+        Raises:
+            FactoryError: no such env, or the other libraries do not run its family.
+        """
+        from envherd.executor.cli.env_names import factory_for, full_name
+        from envherd.executor.machine.machine import usable_cores
+        from envherd.workers.errors import FactoryError
 
-def _refuse(text: str) -> None:
-    typer.echo(f"error: bench failed: {text}", err=True)
-    raise typer.Exit(EXIT_USAGE)
+        kwargs = read_keyword_arguments(self.env_kwargs)
+        name = full_name(self.env)
+        factory, family = factory_for(name), name.partition(":")[0]
+        if family not in ("gymnasium", "python", "meltingpot"):
+            raise FactoryError(
+                f"bench failed: expected a Gymnasium env or a Melting Pot substrate, which other libraries also run, "
+                f"got {name}. `envherd size` measures envs of other families."
+            )
+        if family == "meltingpot" and kwargs:
+            raise FactoryError(
+                "bench failed: expected no --env-kwargs with Melting Pot, which TorchRL's env does not take."
+            )
+        make_env = functools.partial(factory, **kwargs) if kwargs else factory
+        return _contenders(family, make_env, self.envs, min(self.envs, self.workers or usable_cores()))
 
+    def _work(self, contenders: dict[str, Stepped]) -> int:
+        """Measure, print and write; return the exit code."""
+        console = Console(stderr=self.json == "-", quiet=self.quiet)
+        num_rounds, seconds = (3, 0.2) if self.quick else (5, 1.0)
+        with console.status("") as status:
+            rates, failures = _measure(contenders, self.envs, num_rounds, seconds, status.update)
+        found = _summary(rates, failures)
+        console.print(_table(f"{self.env}, {self.envs} envs", found))
+        for name, why in failures.items():
+            if why != _MISSING:
+                Console(stderr=True).print(f"{name}: {why}", style="red", markup=False, soft_wrap=True)
+        plain = {"schema": SCHEMA, "env": self.env, "num_envs": self.envs, "libraries": found}
+        from envherd.executor.cli.commands import write_text
 
-def _known(lists: list[str] | None, known: tuple[str, ...], option: str) -> tuple[str, ...]:
-    """Return the names in comma-separated lists; refuse unknown names."""
-    from envherd.workers.build import closest  # imported here, as numpy takes 0.1 s
-
-    names = [name.strip() for one in lists or () for name in one.split(",")]
-    for name in names:
-        if name not in known:
-            _refuse(f"expected {option} to be one of {', '.join(known)}, got {name!r}.{closest(name, [*known])}")
-    return tuple(names)
+        write_text(self.json, json.dumps(plain, indent=2) + "\n")
+        return EXIT_FAILED if _OURS in failures else 0
 
 
-def _list(console: Console) -> None:
-    from envherd.benchmarks.suite import STUDIES
-    from envherd.benchmarks.workloads import ALL, WORKLOADS
+def _contenders(family: str, make_env: Callable[[], Any], num_envs: int, num_workers: int) -> dict[str, Stepped]:
+    """Return name -> what steps the envs; libraries that fork come first, before this process has more threads."""
+    from envherd.executor.parallel import ParallelEnv
+    from envherd.executor.serial import SerialEnv
 
-    table = Table("name", "what", "minutes", box=None)
-    for one in WORKLOADS:
-        table.add_row(one.name, one.title, f"{one.minutes:g}")
-    for name, (title, minutes) in STUDIES.items():
-        table.add_row(name, title, f"{minutes:g}")
-    console.print(table)
-    peers = {one.peer: one.is_installed for one in ALL.values() if one.peer}
-    shown = ", ".join(name if there else f"{name} (not installed)" for name, there in peers.items())
-    console.print(f"libraries (--peers): {shown}")
-
-
-def _measured(request: suite.SuiteRequest, console: Console) -> tuple[dict[str, Any], bool]:
-    """Run the suite; return the results, and whether Ctrl-C ended it."""
-    from envherd.benchmarks.suite import Suite
-
-    suite = Suite(request, console)
-    try:
-        return suite.run(), False
-    except KeyboardInterrupt:
-        kept = f"; the results so far are in {request.path}; --resume continues" if request.path else ""
-        console.print(f"interrupted{kept}")
-        return suite.results, True
+    many = [make_env] * num_envs
+    here = {
+        "a serial loop": functools.partial(_loop, many),
+        "envherd SerialEnv": functools.partial(_ours, functools.partial(SerialEnv, num_envs, make_env, seed=0)),
+        _OURS: functools.partial(
+            _ours, functools.partial(ParallelEnv, num_envs, make_env, num_workers=num_workers, seed=0)
+        ),
+    }
+    torchrl = {"TorchRL ParallelEnv": functools.partial(_torchrl, family, many)}
+    if family == "meltingpot":
+        return {**torchrl, **here}
+    return {
+        "Gymnasium AsyncVectorEnv": functools.partial(_gymnasium, "AsyncVectorEnv", many),
+        "SB3 SubprocVecEnv": functools.partial(_sb3, many),
+        **torchrl,
+        "Gymnasium SyncVectorEnv": functools.partial(_gymnasium, "SyncVectorEnv", many),
+        **here,
+    }
 
 
-def _shown(path: Path, console: Console) -> tuple[dict[str, Any], bool]:
-    """Print the results in a file; return them and False, in the form of `_measured`."""
-    from envherd.benchmarks.report import sheet_of_targets, sheet_of_workload, sheets_of_studies, to_rich
-    from envherd.benchmarks.suite import load
+@contextlib.contextmanager
+def _loop(many: list[Callable[[], Any]]) -> Iterator[Callable[[], object]]:
+    envs = [make_env() for make_env in many]
+    for env in envs:
+        env.reset()
+    if hasattr(envs[0], "action_spec"):  # a substrate, whose players have an action each
+        actions: list[Any] = [[spec.generate_value() for spec in envs[0].action_spec()] for _ in envs]
+    else:
+        actions = [env.action_space.sample() for env in envs]
 
-    results = load(path)
-    for one in results["workloads"].values():
-        console.print(to_rich(sheet_of_workload(one)))
-    for sheet in sheets_of_studies(results):
-        console.print(to_rich(sheet))
-    console.print(to_rich(sheet_of_targets(results)))
-    return results, False
+    def step() -> None:
+        for env, action in zip(envs, actions, strict=True):
+            answer = env.step(action)
+            if answer.last() if hasattr(answer, "last") else answer[2] or answer[3]:
+                env.reset()
+
+    yield step
+    for env in envs:
+        env.close()
+
+
+@contextlib.contextmanager
+def _ours(start: Callable[[], Any]) -> Iterator[Callable[[], object]]:
+    with start() as env:
+        root = env.reset()
+        drawn = env.rand_action()
+        actions = [(leaf.key, drawn[leaf.key]) for leaf in env.action_spec]
+
+        def step() -> None:
+            nonlocal root
+            for key, value in actions:
+                root.set(key, value)
+            _, root = env.step_and_maybe_reset(root)
+
+        yield step
+
+
+@contextlib.contextmanager
+def _gymnasium(kind: str, many: list[Callable[[], Any]]) -> Iterator[Callable[[], object]]:
+    import gymnasium
+
+    with contextlib.closing(getattr(gymnasium.vector, kind)(many)) as env:
+        env.reset()
+        yield functools.partial(env.step, env.action_space.sample())
+
+
+@contextlib.contextmanager
+def _sb3(many: list[Callable[[], Any]]) -> Iterator[Callable[[], object]]:
+    import numpy as np
+    from stable_baselines3.common.vec_env import SubprocVecEnv
+
+    with contextlib.closing(SubprocVecEnv(many, start_method="fork")) as env:
+        env.reset()
+        yield functools.partial(env.step, np.stack([env.action_space.sample() for _ in many]))
+
+
+@contextlib.contextmanager
+def _torchrl(family: str, many: list[Callable[[], Any]]) -> Iterator[Callable[[], object]]:
+    from torchrl.envs import GymWrapper, MeltingpotEnv, ParallelEnv
+
+    def make() -> Any:
+        if family == "meltingpot":
+            return MeltingpotEnv(many[0].name)  # type: ignore[attr-defined]  # of a `MeltingPotFactory`
+        return GymWrapper(many[0](), categorical_action_encoding=True)
+
+    with contextlib.closing(ParallelEnv(len(many), make, mp_start_method="fork")) as env:
+        root = env.reset()
+        key = env.action_key
+        actions = env.rand_action(root.clone()).get(key)
+
+        def step() -> None:
+            nonlocal root
+            _, root = env.step_and_maybe_reset(root.set(key, actions))
+
+        yield step
+
+
+def _measure(
+    contenders: dict[str, Stepped], num_envs: int, num_rounds: int, seconds: float, say: Callable[[str], None]
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Start all, run them in turns in random order, and end them.
+
+    Returns:
+        name -> env-steps per second of each round, and name -> why it has none.
+    """
+    import torch
+
+    import envherd.workers.adapters.hosts.light_tensorboard  # noqa: F401  # keeps SB3, TorchRL from TensorFlow
+
+    torch.set_num_threads(1)
+    order, rates, failures = random.Random(0), dict[str, list[float]](), dict[str, str]()
+    steps: dict[str, Callable[[], object]] = {}
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the other libraries
+        stack.callback(_kill_children)
+        for name, start in contenders.items():
+            say(f"starting {name}")
+            try:
+                steps[name] = stack.enter_context(_ended_quietly(start))
+            except ImportError:
+                failures[name] = _MISSING
+            except Exception as error:
+                failures[name] = f"{type(error).__name__}: {error}"
+        for number in range(num_rounds):
+            say(f"round {number + 1} of {num_rounds}")
+            for name in order.sample(list(steps), len(steps)):
+                try:
+                    rates.setdefault(name, []).append(num_envs * _calls_per_s(steps[name], seconds))
+                except Exception as error:
+                    failures[name] = f"{type(error).__name__}: {error}"
+                    del steps[name], rates[name]
+    return rates, failures
+
+
+@contextlib.contextmanager
+def _ended_quietly(start: Stepped) -> Iterator[Callable[[], object]]:
+    """Hide what the end of a library raises, e.g. because Ctrl-C has ended its processes."""
+    with contextlib.ExitStack() as stack:
+        step = stack.enter_context(start())
+        try:
+            yield step
+        finally:
+            with contextlib.suppress(Exception):
+                stack.close()
+
+
+def _kill_children() -> None:
+    """Kill processes that a library has not ended."""
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
+
+
+def _calls_per_s(step: Callable[[], object], seconds: float) -> float:
+    """Return the calls per second, after a warm-up of a fifth of the time, because the processes have slept."""
+    for span in (0.2 * seconds, seconds):
+        count, began = 0, time.perf_counter()
+        while count == 0 or time.perf_counter() - began < span:
+            step()
+            count += 1
+    return count / (time.perf_counter() - began)
+
+
+def _summary(rates: dict[str, list[float]], failures: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Return name -> figures, the fastest first.
+
+    Returns:
+        "status"; and if measured "steps_per_s", the median over the rounds, and "envherd_is", the quartiles of
+        envherd's speed divided by this one, round by round (None if envherd failed).
+    """
+    import numpy as np
+
+    ours, found = rates.get(_OURS), {}
+    for name in sorted(rates, key=lambda one: -float(np.median(rates[one]))):
+        ratios = None if ours is None else np.quantile(np.divide(ours, rates[name]), (0.25, 0.5, 0.75)).tolist()
+        found[name] = {"status": "measured", "steps_per_s": float(np.median(rates[name])), "envherd_is": ratios}
+    return {**found, **{name: {"status": why} for name, why in failures.items()}}
+
+
+def _table(title: str, found: dict[str, dict[str, Any]]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table.add_column("", no_wrap=True)
+    table.add_column("env-steps/s", justify="right")
+    table.add_column("envherd is", justify="right")
+    for name, one in found.items():
+        if one["status"] != "measured":
+            table.add_row(name, "-", one["status"] if one["status"] == _MISSING else "failed", style="dim")
+            continue
+        low, mid, high = one["envherd_is"] or (float("nan"),) * 3
+        table.add_row(
+            name,
+            f"{one['steps_per_s']:,.0f}",
+            "" if name == _OURS else f"{mid:.2f}x ({low:.2f}-{high:.2f})",
+            style="bold" if name == _OURS else "",
+        )
+    return table

@@ -1,27 +1,33 @@
-"""Shared code of the commands: it converts errors to exit codes, and writes results.
+"""Shared code of the commands: what runs an env, what converts errors to exit codes, and what writes results.
 
 Guarantees: `carry_out` prints expected errors (see `carry_out`) and returns an exit code. It raises all others.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.cli.env_names import Factory, factory_for, limited
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
-from envherd.executor.cli.media import FrameLog, write_contact_sheet, write_gif
 from envherd.executor.cli.storing import StoreError
 from envherd.executor.cluster.errors import ClusterError
+from envherd.executor.options import ExecutorOptions
 from envherd.executor.show.camera import MediaError
 from envherd.workers.errors import EnvherdError
 
 Prepared = TypeVar("Prepared")
+#: A factory, and the keyword arguments for its calls.
+Made = tuple[Factory, dict[str, Any]]
 
 
 def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int], *, searches_here: bool = True) -> int:
@@ -70,11 +76,27 @@ def write_text(path: str | None, text: str) -> None:
         Path(path).write_text(text)
 
 
-def write_pictures(frames: FrameLog | None, gif: Path | None, png: Path | None, title: str) -> dict[str, str]:
-    """Write the frames of a rollout as a GIF and as a contact sheet, each if it has a path; return name -> path."""
-    files = {}
-    for name, path, write in (("gif", gif, write_gif), ("png", png, write_contact_sheet)):
-        if frames is not None and path is not None:
-            write(path, frames, title=title)
-            files[name] = str(path)
-    return files
+def make(name: str, max_steps: int | None, kwargs: dict[str, Any], *, with_frames: bool = False) -> Made:
+    """Return the factory of the named env, and its keyword arguments.
+
+    Raises:
+        FactoryError: no such env, or its family takes no `max_steps`.
+    """
+    if max_steps is None:
+        return factory_for(name, with_frames=with_frames), kwargs
+    factory, limit = limited(name, max_steps, with_frames=with_frames)
+    return factory, {**limit, **kwargs}
+
+
+def with_display(options: ExecutorOptions, *, is_drawn: bool) -> ExecutorOptions:
+    """Return the options for envs that are drawn: without a display, MuJoCo needs MUJOCO_GL when workers start."""
+    has_display = "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ
+    if not (is_drawn and sys.platform == "linux" and not has_display):
+        return options
+    return dataclasses.replace(options, env_vars={"MUJOCO_GL": "egl", **dict(options.env_vars)})
+
+
+def call_maker(make_policy: Any, executor: BatchedEnv) -> Any:
+    """Return `make_policy(executor)`, or `make_policy()` if it takes nothing."""
+    takes_env = len(inspect.signature(make_policy).parameters) > 0
+    return make_policy(executor) if takes_env else make_policy()

@@ -48,7 +48,8 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
 def settings(context: typer.Context) -> tuple[bool, dict[str, Any]]:
     """Return whether the file selects `SerialEnv`, and its `ExecutorOptions` by name.
 
-    Commands ignore `stepping`, because they step all envs together.
+    `--workers` on the command line selects worker processes. Commands ignore `stepping`, because they step all envs
+    together.
     """
     entries = context.meta.get(_META, {})
     kind, options = entries.get("executor", "ParallelEnv"), entries.get("options") or {}
@@ -56,4 +57,6 @@ def settings(context: typer.Context) -> tuple[bool, dict[str, Any]]:
         raise typer.BadParameter(f"--config: expected executor ParallelEnv or SerialEnv, got {kind!r}.")
     if not isinstance(options, dict):
         raise typer.BadParameter(f"--config: expected options as names and values, got {options!r}.")
-    return kind == "SerialEnv", {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
+    source = context.get_parameter_source("workers")
+    is_serial = kind == "SerialEnv" and (source is None or source.name != "COMMANDLINE")
+    return is_serial, {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}

@@ -6,16 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from envherd.executor.cli.completion import complete_env
-
 
 def doctor(
     *,
     env: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ENV", help="Also build this env, and show whether C steps it.", autocompletion=complete_env
-        ),
+        str | None, typer.Option(metavar="ENV", help="Also build this env, and show whether C steps it.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from envherd.executor.cli.option_values import (
     Env,
     EnvKwargs,
+    Json,
     MaxSteps,
     Quiet,
     Workers,
     read_keyword_arguments,
-    text_file,
 )
 
+if TYPE_CHECKING:
+    from envherd.executor.cli.commands import Made
+    from envherd.executor.show.results import Evaluation
 
-def evaluate(  # noqa: PLR0913  # the command line's options, read by typer
-    env: Env,
-    *,
+#: Value in place of MODULE:FACTORY that selects random actions.
+_RANDOM = "random"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Evaluate policies: per-capita, collective and per-role returns, and equality, with 95 % confidence intervals."""
+
+    env: Env
     policy: Annotated[
         str | None,
         typer.Option(
@@ -27,43 +42,100 @@ def evaluate(  # noqa: PLR0913  # the command line's options, read by typer
             help="FACTORY(env) returns the policy of a player, a dict of policies by player and role, or a PerPlayer; "
             "default: random actions.",
         ),
-    ] = None,
+    ] = None
     background: Annotated[
         str | None,
         typer.Option(
             metavar="MODULE:FACTORY", help="The same for other players, or random; default: the bots of a scenario."
         ),
-    ] = None,
+    ] = None
     focal: Annotated[
         str | None,
         typer.Option(metavar="I,J,...", help="The focal players; default: those of the scenario, or all."),
-    ] = None,
-    episodes: Annotated[int, typer.Option(min=1, help="Number of episodes.")] = 10,
-    envs: Annotated[int, typer.Option(min=1, help="Number of envs that play at once.")] = 4,
-    workers: Workers = None,
-    seed: Annotated[int, typer.Option(min=0, help="Root seed.")] = 0,
-    max_steps: MaxSteps = None,
-    env_kwargs: EnvKwargs = None,
-    json: Annotated[
-        str | None, typer.Option(metavar="PATH", callback=text_file, help="Write the results as JSON; - prints them.")
-    ] = None,
-    quiet: Quiet = False,
-) -> None:
-    """Evaluate policies: per-capita, collective and per-role returns, and equality, with 95 % confidence intervals."""
-    from envherd.executor.cli.evaluating import EvaluateRequest, run
+    ] = None
+    episodes: Annotated[int, typer.Option(min=1, help="Number of episodes.")] = 10
+    envs: Annotated[int, typer.Option(min=1, help="Number of envs that play at once.")] = 4
+    workers: Workers = None
+    seed: Annotated[int, typer.Option(min=0, help="Root seed.")] = 0
+    max_steps: MaxSteps = None
+    env_kwargs: EnvKwargs = None
+    json: Json = None
+    quiet: Quiet = False
 
-    request = EvaluateRequest(
-        env=env,
-        policy=policy,
-        background=background,
-        focal=focal,
-        num_episodes=episodes,
-        num_envs=envs,
-        num_workers=workers,
-        seed=seed,
-        max_steps=max_steps,
-        env_kwargs=read_keyword_arguments(env_kwargs),
-        json_path=json,
-        is_quiet=quiet,
-    )
-    raise typer.Exit(run(request))
+    def run(self) -> int:
+        """Evaluate and report; return the exit code."""
+        from envherd.executor.cli.commands import carry_out
+
+        return carry_out(self._prepare, lambda prepared: self._work(*prepared))
+
+    def _prepare(self) -> tuple[Made, Any, Any]:
+        """Check the options before envs start; return the factory, and those of the policies or None."""
+        from envherd.executor.cli.commands import make
+        from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
+
+        factory, kwargs = make(self.env, self.max_steps, read_keyword_arguments(self.env_kwargs))
+        if isinstance(factory, MeltingPotFactory):  # with --background, a scenario is built without its bots
+            bots = self.background is None or not factory.is_scenario
+            factory = replace(factory, world_rgb=False, deterministic=True, bots=bots)
+        return (factory, kwargs), _maker(self.policy, "--policy"), _maker(self.background, "--background")
+
+    def _work(self, made: Made, maker: Any, background_maker: Any) -> int:
+        """Play and report; return the exit code."""
+        from envherd.executor.cli.commands import write_text
+        from envherd.workers.errors import FactoryError
+
+        console = Console(stderr=self.json == "-", quiet=self.quiet)
+        try:
+            with console.status(f"playing {self.episodes} episodes"):
+                found = self._evaluate(made, maker, background_maker)
+        except ValueError as error:
+            if str(error).startswith(("evaluate failed", "PerPlayer failed")):  # the policies raised the others
+                raise FactoryError(str(error)) from None
+            raise
+        console.print(table(found))
+        write_text(self.json, json.dumps(found.to_dict(), indent=2) + "\n")
+        return 0
+
+    def _evaluate(self, made: Made, maker: Any, background_maker: Any) -> Evaluation:
+        from envherd.executor.cli.commands import call_maker
+        from envherd.executor.options import ExecutorOptions
+        from envherd.executor.parallel import ParallelEnv
+        from envherd.executor.show.evaluate import evaluate
+        from envherd.executor.show.per_player import OTHERS
+
+        factory, kwargs = made
+        how: dict[str, Any] = {"num_workers": self.workers, "seed": self.seed, "env_kwargs": kwargs or None}
+        how["options"] = ExecutorOptions(episode_statistics=True)
+        focal = None if self.focal is None else [_player(name) for name in self.focal.split(",")]
+        with ParallelEnv(min(self.envs, self.episodes), factory, **how) as env:
+            background: Any = None
+            if self.background is not None:
+                background = {OTHERS: None} if background_maker is None else call_maker(background_maker, env)
+            policies = None if maker is None else call_maker(maker, env)
+            return evaluate(policies, env, self.episodes, background=background, focal=focal, seed=self.seed)
+
+
+def _maker(name: str | None, option: str) -> Any:
+    from envherd.executor.cli.env_names import callable_at
+
+    return None if name in (None, _RANDOM) else callable_at(name, f"{option} {name}")
+
+
+def _player(name: str) -> int | str:
+    return int(name) if name.strip().isdigit() else name.strip()
+
+
+def table(found: Evaluation) -> Table:
+    """Return the results as a table for the terminal."""
+    title = f"{found.env}: {found.num_episodes} episodes of {found.lengths.mean():.0f} steps, seed {found.seed}"
+    grid = Table(title=Text(title, "bold"), title_justify="left", box=box.ROUNDED, show_header=False)
+    grid.add_column(style="dim")
+    grid.add_column(justify="right")
+    grid.add_row("focal return per capita", str(found.focal_per_capita))
+    if found.background_per_capita is not None:
+        grid.add_row("background return per capita", str(found.background_per_capita))
+    grid.add_row("collective return", str(found.collective))
+    grid.add_row("equality", str(found.equality), end_section=True)
+    for (role, focal), one in found.by_role.items():
+        grid.add_row(f"role {role}, {'focal' if focal else 'background'}, per capita", str(one))
+    return grid

@@ -1,4 +1,4 @@
-"""Films and pictures of one env: all views side by side (`Views`), animations (`Gif`), a player's path (`Timeline`)."""
+"""The views of an env that `envherd record` films, and a player's path (`Timeline`)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,30 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.cli.media import Sheet, require_pillow, save_animation
-from envherd.executor.cli.returns import ReturnMeter
+from envherd.executor.cli.media import Sheet
+from envherd.executor.cli.returns import Returns
 from envherd.executor.show.camera import Camera, MediaError
-from envherd.shm.specs import EnvSpec, Key
+from envherd.executor.show.video import enlarged
 
 _WIDTH_PX = 1600
-#: Most frames of a GIF; longer films keep only every second, fourth, ... step.
-_GIF_FRAMES = 240
+
+
+class SingleView:
+    """Draws the world (or what `render` returns), or the observation of one agent.
+
+    Args:
+        env: an executor of one env.
+        agent: index of the agent; None for the world.
+    """
+
+    def __init__(self, env: BatchedEnv, agent: int | None) -> None:
+        self._camera = Camera(env, agent)
+
+    def look(self, td: TensorDictBase, *, is_root: bool = True) -> np.ndarray:  # noqa: ARG002  # `Views` needs it
+        """Return the picture of a reset or of a step, uint8 `[H, W, 3]`."""
+        frame = enlarged(self._camera.look(td)[0])
+        assert frame is not None  # `Camera` has refused envs without pictures
+        return frame
 
 
 class Views:
@@ -30,36 +46,23 @@ class Views:
     """
 
     def __init__(self, env: BatchedEnv) -> None:
-        self._world = Camera(env)
-        self._players = Camera(env, 0).key
-        self._names = [f"{name} {role}".strip() for name, role in zip(*players_of(env.spec), strict=True)]
-        self._meter = ReturnMeter.for_spec(env.spec, 1)
-        self._rewards = [leaf.key for leaf in env.reward_spec]
-        self._title = str(env.spec.metadata.get("name") or env.spec.family)
+        self._world, self._players = Camera(env), Camera(env, 0).key
+        self._returns = Returns(env.spec, 1)
+        names, roles = self._returns.agents, list(env.spec.metadata.get("agent_roles") or ())
+        has_roles = len(roles) == len(names) and set(roles) != {"default"}
+        self._names = [f"{name} {role}" for name, role in zip(names, roles, strict=True)] if has_roles else names
+        self._title = _title(env)
         self._step = 0
         self._sheet: Sheet | None = None
 
-    def first(self, root: TensorDictBase) -> np.ndarray:
-        """Return the picture of a reset, uint8 `[H, W, 3]`."""
-        self._step = 0
-        return self._draw(root, self._meter.running[0])
-
-    def next(self, following: TensorDictBase) -> np.ndarray:
-        """Return the picture of a step, with the returns including it."""
-        self._step += 1
-        rewards = [following[key].numpy(force=True) for key in self._rewards]
-        returns = self._meter.running[0] + _rewards_of(following, self._rewards)
-        self._meter.add(rewards, following["done"].numpy(force=True))
-        picture = self._draw(following, returns)
-        self._step *= not bool(following["done"].any())
-        return picture
-
-    def _draw(self, td: TensorDictBase, returns: np.ndarray) -> np.ndarray:
-        world = self._world.look(td)[0]
-        views = td[self._players][0].numpy(force=True)
+    def look(self, td: TensorDictBase, *, is_root: bool = True) -> np.ndarray:
+        """Return the picture of a reset or of a step, uint8 `[H, W, 3]`, with the returns including the step."""
+        self._step = 0 if is_root else self._step + 1
+        returns = (self._returns.running if is_root else self._returns.add(td))[0]
         tiles: list[tuple[str, str, np.ndarray | None]] = [
-            (self._title, f"step {self._step}  sum {returns.sum():.1f}", world)
+            (self._title, f"step {self._step}  sum {returns.sum():.1f}", self._world.look(td)[0])
         ]
+        views = td[self._players][0].numpy(force=True)
         tiles += [
             (name, f"return {value:.1f}", view) for name, value, view in zip(self._names, returns, views, strict=True)
         ]
@@ -67,40 +70,10 @@ class Views:
             shapes = [frame.shape for _, _, frame in tiles if frame is not None]
             largest = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
             self._sheet = Sheet.for_grid(largest, count=len(tiles), width_px=_WIDTH_PX)
-        return np.asarray(self._sheet.draw(tiles, ""))
-
-
-class Gif:
-    """Collects frames and writes them as an animation; see `_GIF_FRAMES` for long films.
-
-    Attributes:
-        size: width and height of the latest frame; (0, 0) before the first.
-    """
-
-    def __init__(self, path: Path, fps: float) -> None:
-        require_pillow()
-        self._path, self._fps = path, fps
-        self._frames: list[np.ndarray] = []
-        self._stride, self._count = 1, 0
-        self.size = (0, 0)
-
-    def __enter__(self) -> Gif:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._frames:
-            images = [require_pillow().Image.fromarray(frame) for frame in self._frames]
-            save_animation(self._path, images, frames_per_s=self._fps / self._stride)
-
-    def add(self, frame: np.ndarray | None) -> None:
-        """Add a frame, uint8 `[H, W, 3]`."""
-        assert frame is not None  # `Camera` has refused envs without pictures
-        self.size = (frame.shape[1], frame.shape[0])
-        if self._count % self._stride == 0:
-            self._frames.append(frame.copy())
-            if len(self._frames) > _GIF_FRAMES:
-                self._frames, self._stride = self._frames[::2], 2 * self._stride
-        self._count += 1
+        picture = np.asarray(self._sheet.draw(tiles, ""))
+        if not is_root and td["done"].any():
+            self._step = 0
+        return picture
 
 
 class Timeline:
@@ -112,11 +85,11 @@ class Timeline:
     """
 
     def __init__(self, env: BatchedEnv, agent: int) -> None:
-        names, _ = players_of(env.spec)
-        if agent >= len(names):
-            raise MediaError(f"--agent failed: expected an agent in 0..{len(names) - 1}, got {agent}.")
-        self._agent, self._names = agent, names
-        self._title = str(env.spec.metadata.get("name") or env.spec.family)
+        self._names = Returns(env.spec, 1).agents
+        if agent >= len(self._names):
+            raise MediaError(f"--agent failed: expected an agent in 0..{len(self._names) - 1}, got {agent}.")
+        self._agent = agent
+        self._title = _title(env)
         self._cell_px = int(env.spec.metadata.get("cell_px") or 0)
         self._keys = [leaf.key for leaf in env.reward_spec]
         self._place = next((leaf.key for leaf in env.observation_spec if leaf.key[-1] == "POSITION"), None)
@@ -126,19 +99,17 @@ class Timeline:
         self._rewards: list[np.ndarray] = []
         self._ends: list[int] = []
 
-    def first(self, root: TensorDictBase) -> None:
-        """Record a reset."""
-        if self._picture is None:
-            self._picture = self._world.look(root)[0]
+    def start(self, root: TensorDictBase) -> None:
+        """Record the first reset."""
+        self._picture = self._world.look(root)[0]
         self._note_place(root)
 
-    def next(self, following: TensorDictBase) -> None:
+    def add(self, following: TensorDictBase) -> None:
         """Record a step."""
-        self._rewards.append(_rewards_of(following, self._keys))
+        self._rewards.append(np.concatenate([following[key].numpy(force=True).ravel() for key in self._keys]))
         if following["done"].any():
             self._ends.append(len(self._rewards))
-        elif not self._ends:
-            self._note_place(following)
+        self._note_place(following)
 
     def _note_place(self, td: TensorDictBase) -> None:
         if self._place is not None and not self._ends:
@@ -192,14 +163,5 @@ class Timeline:
         axes.grid(alpha=0.3)
 
 
-def _rewards_of(following: TensorDictBase, keys: list[Key]) -> np.ndarray:
-    """Return the rewards of a step, float64 `[P]`, one for each player."""
-    return np.concatenate([np.asarray(following[key].numpy(force=True), float).ravel() for key in keys])
-
-
-def players_of(spec: EnvSpec) -> tuple[list[str], list[str]]:
-    """Return the names of the players, by column of the rewards, and their roles ("" if there are none)."""
-    names = list(ReturnMeter.for_spec(spec, 1).agents)
-    roles = list(spec.metadata.get("agent_roles") or ())
-    shown = roles if len(roles) == len(names) and set(roles) != {"default"} else [""] * len(names)
-    return names, shown
+def _title(env: BatchedEnv) -> str:
+    return str(env.spec.metadata.get("name") or env.spec.family)

@@ -6,17 +6,11 @@ from typing import Annotated
 
 import typer
 
-from envherd.executor.cli.completion import complete_family
-
 
 def list_envs(
     family: Annotated[
         str | None,
-        typer.Argument(
-            metavar="FAMILY",
-            help="meltingpot, gymnasium, dm_control, pettingzoo or vmas; default: all.",
-            autocompletion=complete_family,
-        ),
+        typer.Argument(metavar="FAMILY", help="meltingpot, gymnasium, dm_control, pettingzoo or vmas; default: all."),
     ] = None,
     part: Annotated[str | None, typer.Argument(metavar="FILTER", help="Print only names that contain this.")] = None,
 ) -> None:

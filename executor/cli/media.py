@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from envherd.executor.show.camera import MediaError
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
 
-#: Longest side of a kept frame; larger frames are reduced to it.
+#: Longest side of a frame in a grid.
 KEPT_PX = 320
 #: Longest side of an enlarged frame. The widths of whole pictures also limit the factor.
 ENLARGED_PX = 480
@@ -35,8 +34,6 @@ BACKGROUND = (24, 26, 32)
 PANEL = (38, 41, 50)
 INK = (226, 229, 236)
 FAINT = (140, 146, 160)
-#: Colours of a GIF. The index after the last marks a pixel that is equal in the previous frame.
-GIF_COLOURS = 255
 LAST_FRAME_MS = 1500
 #: Most envs in a GIF and rows of a contact sheet; with more, tiles would be too small to see.
 MAX_GIF_ENVS = 16
@@ -46,40 +43,42 @@ SHEET_COLUMNS = 5
 
 @dataclass
 class FrameLog:
-    """Frames of some envs at some steps, reduced when they are added.
+    """Frames of some envs at some steps, reduced when they are added. Of many steps it keeps every second, fourth, ...
 
     Attributes:
-        num_steps: requested steps of the rollout.
-        max_frames: most moments to keep after the first, evenly spread over `num_steps`.
+        num_steps: requested steps; the frames of the last one are always kept.
+        max_frames: most moments to keep after the first.
         num_envs: keep frames of the first `num_envs` envs.
+        largest_px: longest side of a kept frame; larger frames are reduced to it.
+        stride: steps from one kept moment to the next.
         moments: `(step, one tile or None for each env)`, in order.
     """
 
     num_steps: int
     max_frames: int = 120
     num_envs: int = MAX_GIF_ENVS
+    largest_px: int = KEPT_PX
+    stride: int = 1
     moments: list[tuple[int, list[np.ndarray | None]]] = field(default_factory=list)
-
-    @property
-    def stride(self) -> int:
-        """Steps from one kept moment to the next."""
-        return max(1, math.ceil(self.num_steps / self.max_frames))
 
     def wants(self, step: int) -> bool:
         """Return whether to keep the frames of a step; step 0 is the reset."""
         return step % self.stride == 0 or step == self.num_steps
 
     def add(self, step: int, frames: Iterable[np.ndarray | None]) -> None:
-        """Keep the frames of a step.
+        """Keep the frames of a step that `wants` accepts.
 
         Args:
             step: 0 for the reset, t after the t-th step.
             frames: uint8 `[H, W, 3]` for each env (copied), or None where an env has no picture.
         """
-        kept = [
-            None if frame is None else reduced(frame) for _, frame in zip(range(self.num_envs), frames, strict=False)
-        ]
-        self.moments.append((step, kept))
+        if len(self.moments) > self.max_frames:
+            self.moments, self.stride = self.moments[::2], 2 * self.stride
+            if not self.wants(step):
+                return
+        kept = zip(range(self.num_envs), frames, strict=False)
+        tiles = [None if frame is None else reduced(frame, self.largest_px) for _, frame in kept]
+        self.moments.append((step, tiles))
 
     @property
     def env_ids(self) -> list[int]:
@@ -88,8 +87,8 @@ class FrameLog:
         return [i for i in range(width) if any(frames[i] is not None for _, frames in self.moments)]
 
 
-def reduced(frame: np.ndarray) -> np.ndarray:
-    """Return a frame whose sides are at most `KEPT_PX`; a copy.
+def reduced(frame: np.ndarray, largest_px: int = KEPT_PX) -> np.ndarray:
+    """Return a frame whose sides are at most `largest_px`; a copy.
 
     Raises:
         MediaError: it is not uint8 `[H, W, 3]`, `[H, W, 4]` (alpha is dropped) or `[H, W]` (which becomes grey).
@@ -101,10 +100,10 @@ def reduced(frame: np.ndarray) -> np.ndarray:
         raise MediaError(f"taking a frame failed: expected uint8 [H, W, 3], got {array.dtype} {list(array.shape)}.")
     array = array[:, :, :3]
     longest = max(array.shape[:2])
-    if longest <= KEPT_PX:
+    if longest <= largest_px:
         return array.copy()
     pillow = require_pillow()
-    height, width = (max(1, round(side * KEPT_PX / longest)) for side in array.shape[:2])
+    height, width = (max(1, round(side * largest_px / longest)) for side in array.shape[:2])
     return np.asarray(pillow.Image.fromarray(np.ascontiguousarray(array)).resize((width, height), pillow.Image.BOX))
 
 
@@ -127,14 +126,13 @@ def write_gif(path: Path, log: FrameLog, *, title: str = "", frames_per_s: float
 
 
 def save_animation(path: Path, pictures: Sequence[Image.Image], *, frames_per_s: float) -> None:
-    """Write pictures of one size as a looping GIF with one palette; each frame stores only the changed pixels."""
+    """Write pictures of one size as a looping GIF with one palette."""
     palette = _shared_palette(pictures)
     dither = require_pillow().Image.Dither.NONE
-    first, *rest = _only_changes([picture.quantize(palette=palette, dither=dither) for picture in pictures])
+    first, *rest = (picture.quantize(palette=palette, dither=dither) for picture in pictures)
     durations = [round(1000 / frames_per_s)] * len(pictures)
     durations[-1] = LAST_FRAME_MS
-    options: dict[str, Any] = {"duration": durations, "loop": 0, "disposal": 1, "transparency": GIF_COLOURS}
-    first.save(path, save_all=True, append_images=rest, optimize=False, **options)
+    first.save(path, save_all=True, append_images=rest, duration=durations, loop=0)
 
 
 def write_contact_sheet(path: Path, log: FrameLog, *, title: str = "") -> None:
@@ -150,6 +148,16 @@ def write_contact_sheet(path: Path, log: FrameLog, *, title: str = "") -> None:
     sheet = Sheet.for_tiles(_largest(log), columns=len(moments), count=count, width_px=SHEET_WIDTH_PX)
     tiles = [(f"env {i}", f"step {step}", frames[i]) for i in env_ids for step, frames in moments]
     sheet.draw(tiles, title).save(path, optimize=True)
+
+
+def write_pictures(frames: FrameLog | None, gif: Path | None, png: Path | None, title: str) -> dict[str, str]:
+    """Write the frames of a rollout as a GIF and as a contact sheet, each if it has a path; return name -> path."""
+    files = {}
+    for name, path, write in (("gif", gif, write_gif), ("png", png, write_contact_sheet)):
+        if frames is not None and path is not None:
+            write(path, frames, title=title)
+            files[name] = str(path)
+    return files
 
 
 @dataclass(frozen=True)
@@ -236,20 +244,8 @@ def _shared_palette(pictures: Sequence[Image.Image]) -> Image.Image:
     for picture in picked:
         strip.paste(picture, (0, y))
         y += picture.height
-    palette: Image.Image = strip.quantize(GIF_COLOURS, method=pillow.Image.Quantize.MEDIANCUT)
+    palette: Image.Image = strip.quantize(method=pillow.Image.Quantize.MEDIANCUT)
     return palette
-
-
-def _only_changes(indexed: Sequence[Image.Image]) -> list[Image.Image]:
-    """Make each pixel that equals that of the previous image transparent, which halves the bytes of the GIF."""
-    changes = [indexed[0]]
-    for before, after in pairwise(indexed):
-        pixels = np.array(after)
-        pixels[pixels == np.asarray(before)] = GIF_COLOURS
-        change: Image.Image = require_pillow().Image.fromarray(pixels, "P")
-        change.putpalette(after.getpalette() or [])
-        changes.append(change)
-    return changes
 
 
 def _font() -> ImageFont.ImageFont | ImageFont.FreeTypeFont:

@@ -10,8 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from envherd.executor.cli.completion import complete_env
-
 
 def picture(suffix: str) -> Callable[[Path | None], Path | None]:
     """Return the callback of an option that takes the path of a picture.
@@ -84,14 +82,27 @@ def _read(text: str) -> dict[str, Any]:
 
 # ---- options of several commands -------------------------------------------------------------------
 
-_ENV_HELP = "Name of an env as for `envherd rollout`, e.g. meltingpot:NAME, gymnasium:ID or python:MODULE:CALLABLE."
+_ENV_HELP = (
+    "meltingpot:NAME, gymnasium:ID, dm_control:DOMAIN/TASK, pettingzoo:ID-OR-MODULE, gymnasium_vec:ID[:ROWS], "
+    "envpool:TASK[:ROWS], vmas:SCENARIO[:ROWS], torchrl:MODULE:CALLABLE or python:MODULE:CALLABLE (a callable that "
+    "returns an env)."
+)
 _ENV_KWARGS_HELP = "Keyword arguments of the env as a JSON object, e.g. '{\"max_episode_steps\": 50}'."
 _MAX_STEPS_HELP = "Truncate episodes after this number of steps (meltingpot, gymnasium, pettingzoo, vmas)."
 _WORKERS_HELP = "Number of worker processes; default: one per usable core."
+_POLICY_HELP = "FACTORY(env) returns the policy; default: random actions."
 
-Env = Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False, autocompletion=complete_env)]
+Env = Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False)]
 EnvKwargs = Annotated[str | None, typer.Option(metavar="JSON", callback=keyword_arguments, help=_ENV_KWARGS_HELP)]
 MaxSteps = Annotated[int | None, typer.Option(min=1, help=_MAX_STEPS_HELP)]
 Workers = Annotated[int | None, typer.Option(min=1, help=_WORKERS_HELP)]
+Seed = Annotated[int | None, typer.Option(min=0, help="Root seed; default: drawn and printed.")]
+Policy = Annotated[str | None, typer.Option(metavar="MODULE:FACTORY", help=_POLICY_HELP)]
+Gif = Annotated[Path | None, typer.Option(metavar="PATH", callback=picture(".gif"), help="Write an animation (GIF).")]
+Sheet = Annotated[
+    Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a contact sheet (PNG).")
+]
+Json = Annotated[
+    str | None, typer.Option(metavar="PATH", callback=text_file, help="Write the results as JSON; - prints them.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors, and what is written to -.")]
-Chart = Annotated[Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a chart (PNG).")]

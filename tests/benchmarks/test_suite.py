@@ -12,10 +12,12 @@ from tests.extras import needs, skip_without
 skip_without("cli")
 
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
 from envherd.benchmarks import bounds, ours, peers
+from envherd.benchmarks.__main__ import bench
 from envherd.benchmarks.page import render
 from envherd.benchmarks.pools import Contender, Job, Pool
 from envherd.benchmarks.report import short
@@ -26,7 +28,9 @@ from envherd.benchmarks.summary import summarise
 from envherd.benchmarks.targets import judge
 from envherd.benchmarks.work import SteadyFactory, drawn_iterations
 from envherd.benchmarks.workloads import ALL, WORKLOADS
-from envherd.executor.cli.app import app
+
+app = typer.Typer()
+app.command()(bench)
 
 
 def slot(steps: int, wall_ms: float, run_ms: float) -> Slot:
@@ -127,12 +131,10 @@ def test_results_are_kept_and_strangers_refused(tmp_path):
         load(tmp_path / "none.json")
 
 
-def envherd(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line."""
-    code = "from envherd.executor.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, "bench", *arguments], capture_output=True, text=True, timeout=200, check=False
-    )
+def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the suite's command."""
+    command = [sys.executable, "-m", "envherd.benchmarks", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +143,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     path = folder / "bench.json"
     arguments = ("--quick", "--only", "spikes", "--peers", "gymnasium,sb3", "--rounds", "1")
-    done = envherd(*arguments, "--json", str(path), "--plots", str(folder))
+    done = benchmarks(*arguments, "--json", str(path), "--plots", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     return done, path
 
@@ -224,10 +226,12 @@ def test_a_run_goes_on_where_it_was(run):
         (("--render", "--json", "-"), "expected a file as --json with --render, got '-'"),
         (("--resume", "--json", "-"), "expected a file as --json with --resume, got '-'"),
         (("--plots", __file__), "is a file"),
+        (("--plots", "none/charts"), "there is no folder 'none'"),
+        (("--json", "none/bench.json"), "there is no folder 'none'"),
     ],
 )
 def test_wrong_wishes_are_refused(arguments, message):
-    done = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "400"})
+    done = CliRunner().invoke(app, [*arguments], env={"COLUMNS": "400"})
     assert done.exit_code == 2
     assert message in done.stderr
 
@@ -237,7 +241,7 @@ def test_wrong_wishes_are_refused(arguments, message):
 def test_results_can_be_printed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("envherd.benchmarks.suite.Suite._measure", _note)
-    done = CliRunner().invoke(app, ["bench", "--only", "tiny,spikes", "--only", "handout", "--json", "-"])
+    done = CliRunner().invoke(app, ["--only", "tiny,spikes", "--only", "handout", "--json", "-"])
     assert done.exit_code == 0, done.stderr
     assert [*json.loads(done.stdout)["workloads"]] == ["tiny", "spikes", "handout"]
     assert list(tmp_path.iterdir()) == []
@@ -252,7 +256,7 @@ def test_what_was_measured_before_an_interrupt_is_printed(monkeypatch):
         _note(suite, name)
 
     monkeypatch.setattr("envherd.benchmarks.suite.Suite._measure", interrupted)
-    done = CliRunner().invoke(app, ["bench", "--only", "tiny,spikes", "--json", "-"])
+    done = CliRunner().invoke(app, ["--only", "tiny,spikes", "--json", "-"])
     assert done.exit_code == 130
     assert [*json.loads(done.stdout)["workloads"]] == ["tiny"]
 
@@ -263,7 +267,7 @@ def _note(suite, name):
 
 @needs("bench")
 def test_the_list_explains_every_name():
-    done = CliRunner().invoke(app, ["bench", "--list"])
+    done = CliRunner().invoke(app, ["--list"])
     assert done.exit_code == 0
     assert ".md" not in done.stdout  # an installed package has no such file
     assert all(name in done.stdout for name in NAMES)

@@ -13,10 +13,12 @@ skip_without("cli")
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
+from tensordict import TensorDict
 
-from envherd.executor.cli.figures import SCHEMA, Figures, table
-from envherd.executor.cli.returns import ReturnMeter, ReturnSummary
+from envherd.executor.cli.figures import SCHEMA, Collected, figures, table
+from envherd.executor.cli.returns import Returns
 from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv
@@ -28,66 +30,76 @@ WORKERS = (
     WorkerStatistics(0, 111, (0, 1), 0, 1.0, 0.25, 10 * MIB, 14 * MIB, 1.0),
     WorkerStatistics(1, 222, (2,), 0, 3.0, 0.75, 20 * MIB, 26 * MIB, 3.0),
 )
-FIGURES = Figures(
-    env="python:herd:make",
-    num_envs=3,
-    num_workers=2,
-    seed=7,
-    steps=500,
-    steps_done=400,
-    collect_s=2.0,
-    keep_s=0.01,
-    is_interrupted=True,
-    returns=ReturnSummary(5, {"player_0": 1.5, "player_1": -2.25}, is_partial=False),
-    statistics=Statistics(
-        env_steps=1203,
-        agent_steps=2406,
-        resets=8,
-        episodes=5,
-        env_errors=0,
-        worker_losses=0,
-        interrupted=0,
-        steps_per_env=(401, 401, 401),
-        resets_per_env=(3, 3, 2),
-        wall_s=4.0,
-        workers=WORKERS,
-    ),
-    parent_uss_bytes=100 * MIB,
-    parent_pss_bytes=110 * MIB,
-    files={"gif": "herd.gif"},
+STATISTICS = Statistics(
+    env_steps=1203,
+    agent_steps=2406,
+    resets=8,
+    episodes=5,
+    env_errors=0,
+    worker_losses=0,
+    interrupted=0,
+    steps_per_env=(401, 401, 401),
+    resets_per_env=(3, 3, 2),
+    wall_s=4.0,
+    workers=WORKERS,
 )
+REQUESTED = {"env": "python:herd:make", "num_envs": 3, "num_workers": 2, "seed": 7, "steps": 500}
 
 
-def printed(figures: Figures) -> str:
+def team(num_agents: int) -> Returns:
+    """Return the returns of one episode of an env with some agents, whose reward is their number."""
+    spec = EnvSpec((), (), reward=(LeafSpec(("agents", "reward"), (num_agents, 1)),))
+    spec = replace(spec, metadata={"agent_names": [f"player_{i}" for i in range(num_agents)]})
+    returns = Returns(spec, 1)
+    returns.add(following(np.arange(num_agents, dtype=float).reshape(1, -1, 1), key=("agents", "reward"), done=[True]))
+    return returns
+
+
+def following(reward, *, done, interrupted=None, key=("reward",)) -> TensorDict:
+    """Return the `next` of a step."""
+    td = TensorDict({"done": torch.tensor(done)[..., None]}, [len(reward)])
+    if interrupted is not None:
+        td["interrupted"] = torch.tensor(interrupted)[..., None]
+    return td.set(key, torch.from_numpy(np.asarray(reward)))
+
+
+def found(statistics: Statistics = STATISTICS, num_agents: int = 2, **changes) -> dict:
+    """Return figures."""
+    counted = {"steps_done": 400, "collect_s": 2.0, "keep_s": 0.01, "is_interrupted": True, **changes}
+    collected = Collected(**{"returns": team(num_agents), **counted})
+    plain = figures(REQUESTED, collected, statistics, {"uss": 100 * MIB, "pss": 110 * MIB})
+    return {**plain, "files": {"gif": "herd.gif"}}
+
+
+def printed(plain: dict) -> str:
     """Return the table as plain text."""
     console = Console(width=120, color_system=None)
     with console.capture() as capture:
-        console.print(table(figures))
+        console.print(table(plain))
     return capture.get()
 
 
 def test_rates_count_complete_steps_only():
-    assert FIGURES.env_steps == 1200
-    assert FIGURES.env_steps_per_s == 600.0
-    assert FIGURES.agent_steps_per_s == 1200.0
+    plain = found()
+    assert (plain["env_steps"], plain["env_steps_per_s"], plain["agent_steps_per_s"]) == (1200, 600.0, 1200.0)
 
 
 def test_rates_of_nothing_are_zero():
-    nothing = replace(FIGURES, steps_done=0, collect_s=0.0, statistics=replace(FIGURES.statistics, env_steps=0))
-    assert (nothing.env_steps_per_s, nothing.agent_steps_per_s) == (0.0, 0.0)
+    plain = found(replace(STATISTICS, env_steps=0), steps_done=0, collect_s=0.0)
+    assert (plain["env_steps_per_s"], plain["agent_steps_per_s"]) == (0.0, 0.0)
 
 
 def test_table_says_everything():
-    text = printed(FIGURES)
+    text = printed(found())
     for expected in (
         "python:herd:make",
         "600",
         "1,200",
         "400 of 500 (interrupted) x 3 envs in 2.00 s",
-        "5 ended",
+        "1 ended",
         "mean return",
-        "player_0 1.50",
-        "player_1 -2.25",
+        "player_0 0.00",
+        "player_1 1.00",
         "herd.gif",
         "130 MiB",
         "150 MiB",
@@ -99,31 +111,29 @@ def test_table_says_everything():
 
 
 def test_table_tells_of_trouble():
-    trouble = replace(FIGURES.statistics, env_errors=2, worker_losses=1)
-    failed = replace(FIGURES, is_interrupted=False, statistics=trouble, keep_s=1.5)
-    text = printed(failed)
+    text = printed(found(replace(STATISTICS, env_errors=2, worker_losses=1), is_interrupted=False, keep_s=1.5))
     assert re.search(r"env errors\s+│ 2", text)
     assert re.search(r"workers lost\s+│ 1", text)
     assert "400 of 500 (failed) x 3 envs in 2.00 s, and 1.50 s to draw and store" in text
 
 
 def test_table_says_when_no_episode_has_ended():
-    text = printed(replace(FIGURES, returns=ReturnSummary(0, {"agent": 3.0}, is_partial=True)))
+    text = printed(found(returns=Returns(_spec(CountingEnv()), 3)))
     assert "return so far" in text
     assert "mean return" not in text
 
 
 def test_many_agents_are_cut_in_the_table_and_all_there_in_the_json():
-    many = replace(FIGURES, returns=ReturnSummary(1, {f"player_{i}": float(i) for i in range(20)}, is_partial=False))
+    many = found(num_agents=20)
     text = printed(many)
     assert "player_15 15.00" in text
     assert "player_16" not in text
     assert "and 4 more" in text
-    assert len(many.to_plain()["mean_return"]) == 20
+    assert len(many["mean_return"]) == 20
 
 
 def test_json_has_exactly_the_documented_keys():
-    plain = json.loads(json.dumps(FIGURES.to_plain()))
+    plain = json.loads(json.dumps(found()))
     documented = set(re.findall(r"^\| `([a-z_.\[\]]+)` \|", DOCS.read_text(), re.MULTILINE))
     keys = set(plain) - {"workers", "memory", "files"}
     keys |= {f"workers[].{key}" for key in plain["workers"][0]}
@@ -134,8 +144,7 @@ def test_json_has_exactly_the_documented_keys():
 
 
 def test_json_values_are_the_figures():
-    plain = FIGURES.to_plain()
-    assert (plain["env_steps"], plain["env_steps_per_s"], plain["episodes"]) == (1200, 600.0, 5)
+    plain = found()
     assert plain["workers"][1] == {
         "worker_id": 1,
         "pid": 222,
@@ -145,40 +154,30 @@ def test_json_values_are_the_figures():
         "pss_bytes": 26 * MIB,
     }
     assert plain["memory"]["workers_uss_bytes"] == 30 * MIB
-    assert plain["mean_return"] == {"player_0": 1.5, "player_1": -2.25}
+    assert plain["mean_return"] == {"player_0": 0.0, "player_1": 1.0}
     assert (plain["interrupted"], plain["error"]) == (True, None)
 
 
 def test_returns_are_means_over_the_episodes_that_ended():
-    meter = ReturnMeter(("agent",), num_rows=2)
+    returns = Returns(_spec(CountingEnv()), 2)
     for rewards, done in [((1, 10), (0, 0)), ((2, 20), (1, 0)), ((4, 40), (0, 0)), ((8, 80), (1, 1))]:
-        meter.add([np.array(rewards, np.float32)[:, None]], np.array(done, bool)[:, None])
-    summary = meter.summary()
-    assert summary == ReturnSummary(3, {"agent": ((1 + 2) + (4 + 8) + (10 + 20 + 40 + 80)) / 3}, is_partial=False)
+        returns.add(following(np.array(rewards, np.float32)[:, None], done=[bool(one) for one in done]))
+    assert returns.num_episodes == 3
+    assert returns.means() == {"agent": ((1 + 2) + (4 + 8) + (10 + 20 + 40 + 80)) / 3}
 
 
 def test_episodes_that_were_broken_off_do_not_count():
-    meter = ReturnMeter(("agent",), num_rows=2)
-    ended = np.array([[True], [True]])
-    meter.add([np.array([[5.0], [7.0]])], ended, np.array([False, True]))
-    meter.add([np.array([[1.0], [1.0]])], ended)
-    assert meter.num_episodes == 3
-    assert meter.summary().per_agent == {"agent": pytest.approx((5 + 1 + 1) / 3)}
+    returns = Returns(_spec(CountingEnv()), 2)
+    returns.add(following([[5.0], [7.0]], done=[True, True], interrupted=[False, True]))
+    returns.add(following([[1.0], [1.0]], done=[True, True]))
+    assert returns.num_episodes == 3
+    assert returns.means() == {"agent": pytest.approx((5 + 1 + 1) / 3)}
 
 
 def test_without_an_end_returns_are_those_so_far():
-    meter = ReturnMeter(("a", "b"), num_rows=2)
-    meter.add([np.array([[[1.0], [2.0]], [[3.0], [6.0]]])], np.zeros((2, 1), bool))
-    assert meter.summary() == ReturnSummary(0, {"a": 2.0, "b": 4.0}, is_partial=True)
-
-
-def test_returns_do_not_keep_the_arrays_they_were_given():
-    meter = ReturnMeter(("agent",), num_rows=1)
-    reward = np.ones((1, 1))
-    meter.add([reward], np.zeros((1, 1), bool))
-    reward[:] = 100.0
-    meter.add([reward], np.ones((1, 1), bool))
-    assert meter.summary().per_agent == {"agent": 101.0}
+    returns = Returns(EnvSpec((), (), reward=(LeafSpec(("reward",), (2,)),)), 2)
+    assert returns.add(following([[1.0, 2.0], [3.0, 6.0]], done=[False, False])).tolist() == [[1, 2], [3, 6]]
+    assert returns.means() == {"agent_0": 2.0, "agent_1": 4.0}
 
 
 def _spec(env: object) -> EnvSpec:
@@ -207,6 +206,6 @@ def _spec(env: object) -> EnvSpec:
     ],
 )
 def test_agents_are_named_by_the_spec(spec, agents, rows):
-    meter = ReturnMeter.for_spec(spec, num_envs=4)
-    assert meter.agents == agents
-    assert meter.num_rows == rows
+    returns = Returns(spec, 4)
+    assert returns.agents == list(agents)
+    assert len(returns.running) == rows

@@ -1,9 +1,10 @@
-"""`envherd record`, `replay` and `compare`; `--config`, `--max-steps`, completion; `top` in a narrow terminal."""
+"""`envherd record`, `replay` and `bench`; `--config`, `--max-steps`, completion; `top` in a narrow terminal."""
 
 from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -19,10 +20,10 @@ from tensordict import NonTensorData, TensorDict
 from typer.testing import CliRunner
 
 from envherd import ExecutorOptions, ParallelEnv
-from envherd.executor.cli import replaying
+from envherd.executor import parallel
 from envherd.executor.cli.app import app
 from envherd.executor.cli.storing import RolloutStore, load_rollout
-from envherd.executor.cli.watching import Watcher, screen
+from envherd.executor.cli.top import Watcher, screen
 from envherd.workers.testing import CountingEnv
 
 TEAM = "python:tests.executor.team_env:pictured"
@@ -148,7 +149,7 @@ def test_a_replay_searches_no_modules_in_the_current_folder(tmp_path, stored):
 def test_of_the_options_of_a_stored_rollout_only_those_that_change_data_are_used(tmp_path, monkeypatch, stored):
     seen = []
     monkeypatch.setattr(
-        replaying, "ParallelEnv", lambda *args, **kwargs: seen.append(kwargs) or ParallelEnv(*args, **kwargs)
+        parallel, "ParallelEnv", lambda *args, **kwargs: seen.append(kwargs) or ParallelEnv(*args, **kwargs)
     )
     options = {"first_env_id": 3, "env_vars": [["LD_PRELOAD", "evil.so"]], "preload": ["evil"], "infos": "pickle"}
     result = envherd("replay", stored(options=options))
@@ -331,7 +332,6 @@ def test_libraries_are_compared_on_ones_own_env(tmp_path):
     (tmp_path / "my_envs.py").write_text(
         textwrap.dedent(
             """
-            import envherd.workers.adapters.hosts.light_tensorboard  # keeps SB3 and TorchRL from importing TensorFlow
             import gymnasium
 
             def make_env(steps=7):
@@ -339,32 +339,37 @@ def test_libraries_are_compared_on_ones_own_env(tmp_path):
             """
         )
     )
-    arguments = [
-        "compare",
-        "my_envs:make_env",
-        "--envs",
-        2,
-        "--rounds",
-        1,
-        "--seconds",
-        0.05,
-        "--env-kwargs",
-        '{"steps": 5}',
-    ]
-    arguments += ["--plot", "bars.png", "--json", "figures.json"]
+    arguments = ["bench", "my_envs:make_env", "--envs", 2, "--quick", "--env-kwargs", '{"steps": 5}']
     command = [sys.executable, "-c", "from envherd.executor.cli import main; main()", *map(str, arguments)]
+    command += ["--json", "figures.json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     libraries = json.loads((tmp_path / "figures.json").read_text())["libraries"]
     assert {one["status"] for one in libraries.values()} == {"measured"}
     assert {"envherd", "envherd SerialEnv", "SB3 SubprocVecEnv", "TorchRL ParallelEnv"} <= libraries.keys()
-    assert libraries["envherd"]["envherd_is"][1] == 1
-    assert (tmp_path / "bars.png").stat().st_size > 1000
+    assert libraries["envherd"]["envherd_is"] == [1, 1, 1]
+    assert min(one["steps_per_s"] for one in libraries.values()) > 0
+
+
+@needs("gymnasium")
+@pytest.mark.slow
+def test_a_library_that_fails_is_named_and_the_others_are_measured(monkeypatch):
+    def refuses(*_args):
+        raise OSError("no such track")
+
+    monkeypatch.setattr("gymnasium.vector.AsyncVectorEnv", refuses)
+    monkeypatch.setitem(sys.modules, "stable_baselines3.common.vec_env", None)
+    monkeypatch.setitem(sys.modules, "torchrl.envs", None)
+    result = envherd("bench", "--quick", "--envs", 2, "--workers", 1)
+    assert result.exit_code == 0, result.output
+    assert "Gymnasium AsyncVectorEnv: OSError: no such track" in result.stderr
+    assert result.output.count("not installed") == 2
+    assert re.search(r"a serial loop +[\d,]+ +[\d.]+x \(", result.output)
 
 
 @needs("dm-control")
 def test_an_env_that_others_do_not_run_is_not_compared():
-    result = envherd("compare", "dm_control:cartpole/balance")
+    result = envherd("bench", "dm_control:cartpole/balance")
     assert result.exit_code == 2
     assert "envherd size" in result.output
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
 import sys
 import textwrap
 
 import pytest
 
-from envherd.executor.cli.completion import complete_env, complete_family, join_words
 from envherd.executor.cli.env_names import FORMS, callable_at, factory_for, limited
 from envherd.workers.adapters.meltingpot import factory as meltingpot_factory
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
@@ -195,65 +192,6 @@ def test_only_envs_that_must_know_are_told_of_frames():
     spread = "mpe2.simple_spread_v3"
     assert factory_for(f"pettingzoo:{spread}", with_frames=True) == PettingZooFactory(spread, "rgb_array")
     assert factory_for("meltingpot:clean_up", with_frames=True) == MeltingPotFactory("clean_up")
-
-
-@pytest.mark.parametrize(
-    ("text", "completed"),
-    [
-        pytest.param("gymnasium:Acrobot", ["gymnasium:Acrobot-v1"], marks=needs("gymnasium")),
-        pytest.param("Acrobot", ["Acrobot-v1"], marks=needs("gymnasium")),
-        pytest.param("meltingpot:daycare_0", ["meltingpot:daycare_0"], marks=needs("meltingpot")),
-        pytest.param("daycare_0", ["daycare_0"], marks=needs("meltingpot")),
-        ("gymnasium", ["gymnasium:", "gymnasium_vec:"]),
-        ("python:my_envs:", []),
-        ("no_such_family:x", []),
-    ],
-)
-def test_names_are_completed(text, completed):
-    assert complete_env(text) == completed
-
-
-def test_families_are_completed():
-    assert complete_family("vm") == ["vmas"]
-
-
-def test_a_prefix_that_needs_no_package_imports_none():
-    code = (
-        "import sys; from envherd.executor.cli.completion import complete_env; "
-        "print(complete_env('melt'), complete_env('clean_up'), complete_env('vm'), "
-        "{'torch', 'gymnasium', 'meltingpot', 'vmas'} & {*sys.modules})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("['meltingpot:'] [")
-    assert done.stdout.endswith(" ['vmas:'] set()\n")
-
-
-@pytest.mark.parametrize(
-    ("words", "joined", "before"),
-    [
-        (["envherd", "size", "Cart"], ["envherd", "size", "Cart"], ""),
-        (["envherd", "size", "gymnasium", ":"], ["envherd", "size", ""], "gymnasium:"),
-        (["envherd", "size", "gymnasium", ":", "Cart"], ["envherd", "size", "Cart"], "gymnasium:"),
-        (["envherd", "size", "vmas", ":", "balance", ":", "3"], ["envherd", "size", "3"], "vmas:balance:"),
-        (["envherd", "size", "python", ":", "a", ":", "b", "--en"], ["envherd", "size", "python:a:b", "--en"], ""),
-    ],
-)
-def test_words_that_bash_has_split_at_colons_are_joined(words, joined, before):
-    environ = {"COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(words) - 1)}
-    join_words(environ)
-    assert environ["COMP_WORDS"].split("\n") == joined
-    assert environ["COMP_CWORD"] == str(len(joined) - 1)
-    assert environ["_ENVHERD_COMPLETE_BEFORE"] == before
-
-
-@needs("cli", "gymnasium")
-@pytest.mark.slow
-def test_bash_gets_what_follows_the_last_colon():
-    words = "envherd\nrollout\ngymnasium\n:\nAcro"
-    environ = {**os.environ, "COMP_WORDS": words, "COMP_CWORD": "4", "_ENVHERD_COMPLETE": "complete_bash"}
-    code = "import sys; sys.argv = ['envherd']; from envherd.executor.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=False)
-    assert (done.stdout.split(), done.stderr) == (["Acrobot-v1"], "")
 
 
 def test_a_module_that_raises_is_reported_with_its_exception(tmp_path, monkeypatch):
