@@ -102,7 +102,7 @@ faults: $(STAMP)
 	@mkdir -p build
 	ENVHERD_FULL=1 ENVHERD_FAULTS=$(RECORDED) $(BIN)/python -m pytest tests/faults/test_matrix.py tests/faults/test_surroundings.py
 	$(BIN)/python -m tests.faults.page $(RECORDED)
-	$(BIN)/python -m envherd.benchmarks.faults --write
+	$(BIN)/python -m benchmarks.faults --write
 
 MINUTES ?= 20
 soak: $(STAMP)
@@ -129,7 +129,7 @@ format: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy -p envherd
-	$(BIN)/mypy tests examples .ci/install_meltingpot.py
+	$(BIN)/mypy tests examples benchmarks .ci/install_meltingpot.py
 
 examples: $(STAMP)
 	@for script in examples/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
@@ -137,12 +137,12 @@ examples: $(STAMP)
 # A stopped run continues where it ended; delete the file to start again.
 BENCH := benchmarks/results/bench.json
 bench: $(STAMP)
-	$(BIN)/python -m envherd.benchmarks --json $(BENCH) --resume
-	$(BIN)/python -m envherd.benchmarks.page --write
+	$(BIN)/python -m benchmarks --json $(BENCH) --resume
+	$(BIN)/python -m benchmarks.page --write
 
 bench-quick: $(STAMP)
 	@mkdir -p build
-	$(BIN)/python -m envherd.benchmarks --quick --json build/bench-quick.json
+	$(BIN)/python -m benchmarks --quick --json build/bench-quick.json
 
 # The site needs only its own packages, because docstrings are read from the sources without importing them.
 SITE := .venv.docs

@@ -1,4 +1,4 @@
-"""The suite's command, `python -m envherd.benchmarks`: compares envherd with other libraries on this machine."""
+"""The suite's command, `python -m benchmarks`: compares envherd with other libraries on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_
 from envherd.executor.cli.option_values import new_folder, text_file
 
 if TYPE_CHECKING:
-    from envherd.benchmarks import suite
+    from benchmarks import suite
 
 #: Packages that the suite needs in addition to the dependencies of envherd: name to install -> module.
 _NEEDED = {"gymnasium": "gymnasium", "matplotlib": "matplotlib"}
@@ -59,8 +59,8 @@ def bench(  # noqa: PLR0913  # the command line's options, read by typer
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         # Set before numpy is imported: otherwise numpy's threads would exist when pools fork.
         os.environ.setdefault(variable, "1")
-    from envherd.benchmarks import suite
-    from envherd.benchmarks.workloads import PEERS
+    from benchmarks import suite
+    from benchmarks.workloads import PEERS
 
     is_printed = json == "-"
     console = Console(stderr=is_printed, width=None if Console(stderr=is_printed).is_terminal else 180)
@@ -83,7 +83,7 @@ def bench(  # noqa: PLR0913  # the command line's options, read by typer
     except ValueError as error:
         _refuse(str(error).removeprefix("bench failed: "))
     if plots is not None and not is_interrupted:
-        from envherd.benchmarks.plots import draw_all
+        from benchmarks.plots import draw_all
 
         for picture in draw_all(results, plots):
             console.print(f"written to {picture}")
@@ -118,8 +118,8 @@ def _known(lists: list[str] | None, known: tuple[str, ...], option: str) -> tupl
 
 
 def _list(console: Console) -> None:
-    from envherd.benchmarks.suite import STUDIES
-    from envherd.benchmarks.workloads import ALL, WORKLOADS
+    from benchmarks.suite import STUDIES
+    from benchmarks.workloads import ALL, WORKLOADS
 
     table = Table("name", "what", "minutes", box=None)
     for one in WORKLOADS:
@@ -134,7 +134,7 @@ def _list(console: Console) -> None:
 
 def _measured(request: suite.SuiteRequest, console: Console) -> tuple[dict[str, Any], bool]:
     """Run the suite; return the results, and whether Ctrl-C ended it."""
-    from envherd.benchmarks.suite import Suite
+    from benchmarks.suite import Suite
 
     suite = Suite(request, console)
     try:
@@ -147,8 +147,8 @@ def _measured(request: suite.SuiteRequest, console: Console) -> tuple[dict[str, 
 
 def _shown(path: Path, console: Console) -> tuple[dict[str, Any], bool]:
     """Print the results in a file; return them and False, in the form of `_measured`."""
-    from envherd.benchmarks.report import sheet_of_targets, sheet_of_workload, sheets_of_studies, to_rich
-    from envherd.benchmarks.suite import load
+    from benchmarks.report import sheet_of_targets, sheet_of_workload, sheets_of_studies, to_rich
+    from benchmarks.suite import load
 
     results = load(path)
     for one in results["workloads"].values():

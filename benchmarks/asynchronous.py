@@ -1,9 +1,9 @@
 """Envs that advance independently: the speed with threads in a worker, and envherd compared with TorchRL.
 
-    python -m envherd.benchmarks.asynchronous threads      # envs that wait, one worker each and many threads in one
-    python -m envherd.benchmarks.asynchronous pools        # send and recv next to TorchRL's AsyncEnvPool
-    python -m envherd.benchmarks.asynchronous collectors   # AsyncCollector next to TorchRL's AsyncBatchedCollector
-    python -m envherd.benchmarks.asynchronous policy       # a policy of 2 ms over 64 envs of 5 ms
+    python -m benchmarks.asynchronous threads      # envs that wait, one worker each and many threads in one
+    python -m benchmarks.asynchronous pools        # send and recv next to TorchRL's AsyncEnvPool
+    python -m benchmarks.asynchronous collectors   # AsyncCollector next to TorchRL's AsyncBatchedCollector
+    python -m benchmarks.asynchronous policy       # a policy of 2 ms over 64 envs of 5 ms
 
 The machine should be idle. TorchRL starts a process for each env, or for four of them, and each of them imports all of
 TorchRL: before it gives a figure for 32 envs, two processors are busy for a minute or more.

@@ -1,6 +1,6 @@
 """BenchMARL on a Melting Pot substrate, with its own batched env (TorchRL's `ParallelEnv`) and with the facade's.
 
-    python -m envherd.benchmarks.benchmarl
+    python -m benchmarks.benchmarl
 
 Each experiment runs in its own process: IPPO with a CNN, the same config and seed. It needs BenchMARL 1.5, with TorchRL
 0.11, and the extra of Melting Pot.
@@ -105,7 +105,7 @@ def main() -> None:
     ran: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     for _ in range(ROUNDS):
         for kind in KINDS:
-            command = [sys.executable, "-W", "ignore", "-m", "envherd.benchmarks.benchmarl", kind]
+            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.benchmarl", kind]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             ran[kind].append(json.loads(done.stdout.splitlines()[-1]))
     for kind, results in ran.items():

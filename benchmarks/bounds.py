@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from envherd.benchmarks.pools import Contender, Job, Pool
-from envherd.benchmarks.watching import die_with_parent
+from benchmarks.pools import Contender, Job, Pool
+from benchmarks.watching import die_with_parent
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
 
 IDEAL, SERIAL, ROUND = "measured ideal", "serial loop", "bare signalling round"

@@ -3,7 +3,7 @@
 All nodes are on this machine, so the numbers include no network, and the nodes share its processors. Only the driver's
 processor time is meaningful; the model of many nodes (`cluster_model.py`) uses it.
 
-Run: python -m envherd.benchmarks.cluster [--quick] [--write]    (to results/cluster.json and docs/reports/scaling.md)
+Run: python -m benchmarks.cluster [--quick] [--write]    (to results/cluster.json and docs/reports/scaling.md)
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ray.cluster_utils import Cluster
 from tensordict import TensorDictBase
 from torch import nn
 
-from envherd.benchmarks import cluster_page, rllib
-from envherd.benchmarks.echo import EchoFactory
+from benchmarks import cluster_page, rllib
+from benchmarks.echo import EchoFactory
 from envherd.executor import ParallelEnv
 from envherd.executor.cluster import RayParallelEnv
 from envherd.shm.specs import EnvSpec, LeafSpec

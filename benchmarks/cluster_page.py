@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from envherd.benchmarks import ROOT
-from envherd.benchmarks import cluster_model as model
-from envherd.benchmarks.parts import write_part
+from benchmarks import ROOT
+from benchmarks import cluster_model as model
+from benchmarks.parts import write_part
 
 PAGE = ROOT / "docs" / "reports" / "scaling.md"
 PLOT = PAGE.parents[1] / "images" / "scaling_cluster.png"

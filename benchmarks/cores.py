@@ -1,6 +1,6 @@
 """Predict a machine with 128 processors by `cores_model`, and check the model against measurements on this machine.
 
-    python -m envherd.benchmarks.cores --write      # from benchmarks/results/bench.json to docs/reports/scaling.md
+    python -m benchmarks.cores --write      # from benchmarks/results/bench.json to docs/reports/scaling.md
 
 The costs come from the suite's growth laws ("growth"), the check from its workloads.
 """
@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from envherd.benchmarks import ROOT, ours
-from envherd.benchmarks import growth as growth_laws
-from envherd.benchmarks.cores_model import MODES, Costs, Mode, Outcome, Setting, Work, simulate
-from envherd.benchmarks.page import RESULTS
-from envherd.benchmarks.parts import write_part
+from benchmarks import ROOT, ours
+from benchmarks import growth as growth_laws
+from benchmarks.cores_model import MODES, Costs, Mode, Outcome, Setting, Work, simulate
+from benchmarks.page import RESULTS
+from benchmarks.parts import write_part
 
 PLOT = "scaling_cores.png"
 CORES = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from envherd.benchmarks.work import Law, drawn_iterations
+from benchmarks.work import Law, drawn_iterations
 
 Mode = Literal["sync", "first-K", "two groups"]
 MODES: tuple[Mode, ...] = ("sync", "first-K", "two groups")

@@ -1,6 +1,6 @@
 """Draw learning curves of several seeds: the mean over seeds, and a band from minimum to maximum.
 
-Run: python -m envherd.benchmarks.curves PICTURE "LABEL=one.json,two.json,three.json" ... [--line "random actions=5.2"]
+Run: python -m benchmarks.curves PICTURE "LABEL=one.json,two.json,three.json" ... [--line "random actions=5.2"]
 
 The files are those that `examples/meltingpot_ippo.py --checkpoint` writes: lists of (env steps, return per player, s).
 """

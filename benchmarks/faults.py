@@ -3,7 +3,7 @@
 Every case runs in a separate process, whose orphans this one adopts and counts. Executors have their default settings,
 except for envherd's deadline if an env hangs (the others have none, or one of hours) and TorchRL's start method.
 
-Run: python -m envherd.benchmarks.faults [--write]    (--write: into docs/reports/faults.md)
+Run: python -m benchmarks.faults [--write]    (--write: into docs/reports/faults.md)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from envherd.benchmarks import ROOT
+from benchmarks import ROOT
 
 NUM_ENVS, VICTIM, FAULT_STEP = 3, 2, 3
 LIMIT_S = 10.0  # for a call to return; later it counts as hanging
@@ -276,7 +276,7 @@ def write(table: str) -> None:
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     title = "## Other executors"
     text = (
-        f"{title}\n\n`python -m envherd.benchmarks.faults` causes the same faults in the last of three envs "
+        f"{title}\n\n`python -m benchmarks.faults` causes the same faults in the last of three envs "
         f"({versions}, Python {platform.python_version()}). All executors have their default settings, with two "
         "exceptions. TorchRL's workers are forked, since they start sooner. envherd has a deadline of "
         f"{DEADLINE_S:g} s and "

@@ -17,8 +17,8 @@ import signal
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from envherd.benchmarks.accounting import Usage, usage_of
-from envherd.benchmarks.work import compute
+from benchmarks.accounting import Usage, usage_of
+from benchmarks.work import compute
 
 #: Limits above which a slot is discarded.
 MOST_DELAY, MOST_OTHERS, MOST_PRESSURE = 0.1, 0.1, 0.1

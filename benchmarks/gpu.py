@@ -1,8 +1,8 @@
 """Batches and policies on a GPU: envherd compared with TorchRL and Gymnasium.
 
-    python -m envherd.benchmarks.gpu batches      # a batch on the GPU after each step
-    python -m envherd.benchmarks.gpu policies     # asynchronous collectors with a convolutional policy on the GPU
-    python -m envherd.benchmarks.gpu learner      # collecting while the GPU learns
+    python -m benchmarks.gpu batches      # a batch on the GPU after each step
+    python -m benchmarks.gpu policies     # asynchronous collectors with a convolutional policy on the GPU
+    python -m benchmarks.gpu learner      # collecting while the GPU learns
 
 Needs a GPU, TorchRL and Gymnasium. The envs observe 84 x 84 x 4 bytes and compute for some time; see `Steady`.
 """
@@ -19,8 +19,8 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import CudaGraphModule, TensorDictModule
 
-from envherd.benchmarks.asynchronous import choose, torchrls, wrapped, zeros
-from envherd.benchmarks.work import Law, SteadyFactory, iterations_per_us
+from benchmarks.asynchronous import choose, torchrls, wrapped, zeros
+from benchmarks.work import Law, SteadyFactory, iterations_per_us
 from envherd.executor import AsyncCollector, Collector, ParallelEnv
 
 IMAGE = (84, 84, 4)

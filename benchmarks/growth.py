@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from envherd.benchmarks import ours, peers
-from envherd.benchmarks.pools import Contender, Job, Pool
-from envherd.benchmarks.ratios import fit_line
-from envherd.benchmarks.rounds import Entry, Plan, measure
-from envherd.benchmarks.runner import Slot
-from envherd.benchmarks.work import SteadyFactory
-from envherd.benchmarks.workloads import ALL
+from benchmarks import ours, peers
+from benchmarks.pools import Contender, Job, Pool
+from benchmarks.ratios import fit_line
+from benchmarks.rounds import Entry, Plan, measure
+from benchmarks.runner import Slot
+from benchmarks.work import SteadyFactory
+from benchmarks.workloads import ALL
 
 MEMCPY, NARROW = "one memcpy", "envherd, first W"
 NUM_ENVS, MANY_ENVS = (2, 8, 32), (2, 8, 32, 128)

@@ -6,7 +6,7 @@ import statistics
 import time
 from typing import Any
 
-from envherd.benchmarks.work import SteadyFactory
+from benchmarks.work import SteadyFactory
 from envherd.executor import ParallelEnv
 from envherd.workers.protocol import Op
 

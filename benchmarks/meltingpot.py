@@ -1,6 +1,6 @@
 """Time resets and steps of Melting Pot substrates, with the installed Lua code and with our copy of it.
 
-    python -m envherd.benchmarks.meltingpot commons_harvest__open clean_up [--rounds 3]
+    python -m benchmarks.meltingpot commons_harvest__open clean_up [--rounds 3]
 
 Each env has its own process, and kinds take turns. Figures are processor time. `steps/s` is that of episodes of 1,000
 steps, with their resets, on one processor.
@@ -64,7 +64,7 @@ def measured_apart(name: str, kind: str) -> dict[str, float]:
     surroundings = dict(os.environ)
     if kind == "installed code":
         surroundings["XDG_CACHE_HOME"] = os.devnull  # so that no copy can be made
-    command = [sys.executable, "-m", "envherd.benchmarks.meltingpot", name, "--one", kind]
+    command = [sys.executable, "-m", "benchmarks.meltingpot", name, "--one", kind]
     done = subprocess.run(command, env=surroundings, capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from envherd.benchmarks.pools import Contender, EndCounter, Job, Pool
+from benchmarks.pools import Contender, EndCounter, Job, Pool
 from envherd.executor import ParallelEnv, SerialEnv
 
 OURS, ONE, WIDE, SERIAL = "envherd", "envherd, 1 worker", "envherd, 1 env per worker", "envherd SerialEnv"
@@ -141,7 +141,7 @@ def _as_sb3(job: Job, *, num_workers: int | None = 1) -> Pool:
 
 
 def _as_torchrl(job: Job) -> Pool:
-    from envherd.benchmarks.peers import stepped_tensordicts, torchrl_factory
+    from benchmarks.peers import stepped_tensordicts, torchrl_factory
     from envherd.executor.facades.torchrl import ParallelEnv as Facade
 
     return stepped_tensordicts(Facade(job.num_envs, torchrl_factory(job), num_processes=1), job)

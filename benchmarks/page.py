@@ -1,6 +1,6 @@
 """Write docs/reports/benchmarks.md, its pictures and the README's table, from the results only.
 
-python -m envherd.benchmarks.page --write      # from benchmarks/results/bench.json
+python -m benchmarks.page --write      # from benchmarks/results/bench.json
 
 Limits: works only in a checkout; an installed package has no page.
 """
@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envherd.benchmarks import ROOT, ours, peers
-from envherd.benchmarks.parts import write_part
-from envherd.benchmarks.report import Sheet, sheet_of_targets, sheet_of_workload, sheets_of_studies, spread, to_markdown
-from envherd.benchmarks.targets import ratio_of
+from benchmarks import ROOT, ours, peers
+from benchmarks.parts import write_part
+from benchmarks.report import Sheet, sheet_of_targets, sheet_of_workload, sheets_of_studies, spread, to_markdown
+from benchmarks.targets import ratio_of
 
 RESULTS = ROOT / "benchmarks/results/bench.json"
 #: Path of the page, from the root of the repository.
@@ -173,13 +173,13 @@ def sheet_of_facades(results: Mapping[str, Any]) -> Sheet:
 
 def write(results: Mapping[str, Any], root: Path) -> list[Path]:
     """Write the page, its pictures and the README's table below a repository's root; return their paths."""
-    from envherd.benchmarks.plots import THEMES, draw_all
+    from benchmarks.plots import THEMES, draw_all
 
     pictures = draw_all(results, root / PICTURES)
     page = root / PAGE
     page.write_text(render(results, [f"../images/{path.name}" for path in pictures if path.name not in THEMES]))
     short = sheet_of_others(results, _README_WORKLOADS, _OTHERS[:3])
-    write_part(root / README, "python -m envherd.benchmarks", to_markdown(short).split("\n"))
+    write_part(root / README, "python -m benchmarks", to_markdown(short).split("\n"))
     return [page, root / README, *pictures]
 
 

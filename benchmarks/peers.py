@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from envherd.benchmarks.ours import stepped_arrays
-from envherd.benchmarks.pools import Contender, EndCounter, Job, Pool
-from envherd.benchmarks.watching import stopped_in_between
+from benchmarks.ours import stepped_arrays
+from benchmarks.pools import Contender, EndCounter, Job, Pool
+from benchmarks.watching import stopped_in_between
 
 GYMNASIUM_SYNC, GYMNASIUM_ASYNC = "Gymnasium SyncVectorEnv", "Gymnasium AsyncVectorEnv"
 SB3_DUMMY, SB3_SUBPROC = "SB3 DummyVecEnv", "SB3 SubprocVecEnv"

@@ -1,6 +1,6 @@
 """Measure how much a run's speed depends on its workers' placement: many starts, with different ways in turn.
 
-    python -m envherd.benchmarks.placement --starts 10 --write
+    python -m benchmarks.placement --starts 10 --write
 
 Every start is a process that creates an executor, makes a fixed number of steps and ends. The ways take turns, so
 changes of the machine's speed affect all of them. The median batch times of the starts are compared. A start during
@@ -20,11 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from envherd.benchmarks import bounds
-from envherd.benchmarks.accounting import busy_ns, started_by, usage_of
-from envherd.benchmarks.gate import MOST_OTHERS, others_share
-from envherd.benchmarks.pools import Job
-from envherd.benchmarks.work import SteadyFactory, iterations_per_us
+from benchmarks import bounds
+from benchmarks.accounting import busy_ns, started_by, usage_of
+from benchmarks.gate import MOST_OTHERS, others_share
+from benchmarks.pools import Job
+from benchmarks.work import SteadyFactory, iterations_per_us
 
 RESULTS = Path(__file__).parent / "results" / "placement.json"
 DEFAULT, PINNED, BOUND = "default", "pinned", "serial loops"
@@ -55,7 +55,7 @@ def start(run: str, way: str, calibration: float) -> dict[str, Any]:
     make_env, family = _factory(run, calibration)
     if way == BOUND:
         return _start_loops(Job(make_env=make_env, num_envs=num_envs, num_workers=_NUM_WORKERS, family=family))
-    from envherd.benchmarks.ours import drawn_actions
+    from benchmarks.ours import drawn_actions
     from envherd.executor import ExecutorOptions, ParallelEnv
 
     options = ExecutorOptions(affinity=tuple(sorted(os.sched_getaffinity(0)))) if way == PINNED else None
@@ -147,7 +147,7 @@ def study(num_starts: int, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _start_apart(run: str, way: str, calibration: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "envherd.benchmarks.placement", "--one", run, way, str(calibration)]
+    command = [sys.executable, "-m", "benchmarks.placement", "--one", run, way, str(calibration)]
     for _ in range(_TRIES):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

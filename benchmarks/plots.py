@@ -12,9 +12,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from envherd.benchmarks import bounds, ours, peers
-from envherd.benchmarks.ratios import LEVELS
-from envherd.benchmarks.report import short
+from benchmarks import bounds, ours, peers
+from benchmarks.ratios import LEVELS
+from benchmarks.report import short
 
 _PEERS = (
     peers.GYMNASIUM_SYNC,

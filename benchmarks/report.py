@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from envherd.benchmarks.bounds import IDEAL
-from envherd.benchmarks.stages import STAGES
-from envherd.benchmarks.targets import Verdict, judge
+from benchmarks.bounds import IDEAL
+from benchmarks.stages import STAGES
+from benchmarks.targets import Verdict, judge
 
 _MB = 1e6
 

@@ -6,7 +6,7 @@ than envs there is more of it; `batch_s` models that from the costs measured her
 
 `--waiting` simulates enough cores: the same with a tenth of the times, and with envs that wait instead of computing.
 
-Run: python -m envherd.benchmarks.reset_ahead [--quick] [--waiting] [--envs 4] [--length 60] [--policy-ms 20]
+Run: python -m benchmarks.reset_ahead [--quick] [--waiting] [--envs 4] [--length 60] [--policy-ms 20]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from envherd.benchmarks.accounting import pressure_line, usage_of
+from benchmarks.accounting import pressure_line, usage_of
 from envherd.executor import ExecutorOptions, MeltingPotFactory, ParallelEnv
 from envherd.workers.adapters.base import StepValues
 from envherd.workers.testing import CountingEnv
@@ -266,7 +266,7 @@ def show_model(console: Console, costs: Costs, length: int) -> list[dict[str, An
 
 def main() -> None:
     """Measure, model, print, and write the results."""
-    from envherd.benchmarks.suite import describe_machine  # which runs `study` itself
+    from benchmarks.suite import describe_machine  # which runs `study` itself
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two rounds with 2 envs, and no JSON")

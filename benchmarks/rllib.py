@@ -2,7 +2,7 @@
 
 `ray[rllib]` itself requires an older Gymnasium than the one tested here; its EnvRunners also run with this one.
 
-`python -m envherd.benchmarks.rllib` compares the runners of `facades.rllib` with RLlib's own. It needs the extra
+`python -m benchmarks.rllib` compares the runners of `facades.rllib` with RLlib's own. It needs the extra
 `rllib` and those of Melting Pot and PettingZoo.
 """
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from envherd.benchmarks.gate import Probe, Reading, reasons_to_discard, tries_for
-from envherd.benchmarks.pools import Contender, Job
-from envherd.benchmarks.runner import PoolError, Runner, Slot
+from benchmarks.gate import Probe, Reading, reasons_to_discard, tries_for
+from benchmarks.pools import Contender, Job
+from benchmarks.runner import PoolError, Runner, Slot
 
 #: Seconds for the build of a pool, and by which a slot may end late.
 BUILD_S, SLOT_GRACE_S = 300.0, 60.0

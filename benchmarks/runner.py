@@ -20,11 +20,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from envherd.benchmarks.accounting import busy_ns, started_by, usage_of
-from envherd.benchmarks.gate import others_share
-from envherd.benchmarks.pools import Contender, Job, Pool
-from envherd.benchmarks.ratios import levels_of
-from envherd.benchmarks.watching import kill_tree, terminate_with_parent
+from benchmarks.accounting import busy_ns, started_by, usage_of
+from benchmarks.gate import others_share
+from benchmarks.pools import Contender, Job, Pool
+from benchmarks.ratios import levels_of
+from benchmarks.watching import kill_tree, terminate_with_parent
 
 #: Share of a slot for a warm-up, because the pool's processes have slept for seconds.
 WARM_UP = 0.2

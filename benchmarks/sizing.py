@@ -4,7 +4,7 @@ Each env is sized with a fixed number of envs. Then `SerialEnv`, every number of
 first-K on the cores and on the chosen number run in rounds. The result is the choice's speed relative to the sweep's
 best (median and quartiles of the rounds), and the time of sizing.
 
-Run: python -m envherd.benchmarks.sizing [--quick] [--env NAME ...] [--rounds N] [--render] [--write]
+Run: python -m benchmarks.sizing [--quick] [--env NAME ...] [--rounds N] [--render] [--write]
 
 Start it with fewer processors (`taskset -c 0`), or in a control group with a CPU quota, to measure under that
 condition; the results of each condition are kept separately.
@@ -29,9 +29,9 @@ import numpy as np
 from gymnasium.spaces import Box, Discrete
 from rich.console import Console
 
-from envherd.benchmarks import ROOT
-from envherd.benchmarks.parts import write_part
-from envherd.benchmarks.report import Sheet, to_markdown, to_rich
+from benchmarks import ROOT
+from benchmarks.parts import write_part
+from benchmarks.report import Sheet, to_markdown, to_rich
 from envherd.executor import ExecutorOptions, MeltingPotFactory
 from envherd.executor.cli.env_names import factory_for
 from envherd.executor.machine.machine import read_machine

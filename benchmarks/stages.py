@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from envherd.benchmarks.ours import drawn_actions
-from envherd.benchmarks.work import SteadyFactory
+from benchmarks.ours import drawn_actions
+from benchmarks.work import SteadyFactory
 from envherd.executor import ParallelEnv
 from envherd.workers.adapters.named import NamedFactory
 

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from envherd.benchmarks.ours import OURS
-from envherd.benchmarks.peers import GYMNASIUM_ASYNC, SB3_SUBPROC, TORCHRL_PARALLEL
-from envherd.benchmarks.workloads import ALL
+from benchmarks.ours import OURS
+from benchmarks.peers import GYMNASIUM_ASYNC, SB3_SUBPROC, TORCHRL_PARALLEL
+from benchmarks.workloads import ALL
 
 LIMIT_S = 300.0
 NUM_WORKERS, NUM_CLEAN_UP = 8, 4
@@ -28,7 +28,7 @@ TINY, CLEAN_UP = "tiny", "clean_up"
 _SCRIPT = """
 {top}
 import json, os, sys, time, warnings
-from envherd.benchmarks.work import SteadyFactory
+from benchmarks.work import SteadyFactory
 warnings.simplefilter("ignore")
 
 
@@ -48,7 +48,7 @@ def build():
 
 def main():
     {imports}
-    from envherd.benchmarks.startup import report_of
+    from benchmarks.startup import report_of
     report = []
     for _ in range({times}):
         began = time.perf_counter()
@@ -115,7 +115,7 @@ def report_of(workers: list[int] | None) -> dict[str, Any]:
     Returns:
         "uss_per_worker": median; "pss_total": of workers and helpers together; "pss_helpers"; "processes".
     """
-    from envherd.benchmarks.accounting import started_by
+    from benchmarks.accounting import started_by
 
     sizes = {pid: _memory(pid) for pid in started_by(os.getpid())}
     if workers is None:
@@ -190,7 +190,7 @@ def env_build_s() -> float:
     """Return the seconds to import and build the tiny env in a process with numpy, as in every worker."""
     code = (
         "import time, numpy; began = time.perf_counter()\n"
-        "from envherd.benchmarks.work import SteadyFactory\n"
+        "from benchmarks.work import SteadyFactory\n"
         "SteadyFactory()().reset(); print(time.perf_counter() - began)"
     )
     return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from envherd.benchmarks import growth, handout, placement, reset_ahead, stages, startup, waiting
-from envherd.benchmarks.accounting import pressure_line, pressure_while_idle
-from envherd.benchmarks.report import sheet_of_targets, sheet_of_workload, sheets_of_studies, to_rich
-from envherd.benchmarks.rounds import Plan, measure
-from envherd.benchmarks.summary import summarise
-from envherd.benchmarks.workloads import ALL, PEERS, QUICK, QUICK_PEERS, WORKLOADS, Workload, calibrate, usable_cores
+from benchmarks import growth, handout, placement, reset_ahead, stages, startup, waiting
+from benchmarks.accounting import pressure_line, pressure_while_idle
+from benchmarks.report import sheet_of_targets, sheet_of_workload, sheets_of_studies, to_rich
+from benchmarks.rounds import Plan, measure
+from benchmarks.summary import summarise
+from benchmarks.workloads import ALL, PEERS, QUICK, QUICK_PEERS, WORKLOADS, Workload, calibrate, usable_cores
 
 SCHEMA = "envherd.bench/1"
 #: Study other than a workload -> what it measures, and its minutes on a quiet machine with two cores.

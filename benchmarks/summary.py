@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from envherd.benchmarks.gate import is_judged_by_wall
-from envherd.benchmarks.ratios import Quartiles, merged_levels, of_totals, per_round
-from envherd.benchmarks.rounds import Entry, Turn
+from benchmarks.gate import is_judged_by_wall
+from benchmarks.ratios import Quartiles, merged_levels, of_totals, per_round
+from benchmarks.rounds import Entry, Turn
 
 
 def summarise(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from envherd.benchmarks import bounds, growth, ours, peers
+from benchmarks import bounds, growth, ours, peers
 
 Results = Mapping[str, Any]
 _MB = 1e6

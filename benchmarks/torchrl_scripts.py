@@ -1,6 +1,6 @@
 """Time TorchRL scripts with one import changed: TorchRL's `ParallelEnv`, its facade, and the native executor.
 
-    python -m envherd.benchmarks.torchrl_scripts [CASE ...] [--rounds 5]
+    python -m benchmarks.torchrl_scripts [CASE ...] [--rounds 5]
 
 All three are alive in one process and take turns; steps are synchronous, with resets. Columns: env-steps/s by the clock
 (medians over the rounds), processor microseconds of all processes per env step, and the seconds from the constructor to
@@ -22,7 +22,7 @@ import torch
 from rich import print as show
 from rich.table import Table
 
-from envherd.benchmarks.accounting import usage_of
+from benchmarks.accounting import usage_of
 from envherd.workers.processes import descendants
 
 

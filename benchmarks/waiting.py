@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from envherd.benchmarks import ours, peers
-from envherd.benchmarks.accounting import Meter, started_by
-from envherd.benchmarks.pools import Job, Pool
-from envherd.benchmarks.rounds import BUILD_S
-from envherd.benchmarks.runner import PoolError, Runner
-from envherd.benchmarks.work import SteadyFactory
-from envherd.benchmarks.workloads import ALL
+from benchmarks import ours, peers
+from benchmarks.accounting import Meter, started_by
+from benchmarks.pools import Job, Pool
+from benchmarks.rounds import BUILD_S
+from benchmarks.runner import PoolError, Runner
+from benchmarks.work import SteadyFactory
+from benchmarks.workloads import ALL
 
 GAPS_S = (0.005, 0.05)
 NAMES = (

@@ -8,8 +8,8 @@ import dataclasses
 import os
 import signal
 
-from envherd.benchmarks.accounting import started_by
-from envherd.benchmarks.pools import Pool
+from benchmarks.accounting import started_by
+from benchmarks.pools import Pool
 
 _PR_SET_PDEATHSIG = 1
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from envherd.benchmarks import bounds, ours, peers
-from envherd.benchmarks.pools import Contender, Job
-from envherd.benchmarks.rounds import Plan
-from envherd.benchmarks.work import SteadyFactory, iterations_per_us
+from benchmarks import bounds, ours, peers
+from benchmarks.pools import Contender, Job
+from benchmarks.rounds import Plan
+from benchmarks.work import SteadyFactory, iterations_per_us
 
 ALL = {one.name: one for one in (*bounds.CONTENDERS, *ours.CONTENDERS, *peers.CONTENDERS)}
 PEERS = tuple(dict.fromkeys(one.peer for one in peers.CONTENDERS))

@@ -19,7 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from envherd.benchmarks.parts import write_part
+from benchmarks.parts import write_part
 from envherd.executor.protocol.env_states import Event, State, table
 from tests.test_imports import MODULES, ORDERED, ROOT, imported_modules
 

@@ -26,7 +26,7 @@ from tests.extras import PACKAGES, needs
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = (ROOT / "constraints.txt").read_text().splitlines()
-LAYERS = ("shm", "workers", "executor", "benchmarks")
+LAYERS = ("shm", "workers", "executor")
 PUBLIC = ("envherd", "envherd.executor", "envherd.workers.adapters", "envherd.workers.testing")
 
 
@@ -78,7 +78,7 @@ PROTOCOL_OF = {"SlabPool": "RecyclablePool", "BlockBatch": "Batch"}
 
 def _classes() -> dict[str, list[ast.ClassDef]]:
     found: dict[str, list[ast.ClassDef]] = {}
-    for layer in (*LAYERS, "examples"):
+    for layer in (*LAYERS, "benchmarks", "examples"):
         for file in sorted((ROOT / layer).rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.ClassDef):

@@ -60,11 +60,11 @@ ALLOWED = {
     "executor/facades/torchrl/*": {"torchrl"},
     "executor/facades/benchmarl.py": {"benchmarl"},
     "benchmarks/*": {"numpy", "torch", "tensordict", "gymnasium", "rich"}
-    | {"envherd.shm", "envherd.workers", "envherd.executor", "envherd.benchmarks"},
+    | {"envherd.shm", "envherd.workers", "envherd.executor", "benchmarks"},
     "benchmarks/__main__.py": {"typer"},
     "benchmarks/rllib.py": {"ray"},
     "benchmarks/benchmarl.py": {"benchmarl"},
-    "benchmarks/cluster*.py": {"psutil", "ray", "torchrl", "matplotlib", "cluster_page", "cluster_model"},
+    "benchmarks/cluster*.py": {"psutil", "ray", "torchrl", "matplotlib"},
     "benchmarks/asynchronous.py": {"torchrl"},
     "benchmarks/torchrl_scripts.py": {"torchrl", "dm_control", "pettingzoo"},
     "benchmarks/gpu.py": {"torchrl"},

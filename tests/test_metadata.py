@@ -58,7 +58,7 @@ def test_with_an_address_every_link_and_picture_is_absolute_and_there(tmp_path):
 @pytest.mark.slow
 def test_a_build_has_the_mark_of_typed_packages(tmp_path):
     """PEP 561: type checkers look for `py.typed` in the package itself."""
-    layers = ("benchmarks", "executor", "shm", "workers")
+    layers = ("executor", "shm", "workers")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     for folder in ("envherd", *layers):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from envherd.benchmarks.accounting import Meter, Usage, busy_ns, started_by, usage_of
+from benchmarks.accounting import Meter, Usage, busy_ns, started_by, usage_of
 
 #: Uses a number of seconds of processor time in two threads, reports that, and sleeps.
 BURNER = """

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from envherd.benchmarks import cores
-from envherd.benchmarks.cores_model import MODES, Costs, Setting, Work, simulate
+from benchmarks import cores
+from benchmarks.cores_model import MODES, Costs, Setting, Work, simulate
 
 NOTHING = Costs(
     batch_s=0.0, env_s=0.0, byte_s=0.0, ring_s=0.0, part_s=0.0, part_env_s=0.0, worker_env_s=0.0, wake_s=0.0

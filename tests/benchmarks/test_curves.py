@@ -13,7 +13,7 @@ skip_without("media")
 import numpy as np
 import pytest
 
-from envherd.benchmarks import curves
+from benchmarks import curves
 
 
 def test_curves_are_compared_at_steps_that_all_have_reached():
@@ -36,7 +36,7 @@ def test_a_picture_is_drawn(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "envherd.benchmarks.curves",
+        "benchmarks.curves",
         "a.png",
         "shared=1.json,2.json",
         "--line",

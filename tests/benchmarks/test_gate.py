@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from envherd.benchmarks.accounting import Usage, pressure_total_us
-from envherd.benchmarks.gate import (
+from benchmarks.accounting import Usage, pressure_total_us
+from benchmarks.gate import (
     Probe,
     Reading,
     delay_ratio,

@@ -1,6 +1,6 @@
 """Pages are written to the checkout, through whichever link the benchmarks are imported."""
 
-from envherd.benchmarks import ROOT, cluster_page, page
+from benchmarks import ROOT, cluster_page, page
 
 
 def test_pages_are_in_the_checkout():

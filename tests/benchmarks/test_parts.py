@@ -6,9 +6,9 @@ from tests.extras import skip_without
 
 skip_without("cli")
 
-from envherd.benchmarks import ours, peers
-from envherd.benchmarks.page import sheet_of_facades, sheet_of_others
-from envherd.benchmarks.parts import write_part
+from benchmarks import ours, peers
+from benchmarks.page import sheet_of_facades, sheet_of_others
+from benchmarks.parts import write_part
 
 
 def test_a_part_is_written_in_place_and_the_rest_of_the_page_stays(tmp_path):

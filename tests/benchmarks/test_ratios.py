@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from envherd.benchmarks.ratios import LEVELS, fit_line, levels_of, merged_levels, of_totals, per_round, quartiles
+from benchmarks.ratios import LEVELS, fit_line, levels_of, merged_levels, of_totals, per_round, quartiles
 
 
 def test_quartiles_of_known_numbers():

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from envherd.benchmarks.bounds import CONTENDERS, IDEAL, ROUND, SERIAL
-from envherd.benchmarks.pools import Contender, Job, Pool
-from envherd.benchmarks.runner import PoolError, Runner
-from envherd.benchmarks.work import SteadyFactory, compute
+from benchmarks.bounds import CONTENDERS, IDEAL, ROUND, SERIAL
+from benchmarks.pools import Contender, Job, Pool
+from benchmarks.runner import PoolError, Runner
+from benchmarks.work import SteadyFactory, compute
 
 BOUNDS = {one.name: one for one in CONTENDERS}
 JOB = Job(make_env=SteadyFactory(), num_envs=4, num_workers=2)
@@ -96,7 +96,7 @@ def test_free_running_processes_stop_outside_their_slots(started):
 
 def cpu_while_asleep(_pool: Pool, seconds: float) -> dict[str, int]:
     """Return the processor use of an idle pool."""
-    from envherd.benchmarks.accounting import started_by, usage_of
+    from benchmarks.accounting import started_by, usage_of
 
     pids = started_by(os.getpid())
     before = usage_of(pids)

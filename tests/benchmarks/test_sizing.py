@@ -9,7 +9,7 @@ skip_without("cli")
 import numpy as np
 import pytest
 
-from envherd.benchmarks.sizing import shares_of_best
+from benchmarks.sizing import shares_of_best
 
 
 def test_a_choice_that_is_slower_in_every_round_is_told_by_how_much() -> None:

@@ -16,18 +16,18 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from envherd.benchmarks import bounds, ours, peers
-from envherd.benchmarks.__main__ import bench
-from envherd.benchmarks.page import render
-from envherd.benchmarks.pools import Contender, Job, Pool
-from envherd.benchmarks.report import short
-from envherd.benchmarks.rounds import Entry, Turn
-from envherd.benchmarks.runner import Slot
-from envherd.benchmarks.suite import NAMES, SCHEMA, Suite, SuiteRequest, load, save
-from envherd.benchmarks.summary import summarise
-from envherd.benchmarks.targets import judge
-from envherd.benchmarks.work import SteadyFactory, drawn_iterations
-from envherd.benchmarks.workloads import ALL, WORKLOADS
+from benchmarks import bounds, ours, peers
+from benchmarks.__main__ import bench
+from benchmarks.page import render
+from benchmarks.pools import Contender, Job, Pool
+from benchmarks.report import short
+from benchmarks.rounds import Entry, Turn
+from benchmarks.runner import Slot
+from benchmarks.suite import NAMES, SCHEMA, Suite, SuiteRequest, load, save
+from benchmarks.summary import summarise
+from benchmarks.targets import judge
+from benchmarks.work import SteadyFactory, drawn_iterations
+from benchmarks.workloads import ALL, WORKLOADS
 
 app = typer.Typer()
 app.command()(bench)
@@ -133,7 +133,7 @@ def test_results_are_kept_and_strangers_refused(tmp_path):
 
 def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the suite's command."""
-    command = [sys.executable, "-m", "envherd.benchmarks", *arguments]
+    command = [sys.executable, "-m", "benchmarks", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
@@ -178,7 +178,7 @@ def test_pictures_are_drawn(run):
 
 @needs("bench")
 def test_the_readmes_picture_has_a_bar_for_each_ratio_that_was_measured():
-    from envherd.benchmarks.plots import THEMES, summary
+    from benchmarks.plots import THEMES, summary
 
     peer = {"wall_ratio": [1.9, 2.0, 2.1]}
     rows = {peers.GYMNASIUM_ASYNC: peer, peers.TORCHRL_PARALLEL: peer, peers.SB3_SUBPROC: {"wall_ratio": None}}
@@ -240,7 +240,7 @@ def test_wrong_wishes_are_refused(arguments, message):
 @pytest.mark.slow
 def test_results_can_be_printed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("envherd.benchmarks.suite.Suite._measure", _note)
+    monkeypatch.setattr("benchmarks.suite.Suite._measure", _note)
     done = CliRunner().invoke(app, ["--only", "tiny,spikes", "--only", "handout", "--json", "-"])
     assert done.exit_code == 0, done.stderr
     assert [*json.loads(done.stdout)["workloads"]] == ["tiny", "spikes", "handout"]
@@ -255,7 +255,7 @@ def test_what_was_measured_before_an_interrupt_is_printed(monkeypatch):
             raise KeyboardInterrupt
         _note(suite, name)
 
-    monkeypatch.setattr("envherd.benchmarks.suite.Suite._measure", interrupted)
+    monkeypatch.setattr("benchmarks.suite.Suite._measure", interrupted)
     done = CliRunner().invoke(app, ["--only", "tiny,spikes", "--json", "-"])
     assert done.exit_code == 130
     assert [*json.loads(done.stdout)["workloads"]] == ["tiny"]

@@ -1,9 +1,6 @@
 """The plan for a cluster, and the model of a large one: arithmetic; no cluster, no process."""
 
-import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -11,6 +8,7 @@ from tests.extras import skip_without
 
 skip_without("ray", "cli")
 
+from benchmarks import cluster_model
 from envherd.executor.cluster.orders import Report, Survey
 from envherd.executor.cluster.planning import decide_for_nodes
 from envherd.executor.cluster.shares import divide
@@ -78,10 +76,8 @@ def test_nodes_of_one_machine_share_its_memory():
 
 
 @pytest.fixture
-def model(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    yield importlib.import_module("cluster_model")
-    sys.modules.pop("cluster_model")
+def model():
+    return cluster_model
 
 
 def costs(model, **changes):

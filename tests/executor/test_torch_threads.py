@@ -32,7 +32,7 @@ def act(td: Any) -> Any:
 
 
 def collects(**kwargs: Any) -> int:
-    from envherd.benchmarks.work import SteadyFactory
+    from benchmarks.work import SteadyFactory
     from envherd.executor import AsyncCollector, ParallelEnv
 
     env = ParallelEnv(NUM_ENVS, SteadyFactory((84, 84, 4), "uint8"), num_workers=2)
@@ -48,7 +48,7 @@ def steps() -> int:
     from gymnasium.wrappers import TimeLimit
     from tensordict import TensorDict
 
-    from envherd.benchmarks.work import SteadyFactory
+    from benchmarks.work import SteadyFactory
     from envherd.executor import Collector, ParallelEnv
 
     make = SteadyFactory((84, 84, 4), "uint8")
@@ -71,7 +71,7 @@ def steps() -> int:
 def pools() -> int:
     from torchrl.envs.libs import gym
 
-    from envherd.benchmarks.work import SteadyFactory
+    from benchmarks.work import SteadyFactory
     from envherd.executor.facades.torchrl import AsyncEnvPool
 
     gym._has_sb3 = False
