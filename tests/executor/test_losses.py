@@ -422,13 +422,6 @@ class TestWhatTheCallerHears:
             opener.join()
             assert counters(caught.value.partial) == [0, 1]
 
-    def test_while_idle(self):
-        with ParallelEnv(1, ENDLESS, num_workers=1) as env:
-            env.reset()
-            kill(env, 0)
-            with pytest.raises(WorkerLost, match=r"the call failed: worker 0 ended with SIGKILL\(-9\) while idle"):
-                env.step(act(env))
-
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("options", [{}, {"on_worker_loss": "restart"}], ids=["raise", "restart"])

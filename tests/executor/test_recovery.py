@@ -226,29 +226,6 @@ class TestLosses:
             assert (td["env_ids"].tolist(), flags(td, "interrupted"), counters(td["next"])) == ([0], [True], [0])
             assert counters(env.step(act(env))["next"]) == [1, 1]
 
-    def test_a_late_env_that_was_sent_is_replaced(self, tmp_path):
-        faulty = functools.partial(FaultyEnv, "gil", step=1, flag=str(tmp_path / "flag"))
-        options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=1.0)
-        with ParallelEnv(2, [faulty, ENDLESS], num_workers=2, options=options) as env:
-            env.reset()
-            env.send(act(env))
-            td = env.recv()
-            assert dict(zip(td["env_ids"].tolist(), flags(td, "interrupted"), strict=True)) == {0: True, 1: False}
-            assert env.statistics().worker_losses == 1
-            assert counters(env.current()) == [0, 1]
-
-    def test_without_restarts_the_others_go_on_alone(self):
-        with ParallelEnv(4, ENDLESS, num_workers=2) as env:
-            env.reset()
-            kill(env, 0)
-            with pytest.raises(WorkerLost):
-                env.call("pid")
-            assert counters(env.reset(only(env, 2)))[2] == 0
-            env.send(act(env)[2:], [2, 3])
-            assert counters(env.recv()["next"]) == [1, 1]
-            with pytest.raises(WorkerLost):
-                env.reset()
-
     def test_what_a_lost_worker_cannot_do_is_not_begun_by_the_others(self):
         with ParallelEnv(4, ENDLESS, num_workers=2) as env:
             env.reset()

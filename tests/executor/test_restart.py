@@ -21,10 +21,9 @@ NUM_ENVS = 4
 RESTART = ExecutorOptions(on_worker_loss="restart")
 
 
-def factories(tmp_path, fault="kill", step=3, victim=3):
-    make = [functools.partial(CountingEnv, 1_000_000)] * NUM_ENVS
-    make[victim] = functools.partial(FaultyEnv, fault, step=step, flag=str(tmp_path / "broken"))
-    return make
+def factories(tmp_path, step=3):
+    dies = functools.partial(FaultyEnv, "kill", step=step, flag=str(tmp_path / "broken"))
+    return [functools.partial(CountingEnv, 1_000_000)] * (NUM_ENVS - 1) + [dies]
 
 
 def act(td):
@@ -36,10 +35,9 @@ def undisturbed(num_steps):
         return env.rollout(num_steps, act)
 
 
-@pytest.mark.parametrize("fault", ["kill", "segfault", "exit"])
-def test_rows_of_a_lost_worker_are_interrupted(tmp_path, fault):
+def test_rows_of_a_lost_worker_are_interrupted(tmp_path):
     expected = undisturbed(6)
-    with ParallelEnv(NUM_ENVS, factories(tmp_path, fault), num_workers=2, seed=0, options=RESTART) as env:
+    with ParallelEnv(NUM_ENVS, factories(tmp_path), num_workers=2, seed=0, options=RESTART) as env:
         root = env.reset()
         for step in range(6):
             td, root = env.step_and_maybe_reset(act(root))
@@ -134,19 +132,6 @@ def test_an_interrupted_row_has_the_last_true_observation_also_after_a_partial_r
         td, _ = env.step_and_maybe_reset(act(root))  # env 0 ends and is reset before its worker dies in env 1's step
         assert td["next", "interrupted"].flatten().tolist() == [True, True]
         assert torch.equal(td["next", "observation"], seen)
-
-
-@pytest.mark.parametrize("at", ["reset", "step"])
-def test_a_hang_is_replaced_too(tmp_path, at):
-    options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=1.0, reset_timeout_s=2.0)
-    make = [functools.partial(CountingEnv, 1_000_000)] * NUM_ENVS
-    make[0] = functools.partial(FaultyEnv, "gil", at=at, step=1, flag=str(tmp_path / "broken"))
-    with ParallelEnv(NUM_ENVS, make, num_workers=2, seed=0, options=options) as env:
-        root = env.reset()
-        for _ in range(2):
-            root = env.step_and_maybe_reset(act(root))[1]
-        assert env.statistics().worker_losses == 1
-        assert root["observation"][2:, 1].tolist() == [2, 2]
 
 
 def test_a_crash_loop_ends_in_an_error():

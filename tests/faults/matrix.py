@@ -28,6 +28,7 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
+from envherd.executor.protocol.env_states import FOLLOWS, Event, State
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from envherd.workers.testing.faults import BAD_OBSERVATIONS, DEATHS, EXCEPTIONS, HANGS
 
@@ -102,16 +103,39 @@ def _all_cells() -> list[Cell]:
 
 
 CELLS = _all_cells()
-#: Cells of an ordinary run: each kind of fault, each state, both policies once; other tests cover the rest.
+#: Cells of an ordinary run: each fault, and each kind of fault in each state with each policy, about once. What envs
+#: raise in factories, resets and steps is in `test_env_raises`.
 QUICK = {
     Cell("unpicklable", "rollout"),
-    Cell("value_error", "render"),
-    Cell("term", "rollout"),
-    Cell("stop", "step"),
-    Cell("stop", "close"),
-    Cell("kill", "rollout", "restart"),
-    Cell("abort", "idle", "restart"),
+    Cell("unprintable", "render"),
+    Cell("value_error", "sent"),
+    Cell("value_error", "step"),
+    Cell("value_error", "close"),
+    Cell("segfault", "build"),
+    Cell("kill", "idle"),
+    Cell("exit", "step"),
+    Cell("exit_0", "step"),
+    Cell("segfault", "step"),
+    Cell("abort", "step"),
+    Cell("exit", "reset"),
     Cell("kill", "sent", "raise", "fork"),
+    Cell("kill", "step", "raise", "spawn"),
+    Cell("term", "rollout"),
+    Cell("kill", "render"),
+    Cell("stop", "step"),
+    Cell("gil", "step"),
+    Cell("spin", "step"),
+    Cell("sleep", "reset"),
+    Cell("stop", "close"),
+    Cell("gil", "close"),
+    Cell("abort", "idle", "restart"),
+    Cell("segfault", "step", "restart"),
+    Cell("kill", "reset", "restart"),
+    Cell("exit", "sent", "restart"),
+    Cell("kill", "rollout", "restart"),
+    Cell("gil", "step", "restart"),
+    Cell("gil", "reset", "restart"),
+    Cell("gil", "sent", "restart"),
 }
 
 
@@ -174,11 +198,13 @@ def _break_and_go_on(cell: Cell, env: Any) -> tuple[Any, float, str]:
     env.reset()
     for _ in range(1 if cell.state in ("step", "idle", "sent") else 0):
         env.step_and_maybe_reset(actions())
-    if cell.state == "idle":
-        os.kill(env.call("pid")[VICTIM], FROM_OUTSIDE[cell.fault])
     if cell.state == "close":
         return None, 0.0, "closed too"
+    pids = env.call("pid")
+    if cell.state == "idle":
+        os.kill(pids[VICTIM], FROM_OUTSIDE[cell.fault])
     seen, seconds = _catch(functools.partial(CALLS[cell.state], env))
+    _check_states(cell, env)
     is_mended = cell.policy == "restart" and cell.kind != "raises" and cell.state != "render"
     if is_mended:
         assert seen is None, f"expected rows marked interrupted, got {seen!r}"
@@ -190,6 +216,8 @@ def _break_and_go_on(cell: Cell, env: Any) -> tuple[Any, float, str]:
         _step_on(env, [0, 1, 2])
         return seen, seconds, "go on, all"
     _demand(cell, seen)
+    if cell.kind == "raises":
+        assert (env.call("pid"), env.statistics().env_errors) == (pids, int(cell.state != "render"))
     if cell.kind == "raises" or cell.policy == "restart":
         others = _step_on(env, [NEIGHBOUR, BYSTANDER] if cell.kind == "raises" else [BYSTANDER])
         env.reset()
@@ -220,19 +248,74 @@ def _step_on(env: Any, env_ids: list[int]) -> str:
     return said
 
 
+#: State -> the command that the envs have in it, if they have one.
+COMMANDS = {
+    "idle": Event.STEP_RESET,
+    "step": Event.STEP_RESET,
+    "reset": Event.RESET,
+    "sent": Event.STEP_RESET,
+    "rollout": Event.STEP_RESET,
+}
+
+
+def _check_states(cell: Cell, env: Any) -> None:
+    """Require the states that the table of `env_states` gives for the command and what then happened to each env."""
+    command = COMMANDS.get(cell.state)
+    is_given: list[Event] = [] if command is None else [command]
+    undisturbed = [*is_given, Event.ANSWERED] if is_given else []
+    broken = [*is_given, Event.FAILS if cell.kind == "raises" else Event.IS_LOST]
+    if cell.policy == "restart" and is_given:
+        broken += [Event.RESET, Event.ANSWERED]  # by the successor
+    events = {NEIGHBOUR: undisturbed if cell.kind == "raises" else broken, VICTIM: broken, BYSTANDER: undisturbed}
+    if cell.kind == "raises" and not is_given:
+        events[VICTIM] = []  # a request that raises leaves the episode as it is
+    if cell.state in ("sent", "idle"):  # some may have answered before the loss, or were not given the command
+        events = {VICTIM: broken}
+    for env_id, happened in events.items():
+        expected = functools.reduce(lambda state, event: FOLLOWS[state][event], happened, State.RUNNING)
+        now = State(int(env._engine.states.values[env_id]))
+        assert now is expected, f"env {env_id}: expected {expected.name}, got {now.name}"
+
+
+def _interrupted(data: Any) -> Any:
+    return data["next"].get("interrupted", torch.zeros_like(data["next", "done"]))
+
+
+def _check_rows(data: Any) -> None:
+    """Require that each row follows from the row before it, or is interrupted and repeats that row."""
+    before, after = data["observation"], data["next", "observation"]
+    is_cut = _interrupted(data)
+    expected = torch.stack([before[..., 0], before[..., 1] + 1, torch.ones_like(before[..., 2])], -1)
+    assert torch.equal(after, torch.where(is_cut, before, expected))
+    assert torch.equal(data["next", "truncated"], is_cut)
+    assert torch.equal(data["next", "done"], is_cut)
+    assert not data["next", "reward"][is_cut].any()
+    assert not is_cut[data.get("env_ids", torch.arange(NUM_ENVS)) == BYSTANDER].any()
+
+
+def _step(env: Any) -> None:
+    data, root = env.step_and_maybe_reset(env.current().update(actions()))
+    _check_rows(data)
+    assert torch.equal(root["observation"][:, 1:2] == 0, _interrupted(data))
+
+
 def _send_and_receive(env: Any) -> None:
     env.send(actions())
     while env._engine.states.under_way.any():
-        env.recv(1)
+        _check_rows(env.recv(1))
 
 
 def _roll(env: Any) -> None:
-    env.rollout(4, lambda td: td.set("action", torch.ones(NUM_ENVS, dtype=torch.int64)), break_when_any_done=False)
+    data = env.rollout(
+        4, lambda td: td.set("action", torch.ones(NUM_ENVS, dtype=torch.int64)), break_when_any_done=False
+    )
+    _check_rows(data)
+    assert torch.equal(data["observation"][:, 1:, 1:2] == 0, _interrupted(data)[:, :-1])  # then begins an episode
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
-    "idle": lambda env: env.step_and_maybe_reset(actions()),
-    "step": lambda env: env.step_and_maybe_reset(actions()),
+    "idle": _step,
+    "step": _step,
     "reset": lambda env: env.reset(),
     "sent": _send_and_receive,
     "rollout": _roll,
@@ -262,18 +345,26 @@ def _catch(call: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def _demand(cell: Cell, seen: Any) -> None:
-    """Require the expected exception, with env, worker, pid and signal."""
+    """Require the expected exception, with env, worker, pid and signal, and the rows of the other envs."""
     expected: Any = {"raises": EnvError, "ends": WorkerLost, "hangs": WorkerTimeout}[cell.kind]
     if cell.state == "build" and cell.kind == "raises":
         expected = FactoryError
     assert isinstance(seen, expected), f"expected {expected.__name__}, got {seen!r}"
-    assert VICTIM in seen.env_ids
-    assert seen.context["pid"] > 0
+    is_alone = cell.kind == "raises"
+    assert seen.env_ids == (VICTIM,) if is_alone else {VICTIM} <= {*seen.env_ids} <= {NEIGHBOUR, VICTIM}
+    assert (seen.context["pid"] > 0, seen.context["worker_id"]) == (True, 0)
+    if cell.state in ("build", "step", "reset"):
+        assert seen.context["phase"] == cell.state
+    if cell.state == "step":
+        assert seen.partial["observation"][:, 1].tolist() == [2 if is_alone else 1, 1, 2]
     if cell.kind == "ends":
-        assert _ENDS[cell.fault] in str(seen)
+        assert _ENDS[cell.fault] + (" while idle" if cell.state == "idle" else "") in str(seen)
     if cell.kind == "hangs":
+        assert "gave no answer within" in str(seen)
         stack = "did not answer" if cell.fault == "stop" else "faults.py"
         assert stack in str(seen)
+    if cell.fault in EXCEPTIONS or (cell.fault, cell.state) == ("segfault", "step"):
+        assert "faults.py" in f"{seen} {seen.__cause__}"
 
 
 def _brief(seen: Any) -> str:
