@@ -309,5 +309,5 @@ def simulated(monkeypatch: Any, blocks: Sequence[Sequence[int]], **options: Any)
         monkeypatch.setattr(module, "LOOK_S", 1e-6)
     monkeypatch.setattr(worker_pool, "_LOOK_NS", 1000)
     monkeypatch.setattr(worker_pool, "_LOOK_ANYWAY_S", 1e9)
-    settings = ExecutorOptions(stall_log_s=1.0, **options)
+    settings = ExecutorOptions(stall_log_s=20.0, **options)  # far above any pause of a busy machine
     return BatchedEnv(SimulatedPool(blocks, settings), seed=0, device=None, copy=True, options=settings)
