@@ -67,7 +67,7 @@ test: $(STAMP)
 # LONG= leaves out the files that take half of the time.
 LONG ?= tests/executor/test_property.py tests/executor/test_reset_ahead.py tests/faults/test_interrupts.py
 test-python: $(STAMP)
-	ENVHERD_NATIVE=0 $(PYTEST) -k "not facades" tests/executor/test_fast_step.py tests/executor/test_stepping.py \
+	ENVHERD_NATIVE=0 $(PYTEST) -k "not facades" tests/executor/test_fast_calls.py tests/executor/test_stepping.py \
 		tests/executor/test_exchange.py tests/workers/test_loop.py $(LONG)
 
 # Installs the oldest supported libraries over those of .venv for these tests only; `make compat` runs more tests.

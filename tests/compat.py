@@ -51,7 +51,7 @@ TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-randomly", "hypothe
 #: Heading -> tests, as patterns below `tests/`.
 GROUPS = {
     "core": (
-        "executor/test_fast_step.py",
+        "executor/test_fast_calls.py",
         "executor/test_restart.py",
         "executor/test_rollout.py",
         "executor/test_stepping.py",

@@ -39,11 +39,11 @@ TESTS = {
     "executor/protocol/exchange.py": ("executor/test_exchange.py", *_LOSSES, "executor/test_infos.py"),
     "executor/pools/worker_pool.py": (*_STEPS, *_LOSSES),
     "executor/pools/command_words.py": (*_STEPS, *_LOSSES),
-    "executor/pools/fast_commands.py": ("executor/test_fast_step.py", *_LOSSES),
+    "executor/pools/fast_commands.py": ("executor/test_fast_calls.py", *_LOSSES),
     "executor/pools/waiting.py": (*_LOSSES, "executor/test_losses.py", "executor/test_reset_ahead.py"),
     "executor/pools/questions.py": (*_LOSSES, "executor/test_exchange.py"),
     "executor/protocol/fast_step.py": (
-        "executor/test_fast_step.py",
+        "executor/test_fast_calls.py",
         "executor/test_stepping.py",
         "executor/test_rollout.py",
         "faults/test_interrupts.py",
@@ -83,7 +83,7 @@ TESTS = {
         "executor/test_quick_step.py",
         "executor/test_stepping.py",
     ),
-    "executor/batches/plain_actions.py": ("executor/test_quick_step.py", "executor/test_fast_step.py"),
+    "executor/batches/plain_actions.py": ("executor/test_quick_step.py", "executor/test_fast_calls.py"),
     "workers/block/block.py": (
         "workers/test_protocol.py",
         "executor/test_stepping.py",

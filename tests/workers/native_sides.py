@@ -1,11 +1,13 @@
-"""The same envs served by the loop in Python and by the one in C, for comparisons."""
+"""Programs of commands, run by the specification in Python and by C, and compared after every command."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import gymnasium
 import numpy as np
@@ -13,12 +15,15 @@ import numpy as np
 from envherd.shm.slab import Slab, Storage, plan_slab, plan_storage
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
 from envherd.workers.adapters.base import Adapter
+from envherd.workers.block import block as block_module
 from envherd.workers.block.block import Block
 from envherd.workers.options import BlockOptions
 from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import NativeLoop
 from envherd.workers.protocol import pack
 
+#: The specification; the loop in Python with steps in C, as in a `SerialEnv`; the loop in C.
+WAYS = ("python", "step", "loop")
 ROOT_SEED = 7
 NUM_FRAMES, NUM_COLUMNS, TARGET = 3, 4, 5
 #: Words with durations or process ids, which differ between runs.
@@ -34,19 +39,25 @@ class Side:
 
     Args:
         adapters: of its envs, whose ids are 1, 2, ...
-        is_native: served in C.
+        way: one of `WAYS`.
         options: of the block.
+
+    Attributes:
+        executed: ids of the commands that `Block.execute` carries out, also in part.
     """
 
-    def __init__(self, adapters: list[Adapter], *, is_native: bool, options: BlockOptions | None = None) -> None:
+    def __init__(self, adapters: list[Adapter], way: str = "loop", options: BlockOptions | None = None) -> None:
         self.adapters = dict(enumerate(adapters, start=1))
+        self.envs = [adapter.env for adapter in adapters]
         plan = plan_slab(
             [adapters[0].spec] + [adapter.spec for adapter in adapters], num_workers=2, num_ring=NUM_FRAMES
         )
         self.slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))
         self.words = self.slab.words
         self.reports: list[Any] = []
-        self.block = Block(1, self.adapters, ROOT_SEED, self.reports.append, options or BlockOptions())
+        self.executed: list[int] = []
+        self.block = _NotedBlock(1, self.adapters, ROOT_SEED, self.reports.append, options or BlockOptions())
+        self.block.is_in_c, self.block.executed = way != "python", self.executed
         self.block.attach(self.slab)
         self.storage_plan = plan_storage(plan, NUM_COLUMNS)
         self.storage_bytes = np.zeros(self.storage_plan.nbytes, np.uint8)
@@ -55,9 +66,11 @@ class Side:
         self.go, self.done = (Doorbell.create(self.bells, at) for at in (0, DOORBELL_BYTES))
         self.mail: list[Any] = []
         self.num_read = 0
-        kind = NativeLoop if is_native else Loop
+        kind = NativeLoop if way == "loop" else Loop
         self.loop = kind(self.block, self.slab, (self.go, self.done), self._read_mail, lambda: None)
         self.native = self.loop.make() if isinstance(self.loop, NativeLoop) else None
+        for env in self.envs:
+            env.phase = lambda phase=self.words["phase"]: int(phase[1])
 
     def _read_mail(self) -> int | None:
         self.num_read += 1
@@ -69,7 +82,7 @@ class Side:
         self.mail += messages
         self.words["mail_seq"][1] += len(messages)
 
-    def act(self, env_id: int, values: list[np.ndarray]) -> None:
+    def act(self, env_id: int, values: Iterable[np.ndarray]) -> None:
         """Write the action of an env, leaf by leaf."""
         group, row = self.slab.plan.place(env_id)
         for leaf, value in zip(self.adapters[env_id].spec.action, values, strict=True):
@@ -80,6 +93,23 @@ class Side:
         for env_id in env_ids:
             self.words["command"][env_id] = pack(op, target, column, flags)
             self.words["command_seq"][env_id] = self.words["command_seq"].max() + 1
+
+    def do(self, deed: Any, seed: int = 0) -> list[int]:
+        """Send a function of this side; or write random actions and a command, and serve it.
+
+        Returns:
+            The ids of the envs whose commands Python has carried out.
+        """
+        self.executed.clear()
+        if callable(deed):
+            self.send(functools.partial(deed, self))
+            return []
+        for env_id, adapter in self.adapters.items():
+            rng = np.random.default_rng(seed)
+            self.act(env_id, [_action(rng, leaf) for leaf in adapter.spec.action])
+        self.command(*deed)
+        self.serve()
+        return [*self.executed]
 
     def serve(self) -> bool:
         """Let the loop use one token; return whether it goes on."""
@@ -101,7 +131,7 @@ class Side:
         return False
 
     def state(self) -> dict[str, Any]:
-        """Return all state that a parent can see, and the number of rings."""
+        """Return all state that a parent can see, what the envs were passed, and the number of rings."""
         state: dict[str, Any] = {name: word.tolist() for name, word in self.words.items() if name not in _CLOCKS}
         state["samples"] = int(self.words["step_bins"].sum())
         start = self.slab.plan.groups[0].inputs.nbytes
@@ -110,8 +140,60 @@ class Side:
         state["reports"] = [{k: v for k, v in report.items() if k != "traceback"} for report in self.reports]
         state["rings"] = sum(1 for _ in iter(self.done.try_wait, False))  # noqa: FBT003  # the value that ends it
         slots = self.block.slots.values()
-        state["slots"] = [(bool(s.has_ended), bool(s.must_reset), bool(np.any(s.last_done))) for s in slots]
+        state["slots"] = [(bool(s.has_ended), bool(s.must_reset), bool(np.any(s.last_done)), s.prepared) for s in slots]
+        state["passed"] = [env.seen for env in self.envs]
+        state["infos"] = [(type(adapter.info), adapter.info) for adapter in self.adapters.values()]
         return state
+
+
+class _NotedBlock(Block):
+    """Notes the commands that it carries out; steps in Python if that is wanted."""
+
+    is_in_c: bool
+    executed: list[int]
+
+    def _compile(self, slot: Any, sink: Any) -> None:
+        if self.is_in_c:
+            super()._compile(slot, sink)
+            return
+        with patch.object(block_module, "compile_native", lambda *_, **__: None):
+            super()._compile(slot, sink)
+
+    def execute(self, env_id: int, *command: Any) -> int:
+        self.executed.append(env_id)
+        return super().execute(env_id, *command)
+
+
+def _action(rng: np.random.Generator, leaf: Any) -> np.ndarray:
+    is_index = np.dtype(leaf.dtype).kind in "iu"
+    return (rng.integers(0, 2, leaf.shape) if is_index else rng.random(leaf.shape)).astype(leaf.dtype)
+
+
+def run(make: Callable[[], list[Adapter]], program: Iterable[Any], options: BlockOptions | None = None) -> list[Any]:
+    """Run a program in all ways, and require that nothing differs after any of its commands.
+
+    Args:
+        make: creates the adapters of one way.
+        program: of commands (see `Side.command`), and of functions that a message brings before the next command.
+        options: of the blocks.
+
+    Returns:
+        The side in C, and for each command the ids of the envs for which its loop has called Python.
+    """
+    sides = [Side(make(), way, options) for way in WAYS]
+    executed = []
+    for seed, deed in enumerate(program):
+        executed += [side.do(deed, seed) for side in sides][-1:]
+        if callable(deed):
+            executed.pop()
+            continue
+        expected = sides[0].state()
+        for side in sides[1:]:
+            got = side.state()
+            for name, value in expected.items():
+                assert got[name] == value, name
+    assert all(is_as_passed(env) for side in sides for env in side.envs)
+    return [sides[-1], executed]
 
 
 def fingerprint(value: Any) -> Any:
@@ -136,13 +218,18 @@ class Scripted(gymnasium.Env[Any, Any]):
         script: takes each step's five values and returns what the env does; used up from the front, then none.
         length: steps of an episode.
         resets: the same as `script` for the two values of each reset.
+
+    Attributes:
+        seen: what it was passed, with the worker's phase at that time.
+        kept: the actions.
+        phase: returns the worker's phase.
     """
 
     def __init__(
         self,
         observation_space: Any,
         action_space: Any,
-        script: list[Callable[[Any], Any]],
+        script: Sequence[Callable[[Any], Any]] = (),
         length: int = 5,
         resets: Sequence[Callable[[Any], Any]] = (),
     ) -> None:
@@ -151,39 +238,28 @@ class Scripted(gymnasium.Env[Any, Any]):
         self.np_random = np.random.default_rng(0)  # for episodes without a seed
         self.length = length
         self.seen: list[Any] = []
+        self.kept: list[Any] = []
+        self.phase: Callable[[], int] = int
         self.num_steps = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self.observation_space.seed(int(self.np_random.integers(2**31)))
-        self.seen.append(("reset", seed, options))
+        self.seen.append(("reset", seed, options, self.phase()))
         self.num_steps = 0
         given = self.observation_space.sample(), {"seed": seed}
         return self.resets.pop(0)(given) if self.resets else given
 
     def step(self, action: Any) -> Any:
-        self.seen.append(fingerprint(action))
+        self.seen.append((fingerprint(action), self.phase()))
+        self.kept.append(action)
         self.num_steps += 1
         ended = self.num_steps >= self.length
         result = (self.observation_space.sample(), float(self.num_steps) / 3, ended, False, {"at": self.num_steps})
         return self.script.pop(0)(result) if self.script else result
 
 
-def sides(make: Callable[[], list[Adapter]], options: BlockOptions | None = None) -> tuple[Side, Side]:
-    """Return the two sides, with separate envs: in Python, in C."""
-    return Side(make(), is_native=False, options=options), Side(make(), is_native=True, options=options)
-
-
-def served(both: tuple[Side, Side]) -> Iterator[tuple[Side, dict[str, Any]]]:
-    """Let both use one token and yield them with their states."""
-    for side in both:
-        side.serve()
-        yield side, side.state()
-
-
-def compare(both: tuple[Side, Side]) -> dict[str, Any]:
-    """Let both use one token, see that nothing differs, and return the state."""
-    (_, expected), (_, got) = served(both)
-    for name, value in expected.items():
-        assert got[name] == value, name
-    return got
+def is_as_passed(env: Any) -> bool:
+    """Whether nothing has changed the actions of an env since: an env may keep them."""
+    steps = [seen for seen in env.seen if isinstance(seen, tuple) and seen[0] != "reset"]
+    return [fingerprint(action) for action in getattr(env, "kept", ())] == [seen for seen, _phase in steps]

@@ -1,370 +1,774 @@
-"""The step of a plain env in C and in Python: the same bytes, the same objects passed to the env, the same errors."""
+"""The worker in C does what the worker in Python does: rows, words, messages and actions, bit for bit.
+
+`native_sides.run` compares them after every command of a program. The tables here are the programs.
+"""
 
 from __future__ import annotations
 
+# ruff: noqa: FBT003 - flags among the values of a step
 import gc
 import sys
+import threading
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
+import psutil
 import pytest
 from gymnasium import spaces
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as npst
 
-from envherd.shm.slab import Slab, Storage, plan_slab, plan_storage
 from envherd.workers import native
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
-from envherd.workers.block.block import Block
-from envherd.workers.block.compiling import compile_native
+from envherd.workers.block.compiling import step_facts
+from envherd.workers.messages import Prepare
 from envherd.workers.options import BlockOptions
-from envherd.workers.protocol import RING, STEP, STEP_RESET, pack
+from envherd.workers.protocol import RESET, STEP, STEP_RESET, Flag
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.envs import PlainAdapter
+from tests.scale import IS_FULL, scaled
+from tests.workers.native_sides import NUM_COLUMNS, TARGET, Scripted, Side, fingerprint, run
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason="the C extension was not built, or is switched off")
+pytestmark = pytest.mark.skipif(native.load() is None, reason=f"the C extension is not there: {native.describe()}")
 
-STORAGE, NUM_COLUMNS = 1, 4
-DTYPES = ("float32", "float64", "float16", "uint8", "int8", "int16", "int32", "int64", "bool")
+EACH, PREPARED = int(Flag.EACH), int(Flag.PREPARED)
 
+# ---- spaces ------------------------------------------------------------------------------------------
 
-class Subclass(np.ndarray):
-    """An array whose exact type is not ndarray."""
+FLOATS = spaces.Box(-2.0, 2.0, (3,), np.float32)
+INDEX = spaces.Discrete(5)
+OBSERVATIONS: dict[str, Any] = {
+    **{
+        dtype: spaces.Box(0, 100, (2, 3), np.dtype(dtype))
+        for dtype in ("float32", "float64", "float16", "uint8", "int8", "int16", "int32", "int64", "uint16")
+    },
+    "one float": spaces.Box(-1, 1, (1,), np.float32),
+    "one double": spaces.Box(-1, 1, (1,), np.float64),
+    "no dimension": spaces.Box(-1, 1, (), np.float32),
+    "nothing in it": spaces.Box(-1, 1, (0, 3), np.float32),
+    "index": spaces.Discrete(9),
+    "index from 3": spaces.Discrete(9, start=3),
+    "small index": spaces.Discrete(9, dtype=np.int8),
+    "indices": spaces.MultiDiscrete([3, 4, 5]),
+    "bits": spaces.MultiBinary((2, 2)),
+    "bools": spaces.Box(0, 1, (3,), bool),
+    "dict": spaces.Dict(a=FLOATS, b=spaces.Discrete(4), c=spaces.Box(0, 255, (2, 2), np.uint8)),
+    "dict of one": spaces.Dict(a=FLOATS),
+    "dict with a small index": spaces.Dict(a=spaces.Discrete(4), b=spaces.Discrete(4, dtype=np.int8)),
+    "nested": spaces.Dict(a=spaces.Tuple((FLOATS, spaces.Discrete(2))), b=spaces.Dict(c=spaces.MultiBinary(3))),
+    "tuple": spaces.Tuple((FLOATS, spaces.Discrete(3, start=1))),
+    "text": spaces.Dict(a=FLOATS, b=spaces.Text(4)),
+}
+#: Observations that C does not store.
+NOT_STORED = ("text", "small index", "dict with a small index", "nothing in it")
+ACTIONS: dict[str, Any] = {
+    "index": INDEX,
+    "index from -2": spaces.Discrete(5, start=-2),
+    "int32 index": spaces.Discrete(5, dtype=np.int32),
+    "many": spaces.Discrete(1000),
+    "box": spaces.Box(-1, 1, (2,), np.float32),
+    "double box": spaces.Box(-1, 1, (2, 2), np.float64),
+    "no dimension": spaces.Box(-1, 1, (), np.float32),
+    "indices": spaces.MultiDiscrete([3, 4]),
+    "indices from 1": spaces.MultiDiscrete([3, 4], start=[1, 1]),
+    "int32 indices": spaces.MultiDiscrete([3, 4], dtype=np.int32),
+    "bits": spaces.MultiBinary(3),
+    "dict": spaces.Dict(a=FLOATS, b=spaces.Discrete(4), c=spaces.MultiDiscrete([2, 2])),
+    "dict of one": spaces.Dict(a=spaces.Discrete(4)),
+    "tuple": spaces.Tuple((spaces.Discrete(3), spaces.MultiBinary(2))),
+}
 
-
-class Scripted(gymnasium.Env):
-    """Returns or raises scripted results, and keeps its actions."""
-
-    def __init__(self, dtype: str, shape: tuple[int, ...], action: spaces.Space[Any]) -> None:
-        top = 1 if dtype == "bool" else 100
-        self.observation_space: spaces.Space[Any] = spaces.Box(0, top, shape, np.dtype(dtype))
-        self.first = np.zeros(shape, dtype)
-        self.action_space = action
-        self.result: Any = None
-        self.seen: list[Any] = []
-        self.info_of_reset: dict[str, Any] = {}
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return self.first.copy(), self.info_of_reset
-
-    def step(self, action: Any) -> Any:
-        self.seen.append(action)
-        if isinstance(self.result, Exception):
-            raise self.result
-        return self.result
-
-
-class Side:
-    """A block of one env, driven in C or in Python."""
-
-    def __init__(self, adapter: Adapter, *, in_c: bool, **options: Any) -> None:
-        self.adapter = adapter
-        plan = plan_slab([adapter.spec] * 2, num_workers=1, num_ring=NUM_COLUMNS)
-        self.slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))
-        layout = plan_storage(plan, NUM_COLUMNS)
-        self.storage_bytes = np.zeros(layout.nbytes, np.uint8)
-        self.reports: list[dict[str, Any]] = []
-        self.block = Block(0, {1: adapter}, 0, self.reports.append, BlockOptions(**options))
-        self.block.attach(self.slab)
-        self.block.attach_storage(STORAGE, Storage(layout, self.storage_bytes))
-        self.slot = self.block.slots[1]
-        if not in_c:
-            for sink in self.slot.sinks.values():
-                sink.step = python_step(self, sink)
-        self.slot.unwatched.clear()  # otherwise the first step and reset would compile it again
-        self.block.execute(1, pack(3, RING, 0))
-        if in_c:
-            for sink in self.slot.sinks.values():
-                self.block._compile(self.slot, sink)
-                assert is_native(sink.step)
-
-    def execute(self, op: int, target: int, column: int) -> int:
-        return self.block.execute(1, pack(op, target, column))
-
-    def state(self) -> tuple[Any, ...]:
-        """Return all state that a step may change."""
-        slot = self.slot
-        errors = [(report.get("type"), report.get("message")) for report in self.reports]
-        flags = (slot.last_done, slot.has_ended, slot.must_reset, slot.prepared, slot.phase)
-        return self.slab.buffer.tobytes(), self.storage_bytes.tobytes(), flags, [type(f) for f in flags], errors
+# ---- what envs return --------------------------------------------------------------------------------
 
 
-def python_step(side: Side, sink: Any) -> Any:
-    from envherd.workers.block.slot import compile_step
-
-    return compile_step(side.slot, sink, side.block._words, side.adapter.step)
+class Sub(np.ndarray):
+    """An array that is not exactly one."""
 
 
-def is_native(step: Any) -> bool:
-    return type(getattr(step, "__self__", None)) is native.load().Step
+class Truth:
+    """True, but no bool."""
+
+    def __bool__(self) -> bool:
+        return True
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two actions are the same objects to an env: type, dtype, bytes."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, (np.ndarray, np.generic)):
-        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
-    return one == other
+class SubFloat(float):
+    """A float that is not exactly one."""
 
 
-def pair(make_adapter: Callable[[], Adapter], **options: Any) -> tuple[Side, Side]:
-    return Side(make_adapter(), in_c=True, **options), Side(make_adapter(), in_c=False, **options)
+class SubTuple(tuple[Any, ...]):
+    """A tuple that is not exactly one."""
 
 
-SHAPES = st.sampled_from([(3,), (1,), (2, 3), (2, 1, 2)])
-ACTIONS = {
-    "discrete": lambda: spaces.Discrete(5),
-    "started": lambda: spaces.Discrete(300, start=-7),
-    "box": lambda: spaces.Box(-1, 1, (2,), np.float32),
-    "multi": lambda: spaces.MultiDiscrete([3, 4]),
+class SubDict(dict[str, Any]):
+    """No exact dict."""
+
+
+class Leave(BaseException):
+    """No `Exception`."""
+
+
+def raising(error: BaseException) -> Callable[[Any], Any]:
+    def step(_result: Any) -> Any:
+        raise type(error)(*error.args)  # a new instance, because an exception keeps the tracebacks of all its raises
+
+    return step
+
+
+def with_observation(change: Callable[[np.ndarray], Any], *, of_items: bool = False) -> Callable[[Any], Any]:
+    """Change the observation where it is an array (`of_items`: that has items), or each of its entries."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: changed(item) for key, item in value.items()}
+        if isinstance(value, tuple):
+            return tuple(map(changed, value))
+        return change(value) if isinstance(value, np.ndarray) and (value.size or not of_items) else value
+
+    return lambda result: (changed(result[0]), *result[1:])
+
+
+def with_axes(change: Callable[[np.ndarray], Any]) -> Callable[[Any], Any]:
+    """Change the observation where it is an array with axes, or each of its entries."""
+    return with_observation(lambda array: change(array) if array.ndim else array, of_items=True)
+
+
+def put(index: int, value: Any) -> Callable[[Any], Any]:
+    return lambda result: (*result[:index], value, *result[index + 1 :])
+
+
+def with_dict(change: Callable[[dict[str, Any]], Any]) -> Callable[[Any], Any]:
+    return lambda result: (change(result[0]) if isinstance(result[0], dict) else result[0], *result[1:])
+
+
+def rows_from_anywhere(array: np.ndarray) -> Any:
+    return tuple(np.repeat(array, 2, axis=0)[::2])
+
+
+#: Possible results and actions of an env, plain or not.
+RESULTS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda result: result,
+    "terminated": put(2, True),
+    "truncated": put(3, True),
+    "both": lambda result: (*result[:2], True, True, {}),
+    "end without info": lambda result: (*result[:2], True, False, {}),
+    "list": list,
+    "tuple of its own": SubTuple,
+    "generator": iter,
+    "four": lambda result: result[:4],
+    "six": lambda result: (*result, 1),
+    "nothing": lambda result: None,
+    "no tuple": lambda result: 3,
+    "info none": put(4, None),
+    "no info": put(4, {}),
+    "no info of its own": put(4, SubDict()),
+    "info that cannot be packed": put(4, {"lock": threading.Lock()}),
+    **{
+        f"as {dtype}": with_observation(lambda array, dtype=dtype: array.astype(dtype))
+        for dtype in ("float64", "float32", "float16", "int64", "int8", "bool", "complex", "object")
+    },
+    "swapped bytes": with_observation(lambda array: array.astype(array.dtype.newbyteorder())),
+    "times": with_observation(lambda array: np.zeros(array.shape, "M8[s]")),
+    "another shape": with_observation(lambda array: array[np.newaxis]),
+    "shorter": with_observation(lambda array: array[:1]),
+    "longer": with_axes(lambda array: np.concatenate([array, array])),
+    "flat": with_observation(lambda array: array.reshape(-1)),
+    "its first item": with_observation(lambda array: array.reshape(-1)[0], of_items=True),
+    "Fortran": with_observation(np.asfortranarray),
+    "strided": with_axes(lambda array: np.repeat(array, 2, axis=-1)[..., ::2]),
+    "reversed": with_axes(lambda array: array[::-1].copy()[::-1]),
+    "read-only": with_observation(lambda array: np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape)),
+    "subclass": with_observation(lambda array: array.view(Sub)),
+    "masked": with_observation(np.ma.masked_array),
+    "rows": with_axes(tuple),
+    "rows from anywhere": with_axes(rows_from_anywhere),
+    "rows, one of another dtype": with_axes(lambda array: (*array[:-1], array[-1].astype(np.float32))),
+    "rows, one too many": with_axes(lambda array: (*array, array[0])),
+    "nested list": with_observation(lambda array: array.tolist()),
+    "memoryview": with_observation(lambda array: array.copy().data),
+    "array of nothing": with_observation(lambda array: np.array(None)),
+    **{
+        f"observation {value!r}": put(0, value)
+        for value in (None, 2, np.int64(2), np.int32(2), True, 0.25, np.float64(0.25), 2**70, "text", {"a": 1})
+    },
+    "an entry more": with_dict(lambda observation: {**observation, "more": 1}),
+    "an entry less": with_dict(lambda observation: dict(list(observation.items())[1:])),
+    "dict of its own": with_dict(SubDict),
+    **{
+        f"reward {value!r}": put(1, value)
+        for value in (
+            *(1, True, 0.1, -0.0, 1e300, 3.5e38, 1e-40, 5e-324, float("nan"), float("-inf"), None, "1", 2**70, 10**400),
+            *(np.float64(0.1), np.float32(0.1), np.float16(0.1), np.int64(3), np.int32(3), np.uint8(3), np.bool_(1)),
+            *(SubFloat(2.5), [1.0], 1j),
+        )
+    },
+    "reward array": put(1, np.array(0.1)),
+    "reward of one": put(1, np.array([0.1], np.float32)),
+    "reward of one double": put(1, np.array([0.5])),
+    "rewards": put(1, np.array([0.1, 0.2], np.float32)),
+    **{
+        f"terminated {value!r}": put(2, value)
+        for value in (1, 0, 2, None, np.bool_(1), np.bool_(0), np.int8(0), "x", "", 1.0)
+    },
+    **{f"truncated {value!r}": put(3, value) for value in (1, None, np.bool_(1))},
+    "terminated array": put(2, np.array(True)),
+    "terminated of one": put(2, np.array([True])),
+    "terminated of one zero": put(2, np.array([0])),
+    "truth": put(2, Truth()),
+    "raises": raising(ValueError("no")),
+    "raises an interrupt": raising(KeyboardInterrupt()),
+    "raises what is no exception": raising(Leave("x")),
+    "exits": raising(SystemExit(3)),
+    "stops": raising(StopIteration(1)),
+}
+_ONLY_STEPS = ("end", "reward", "terminated", "truncated", "both", "truth", "four", "six")
+#: The same for a reset: of its two values.
+RESETS = {name: change for name, change in RESULTS.items() if not name.startswith(_ONLY_STEPS)} | {
+    "info none": put(1, None),
+    "no info": put(1, {}),
+    "no info of its own": put(1, SubDict()),
+    "info that cannot be packed": put(1, {"lock": threading.Lock()}),
+    "info of its own": lambda given: (given[0], SubDict(given[1])),
+    "three": lambda given: (*given, 1),
+    "observation alone": lambda given: given[0],
 }
 
 
-@st.composite
-def observations(draw: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-    """Usually a value of the space, otherwise a similar one."""
-    values = draw(npst.arrays(dtype, shape, elements=st.integers(0, 1)))
-    odd = {
-        "right": lambda: values,
-        "fortran": lambda: np.asfortranarray(values),
-        "strided": lambda: np.repeat(values, 2, axis=-1)[..., ::2],
-        "read-only": lambda: np.frombuffer(values.tobytes(), dtype).reshape(shape),
-        "big-endian": lambda: values.astype(np.dtype(dtype).newbyteorder(">")),
-        "subclass": lambda: values.view(Subclass),
-        "dtype": lambda: values.astype(draw(st.sampled_from(DTYPES))),
-        "longer": lambda: np.concatenate([values, values]),
-        "flat": lambda: values.reshape(-1),
-        "more dimensions": lambda: values[None],
-        "rows": lambda: tuple(values),
-        "rows from anywhere": lambda: tuple(np.repeat(values, 2, axis=0)[::2]),
-        "rows, and one of another dtype": lambda: (*values[:-1], values[-1].astype("float32")),
-        "rows, one too many": lambda: (*values, values[0]),
-        "list": values.tolist,
-        "scalar": lambda: values.reshape(-1)[0],
-        "number": lambda: 1,
-        "float": lambda: 0.5,
-        "none": lambda: None,
-        "object": lambda: values.astype(object),
-        "date": lambda: np.zeros(shape, "datetime64[s]"),
-        "memoryview": lambda: np.ascontiguousarray(values).data,
-        "text": lambda: "text",
-        "dict": lambda: {"observation": values},
-    }
-    return odd[draw(st.one_of(st.just("right"), st.sampled_from(sorted(odd))))]()
+class Listed(NamedTuple):
+    """The values that the step of an adapter returns."""
+
+    values: Any
 
 
-FLOATS = st.one_of(st.floats(), st.floats(width=32))
-REWARDS = st.one_of(
-    FLOATS,
-    FLOATS.map(np.float64),
-    FLOATS.map(np.array),
-    st.sampled_from([np.float32(0.5), 3, True, None, "1", np.array([0.5]), np.array([1.0, 2.0]), 10**400, [1.0]]),
-)
-FLAGS = st.one_of(
-    st.booleans(),
-    st.sampled_from(
-        [np.True_, np.False_, np.asarray(1, bool), np.array([False]), 0, 1, np.array([1]), 1.0, np.int8(0)]
-    ),
-    st.sampled_from([None, 2, "no"]),
-)
+def listed(change: Callable[[list[Any], list[Any], Any, Any], Any]) -> Callable[[Any], Any]:
+    return lambda result: Listed(change([result[0]], [result[1]], *result[2:4]))
 
 
-@st.composite
-def results(draw: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-    plain = draw(observations(dtype, shape)), draw(REWARDS), draw(FLAGS), draw(FLAGS), draw(st.sampled_from([{}, None]))
-    form = draw(st.sampled_from(["tuple"] * 8 + ["list", "four", "six", "none", "raise"]))
-    return {
-        "tuple": plain,
-        "list": list(plain),
-        "four": plain[:4],
-        "six": (*plain, 0),
-        "none": None,
-        "raise": ValueError("of the env"),
-    }[form]
+#: Results of `Adapter.step` that are not two lists and two flags, or whose lists do not have one item.
+LISTS = {
+    "no observation": listed(lambda _, *rest: ([], *rest)),
+    "two observations": listed(lambda one, *rest: (one * 2, *rest)),
+    "tuple of observations": listed(lambda one, *rest: (tuple(one), *rest)),
+    "observation in no list": listed(lambda one, *rest: (one[0], *rest)),
+    "no rewards": listed(lambda one, _, *rest: (one, [], *rest)),
+    "two rewards": listed(lambda one, reward, *rest: (one, reward * 2, *rest)),
+    "tuple of rewards": listed(lambda one, reward, *rest: (one, tuple(reward), *rest)),
+    "list of all": listed(lambda *values: [*values]),
+    "three values": listed(lambda *values: values[:3]),
+}
 
 
-@settings(max_examples=300, deadline=None)
-@given(data=st.data(), dtype=st.sampled_from(DTYPES), shape=SHAPES, action=st.sampled_from(sorted(ACTIONS)))
-def test_whatever_an_env_returns_is_stored_alike(data, dtype, shape, action):
-    sides = pair(lambda: GymnasiumAdapter(Scripted(dtype, shape, ACTIONS[action]())))
-    for _ in range(3):
-        result = data.draw(results(dtype, shape))
-        indices = data.draw(st.lists(st.integers(0, 299 if action == "started" else 2), min_size=2, max_size=2))
-        op = data.draw(st.sampled_from([STEP, STEP_RESET]))
-        target = data.draw(st.sampled_from([RING, STORAGE]))
-        column = data.draw(st.integers(0, NUM_COLUMNS - 1))
-        statuses = []
-        for side in sides:
-            side.adapter.env.result = result
-            for array in side.slab.groups[0].inputs.values():
-                array[1] = np.resize(indices, array[1].shape)
-            statuses.append(side.execute(op, target, column))
-        assert statuses[0] == statuses[1]
-        assert sides[0].state() == sides[1].state()
-        infos = [side.adapter.info for side in sides]
-        assert infos[0] == infos[1]
-        assert type(infos[0]) is type(infos[1])
-        seen = [side.adapter.env.seen for side in sides]
-        assert len(seen[0]) == len(seen[1]), "an env was stepped twice, or not at all"
-        assert all(same(one, other) for one, other in zip(*seen, strict=True))
-
-
-def pick(data: Any, choices: list[Any]) -> Any:
-    """Draw one of values that need not be hashable."""
-    return choices[data.draw(st.integers(0, len(choices) - 1))]
-
-
-class Raw:
-    """A plain adapter whose env returns scripted values, without a library's format."""
-
-    def __init__(self) -> None:
-        self.inner = CountingEnv(5)
-        self.spec = self.inner.spec
-        self.result: Any = None
-        self.seen: list[Any] = []
-
-    def reset(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.reset(*args, **kwargs)
+class ListAdapter(GymnasiumAdapter):
+    """Passes on what its env returns, without a check: C calls its `step`, and not that of the env."""
 
     def step(self, action: list[Any]) -> Any:
-        self.seen.append(action)
-        if isinstance(self.result, Exception):
-            raise self.result
-        return self.result
+        result = self.env.step(action[0])
+        if isinstance(result, Listed):
+            return result.values
+        if type(result) is not tuple or len(result) != 5:
+            return result
+        self.info = result[4]
+        return [result[0]], [result[1]], *result[2:4]
 
 
-@settings(max_examples=200, deadline=None)
-@given(data=st.data(), target=st.sampled_from([RING, STORAGE]), op=st.sampled_from([STEP, STEP_RESET]))
-def test_whatever_an_adapter_returns_is_stored_alike(data, target, op):
-    observation, reward = data.draw(observations("int64", (3,))), data.draw(REWARDS)
-    lists = [[observation], [observation], [], [observation] * 2, (observation,), observation]
-    rewards = [[reward], [reward], [], [reward] * 2, (reward,)]
-    flags = data.draw(FLAGS), data.draw(FLAGS)
-    values = (pick(data, lists), pick(data, rewards), *flags)
-    result = pick(data, [values, values, list(values), values[:3], ValueError("of the adapter")])
-    sides = pair(lambda: PlainAdapter(Raw()))
-    for side in sides:
-        side.adapter.env.result = result
-    assert len({side.execute(op, target, 1) for side in sides}) == 1
-    assert sides[0].state() == sides[1].state()
-    assert [type(action) for action in sides[0].adapter.env.seen[0]] == [int]
+Make = Callable[[], list[Adapter]]
 
 
-# ---- which envs -------------------------------------------------------------------------------------
+def adapters(
+    observation: Any = FLOATS,
+    action: Any = INDEX,
+    scripts: Any = ((),),
+    resets: Any = None,
+    length: int = 5,
+    kind: type[GymnasiumAdapter] = GymnasiumAdapter,
+) -> Make:
+    """Return a function that makes an adapter for each script, with equal spaces; scripts are names in `RESULTS`."""
+    changes = RESULTS | LISTS
+    all_resets = [()] * len(scripts) if resets is None else resets
+
+    def make() -> list[Adapter]:
+        envs = [
+            Scripted(observation, action, [changes[name] for name in names], length, [RESETS[name] for name in others])
+            for names, others in zip(scripts, all_resets, strict=True)
+        ]
+        return [kind(env) for env in envs]
+
+    return make
 
 
-class Derived(GymnasiumAdapter):
-    """May do anything in its step."""
+def counting(number: int = 3, length: int = 3, **options: Any) -> Make:
+    return lambda: [PlainAdapter(CountingEnv(length, **options)) for _ in range(number)]
 
 
-def cartpole() -> Adapter:
-    return GymnasiumAdapter(gymnasium.make("CartPole-v1"))
+# ---- programs ----------------------------------------------------------------------------------------
 
 
+class Case(NamedTuple):
+    """One program.
+
+    Attributes:
+        make: creates the adapters.
+        program: see `native_sides.run`; a reset of all envs comes first.
+        options: of the block.
+        by_python: for each command after the first, the ids of the envs for which the loop in C calls Python; None if
+            that does not matter. C makes neither the first step nor the first reset of an env.
+    """
+
+    make: Make
+    program: list[Any]
+    options: BlockOptions | None = None
+    by_python: list[list[int]] | None = None
+
+
+TWO = ((), ())
+#: For envs that have ended, and for others; ends are those of two envs with episodes of two steps.
+AMONG_RESETS = [(STEP, 0), (RESET, 1), (STEP, 1), (RESET, 0), (RESET, 2)]
+
+
+def cases_of(target: int, has_seeds: bool) -> dict[str, Case]:  # noqa: FBT001
+    name = f"target {target}, {'' if has_seeds else 'no '}seeds"
+    last, options = NUM_COLUMNS - 1 if target else 2, BlockOptions(episode_seeds=has_seeds)
+    ends_in_storage = [1, 2] if target else []  # in a storage Python writes the root after an end
+    return {
+        f"resets after ends, {name}": Case(
+            adapters(scripts=TWO, length=2),
+            [(STEP, [1, 2]), *((STEP_RESET, [1, 2], target, column) for column in (0, 1, 0, last, 0, 1))],
+            options,
+            [[1, 2], *[[]] * 6],
+        ),
+        f"resets that are commands, {name}": Case(
+            adapters(scripts=TWO, length=2),
+            [
+                (STEP, [1, 2]),
+                *((op, [1, 2], target, column) for op, column in AMONG_RESETS),
+                (RESET, [1, 2], target, last),
+                (RESET, [2], target, 0, PREPARED),
+                (RESET, [1], target, 1, EACH),
+            ],
+            options,
+            [[1, 2], ends_in_storage, [], [], [], [], [], [2], []],
+        ),
+    }
+
+
+def seed_anew(root_seed: int) -> Callable[[Side], None]:
+    return lambda side: side.block.seed(root_seed)
+
+
+def number_of_episode(side: Side) -> None:
+    side.words["episode"][1] = 2**32 - 2
+
+
+def index(value: int) -> Callable[[Side], None]:
+    return lambda side: side.act(1, [np.array(value)])
+
+
+def prepare(side: Side) -> None:
+    side.block.prepare(Prepare(env_id=1, seed=99, options={"options": {"a": 1}}, has_seed=True))
+
+
+def shorten(side: Side) -> None:
+    side.adapters[1].env.length = 2
+
+
+def detach(side: Side) -> None:
+    side.block.detach_storage(TARGET)
+
+
+def ask_for_ring(ring_at: int) -> Callable[[Side], None]:
+    def ask(side: Side) -> None:
+        side.words["ring_at"][1] = ring_at
+        side.words["answered"][0] = 2
+
+    return ask
+
+
+def replace_step(side: Side) -> None:
+    side.adapters[1].env.step = lambda action: (np.full(3, 9, np.float32), 1.0, False, False, {})
+
+
+def restore_step(side: Side) -> None:
+    del side.adapters[1].env.step
+
+
+def replace_env(side: Side) -> None:
+    other = Scripted(FLOATS, INDEX)
+    other.reset(seed=3)
+    side.adapters[1].env = gymnasium.Wrapper(other)
+
+
+NOT_PLAIN: dict[str, tuple[Make, BlockOptions]] = {
+    **{name: (adapters(OBSERVATIONS[name]), BlockOptions()) for name in NOT_STORED},
+    "infos": (adapters(), BlockOptions(infos="plain")),
+    "an info that is no dict": (adapters(scripts=[["no info", "no info of its own"]]), BlockOptions(infos="plain")),
+    "isolated generators": (adapters(), BlockOptions(isolate_rng=True)),
+    "checked for NaN": (adapters(), BlockOptions(check_finite=True)),
+}
+CASES: dict[str, Case] = {
+    **{
+        f"steps of {name} to target {target}": Case(
+            adapters(space, scripts=TWO),
+            [(STEP, [1, 2]), (STEP, [1, 2], target, NUM_COLUMNS - 2)],
+            by_python=[[1, 2], []],
+        )
+        for name, space in OBSERVATIONS.items()
+        if name not in NOT_STORED
+        for target in (0, TARGET)
+    },
+    **{
+        f"not plain: {name}": Case(make, [(STEP, [1]), (STEP, [1]), *[(STEP_RESET, [1])] * 11], options, [[1]] * 13)
+        for name, (make, options) in NOT_PLAIN.items()
+    },
+    **{
+        name: case
+        for target in (0, TARGET)
+        for has_seeds in (True, False)
+        for name, case in cases_of(target, has_seeds).items()
+    },
+    **{
+        f"steps and resets without infos, infos={infos}": Case(
+            adapters(
+                scripts=[["no info", "no info", "end without info", "no info", "no info", "end without info", "plain"]],
+                resets=[["plain", "no info", "plain"]],
+            ),
+            [(STEP, [1]), *[(STEP_RESET, [1])] * 12],
+            BlockOptions(infos=infos),
+            [[1], [], [], [], [], *[[1]] * 8],  # the second end's reset has an info, and so have the steps after it
+        )
+        for infos in ("plain", "pickle")
+    },
+    **{
+        f"action: {name}": Case(adapters(action=space, scripts=TWO), [(STEP, [1, 2])] * 4)
+        for name, space in ACTIONS.items()
+    },
+    "indices beyond those that are ready made": Case(
+        adapters(action=spaces.Discrete(2**40, start=-(2**20))),
+        [part for value in (0, 255, 256, 2**35, -1, -(2**63)) for part in (index(value), (STEP, [1]))],
+    ),
+    **{
+        f"any adapter, {options}": Case(
+            counting(**options),
+            [(STEP_RESET, [1, 2, 3], target, column % 3) for column in range(9) for target in (0, TARGET)],
+        )
+        for options in ({}, {"size": 4}, {"reuses_buffers": True, "size": 2})
+    },
+    "new root seeds": Case(
+        adapters(length=2),
+        [part for seed in (3, 2**70, 0) for part in (seed_anew(seed), *[(STEP_RESET, [1])] * 4)],
+    ),
+    "an episode whose number has more than 32 bits": Case(
+        adapters(length=2), [number_of_episode, *[(STEP_RESET, [1])] * 8]
+    ),
+    "messages are read before the steps that follow them": Case(
+        adapters(scripts=TWO), [(STEP, [1, 2]), shorten, (STEP_RESET, [1, 2])]
+    ),
+    "a seed and options for one reset": Case(
+        adapters(scripts=TWO),
+        [(STEP, [1, 2]), (STEP, [1, 2]), prepare, (RESET, [1, 2], 0, 0, PREPARED), (STEP, [1, 2])],
+    ),
+    "a storage that was detached": Case(
+        adapters(), [(STEP, [1], TARGET)] * 2 + [detach, (STEP, [1], TARGET, 1), (RESET, [1]), (STEP, [1])]
+    ),
+    **{
+        f"answers one by one, rung for at {ring_at}": Case(
+            adapters(scripts=((), (), ())), [(STEP, [1, 2, 3]), ask_for_ring(ring_at), (STEP, [3, 1, 2], 0, 0, EACH)]
+        )
+        for ring_at in (0, 3, 5, 100)
+    },
+    "another step of an env, then its own": Case(
+        adapters(), [(STEP, [1]), (STEP, [1]), replace_step, (STEP, [1]), restore_step, (STEP, [1])]
+    ),
+    "another env": Case(adapters(scripts=TWO), [(STEP, [1, 2]), replace_env, (STEP, [1, 2]), (STEP, [1, 2])]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_c_does_what_python_does(name):
+    make, program, options, by_python = CASES[name]
+    _, executed = run(make, [(RESET, list(range(1, len(make()) + 1))), *program], options)
+    if by_python is not None:
+        assert executed[1:] == by_python
+
+
+def test_programs_have_the_effects_that_they_are_written_for():
+    """Otherwise they would compare nothing."""
+
+    def after(name: str) -> Side:
+        case = CASES[name]
+        side: Side = run(case.make, [(RESET, list(range(1, len(case.make()) + 1))), *case.program], case.options)[0]
+        return side
+
+    side = after("resets after ends, target 0, seeds")
+    assert side.words["resets"].tolist() == side.words["episode"].tolist() == [0, 4, 4]
+    seeds = [seen[1] for seen in after("new root seeds").envs[0].seen if seen[0] == "reset"]
+    assert len(set(seeds)) == len(seeds) == 7
+    assert after("messages are read before the steps that follow them").words["resets"].tolist() == [0, 2, 1]
+    side = after("a seed and options for one reset")
+    assert [seen[1:3] for seen in side.envs[0].seen if seen[0] == "reset"][1:] == [(99, {"a": 1})]
+    side = after("a storage that was detached")
+    assert [report["kind"] for report in side.reports] == ["fault"]
+    side = after("answers one by one, rung for at 3")
+    assert side.words["answered"].tolist() == [2, 3]
+    side = after("another step of an env, then its own")
+    assert (side.envs[0].num_steps, after("another env").adapters[1].env.unwrapped.num_steps) == (3, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("infos", ["drop", "pickle"])
 @pytest.mark.parametrize(
-    "adapter",
-    [cartpole(), PlainAdapter(CountingEnv(5)), Derived(gymnasium.make("CartPole-v1"))],
-    ids=["direct", "plain", "derived"],
+    ("observation", "kind"),
+    [*((name, GymnasiumAdapter) for name in OBSERVATIONS), *((name, ListAdapter) for name in ("int64", "one float"))],
 )
-def test_plain_envs_are_stepped_in_c(adapter):
-    assert is_native(Side(adapter, in_c=True).slot.sinks[RING].step)
+def test_every_result_of_every_space(observation, kind, infos):
+    """An env for each result: an odd one follows its first step in C, to the ring and to a storage."""
+    names = [*RESULTS, *(LISTS if kind is ListAdapter else ())]
+    scripts = [["plain", name, "plain", name, "plain"] for name in names]
+    make = adapters(OBSERVATIONS[observation], scripts=scripts, length=9, kind=kind)
+    ids = list(range(1, len(names) + 1))
+    commands = [(STEP_RESET, 0), (STEP_RESET, 0), (RESET, 0), (STEP_RESET, 0), (STEP_RESET, TARGET), (STEP, TARGET)]
+    program = [(op, ids, target, column % 3) for column, (op, target) in enumerate(commands)]
+    run(make, [(RESET, ids), *program], BlockOptions(infos=infos))
 
 
-def box_env(space: spaces.Space[Any]) -> Adapter:
-    env = Scripted("float32", (3,), spaces.Discrete(2))
-    env.observation_space = space
-    env.reset = lambda **_: (space.sample(), {})  # type: ignore[method-assign]
-    return GymnasiumAdapter(env)
+@pytest.mark.slow
+@pytest.mark.parametrize("infos", ["drop", "pickle"])
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+def test_every_reset_of_every_space(observation, infos):
+    """An env for each reset: after an end in the ring, after one in a storage, and as a command."""
+    names = list(RESETS)
+    scripts = [["plain", *["no info", "end without info"] * 3] for _ in names]
+    make = adapters(OBSERVATIONS[observation], scripts=scripts, resets=[["plain", name] * 4 for name in names])
+    ids = list(range(1, len(names) + 1))
+    ops = [
+        *[(STEP_RESET, 0)] * 3,
+        (RESET, 0),
+        *[(STEP_RESET, TARGET)] * 2,
+        (RESET, 0),
+        (RESET, 0),
+        (STEP, 0),
+        (RESET, 0),
+    ]
+    program = [(op, ids, target, column % 3) for column, (op, target) in enumerate(ops)]
+    run(make, [(RESET, ids), *program], BlockOptions(infos=infos))
 
 
-@pytest.mark.parametrize(
-    ("space", "options"),
-    [
-        (spaces.Discrete(4, dtype=np.int8), {}),
-        (spaces.Dict(a=spaces.Discrete(4), b=spaces.Discrete(4, dtype=np.int8)), {}),
-        (spaces.Text(4), {}),
-        (spaces.Box(0, 1, (0, 2)), {}),
-        (spaces.Box(-1, 1, (3,)), {"check_finite": True}),
-    ],
+COMMANDS = st.lists(
+    st.tuples(
+        st.sampled_from([STEP, STEP, STEP_RESET, STEP_RESET, RESET]),
+        st.permutations([1, 2, 3]).flatmap(lambda ids: st.sampled_from([ids, ids[:1], ids[:2]])),
+        st.sampled_from([0, TARGET]),
+        st.integers(0, 2),
+        st.sampled_from([0, EACH]),
+    ),
+    max_size=12,
 )
-def test_what_is_not_plain_stays_in_python(space, options):
-    side = Side(box_env(space), in_c=False, **options)
-    assert compile_native(side.slot, side.slot.sinks[RING], side.block._words, side.adapter.step) is None
 
 
-def test_an_env_and_a_step_that_are_replaced_are_used_from_then_on():
-    side = Side(cartpole(), in_c=True)
-    side.adapter.env = Scripted("float32", (4,), spaces.Discrete(2))
-    side.adapter.env.result = np.full(4, 3, np.float32), 1.5, False, False, {"of": "another"}
-    assert side.execute(STEP, RING, 0) == 0
-    columns = side.slot.sinks[RING].arrays
-    assert columns["next", "observation"][0].tolist() == [3.0] * 4
-    side.adapter.env.step = lambda action: (np.full(4, 5, np.float32), 2.5, False, False, {})
-    assert side.execute(STEP, RING, 1) == 0
-    assert columns["next", "observation"][1].tolist() == [5.0] * 4
-    assert columns["next", "reward"][:2, 0].tolist() == [1.5, 2.5]
-    assert side.adapter.info == {}
+def three_of(names: Any, max_size: int) -> st.SearchStrategy[list[list[str]]]:
+    return st.lists(st.lists(st.sampled_from([*names]), max_size=max_size), min_size=3, max_size=3)
+
+
+@pytest.mark.slow
+@settings(max_examples=300 if IS_FULL else 60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.sampled_from(list(OBSERVATIONS)),
+    st.sampled_from(list(ACTIONS)),
+    three_of(RESULTS, 8),
+    three_of(["plain", *RESETS], 4),
+    COMMANDS,
+    st.builds(BlockOptions, episode_seeds=st.booleans(), infos=st.sampled_from(["drop", "plain", "pickle"])),
+)
+def test_every_program_of_any_envs(observation, action, scripts, resets, commands, options):
+    make = adapters(OBSERVATIONS[observation], ACTIONS[action], scripts, resets, length=3)
+    run(make, [(RESET, [1, 2, 3]), *commands], options)
+
+
+# ---- what else ---------------------------------------------------------------------------------------
+
+
+def under_way(make: Make, options: BlockOptions | None = None, way: str = "loop") -> Side:
+    """Return a side whose envs have been reset and stepped once."""
+    side = Side(make(), way, options)
+    for op in (RESET, STEP):
+        side.do((op, list(side.adapters)))
+    return side
+
+
+def step_of(side: Side, target: int = 0) -> Any:
+    """Return the step of env 1 that the loop in Python calls."""
+    return getattr(side.block.slots[1].sinks[target].step, "__self__", None)
+
+
+@pytest.mark.parametrize("make", [adapters(), counting(1), adapters(kind=ListAdapter)], ids=["env", "plain", "derived"])
+def test_the_loop_in_python_calls_plain_steps_in_c(make):
+    assert type(step_of(under_way(make, way="step"))) is native.load().Step
+    assert step_of(under_way(make, way="python")) is None
+
+
+@pytest.mark.parametrize("name", [*NOT_STORED, "checked for NaN"])
+def test_the_loop_in_python_calls_other_steps_in_python(name):
+    assert step_of(under_way(*NOT_PLAIN[name], way="step")) is None
+
+
+def test_an_exception_of_pythons_own_part_ends_the_loop():
+    side = under_way(counting(1))
+    side.send(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        side.serve()
 
 
 @pytest.mark.parametrize("column", [-1, NUM_COLUMNS, 2**80, -(2**80), 1.5, "0"])
 def test_a_column_that_is_not_there_is_refused_before_the_env_is_stepped(column):
-    side = Side(GymnasiumAdapter(Scripted("float32", (3,), spaces.Discrete(2))), in_c=True)
+    side = under_way(adapters(), way="step")
     with pytest.raises((IndexError, TypeError)):
-        side.slot.sinks[RING].step(column)
-    assert side.adapter.env.seen == []
+        step_of(side, TARGET).run(column)
+    looped = under_way(adapters())
+    looped.do((STEP, [1], TARGET, NUM_COLUMNS))
+    assert looped.words["status"][1] == 1
+    assert side.envs[0].num_steps == looped.envs[0].num_steps == 1
 
 
-def test_arrays_that_do_not_fit_are_refused():
-    side = Side(cartpole(), in_c=True)
-    sink = side.slot.sinks[STORAGE]
-    for key, wrong in [
-        (("next", "reward"), np.zeros((NUM_COLUMNS - 1, 1), np.float32)),
-        (("next", "truncated"), np.zeros((NUM_COLUMNS, 1), np.int16)),
-        (("next", "done"), np.zeros((NUM_COLUMNS - 1, 1), bool)),
-        (("next", "observation"), np.zeros((NUM_COLUMNS, 8), np.float32)[:, ::2]),
-        (("root", "observation"), np.zeros((NUM_COLUMNS, 5), np.float32)),
-    ]:
-        kept = sink.arrays
-        sink.arrays = {**kept, key: wrong}
-        with pytest.raises(ValueError, match="compiling a step failed"):
-            compile_native(side.slot, sink, side.block._words, side.adapter.step)
-        sink.arrays = kept
-    assert is_native(compile_native(side.slot, sink, side.block._words, side.adapter.step).run)
+def facts_of(side: Side) -> dict[str, Any]:
+    slot = side.block.slots[1]
+    return step_facts(slot, slot.sinks[0], side.loop._words, slot.adapter.step)
 
 
-# ---- memory -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("missing", ["observation", "words", "env_id", "readers", "done", "seed_pool"])
+def test_facts_that_are_missing_are_refused(missing):
+    facts = facts_of(Side(counting(1)()))
+    native.load().Step(facts)
+    del facts[missing]
+    with pytest.raises(KeyError, match=missing):
+        native.load().Step(facts)
 
 
-def test_a_step_frees_what_it_holds():
-    def refs(things: list[Any]) -> list[int]:
-        gc.collect()
-        return [sys.getrefcount(thing) for thing in things]
+FLAGS = [np.zeros((3, 1), bool)] * 3
+WORDS = ("env_steps", "ends", "episode", "resets")
 
-    buffer = np.zeros(8)
-    adapter = cartpole()
-    Side(adapter, in_c=True)  # fills caches
-    things = [adapter, adapter.env, native.load().Step, np.ndarray, buffer, None.__class__]
-    before = refs(things)
-    for _ in range(20):
-        side = Side(adapter, in_c=True)
-        side.execute(STEP, STORAGE, 0)
-        side.block.detach_storage(STORAGE)
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"env_id": 99},
+        {"env_id": -1},
+        {"num_columns": 7},
+        {"done": []},
+        {"done": [*FLAGS[:2], np.zeros((2, 1), bool)]},
+        {"done": [*FLAGS[:2], np.zeros((3, 1), np.int16)]},
+        {"observation": [np.zeros((3, 4, 4))[..., ::2]]},
+        {"observation": [np.zeros(3).tobytes()]},
+        {"reward": [3]},
+        {"reward": [np.zeros((2, 1), np.float32)]},
+        {"root": [np.zeros((3, 4), np.int64)]},
+        {"root": []},
+        {"index": np.zeros(2, np.int64)},
+        {"index": np.zeros(1, np.int32)},
+        {"seed_pool": np.zeros(4, np.uint32)},
+        {"words": {name: np.zeros(2, np.int32) for name in WORDS}},
+        {"words": {name: np.zeros(1, np.int64) for name in WORDS}},
+    ],
+    ids="-".join,
+)
+def test_memory_that_does_not_fit_is_refused(wrong):
+    facts = facts_of(Side(counting(1)()))
+    native.load().Step(facts | {"done": FLAGS})
+    with pytest.raises((ValueError, TypeError, BufferError)):
+        native.load().Step(facts | wrong)
+
+
+# ---- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["step", "loop"])
+def test_all_is_freed_with_the_loop(way):
+    side = under_way(adapters(OBSERVATIONS["dict"], ACTIONS["dict"], TWO), way=way)
+    side.do((STEP, [1, 2], TARGET))
+    detached = weakref.ref(side.block.slots[1].sinks[TARGET])
+    for deed in (detach, (STEP, [1, 2])):
+        side.do(deed)
+    gc.collect()
+    assert detached() is None
+    parts = (side.adapters[1], side.block, side.loop, side.slab, side.slab.buffer)
+    dying = [weakref.ref(part) for part in parts]
+    del side, parts
+    gc.collect()
+    assert [reference() for reference in dying] == [None] * 5
+
+
+def test_a_step_holds_the_memory_that_it_writes_to():
+    side = under_way(counting(1))
+    step = side.block.slots[1].sinks[0].native
+    assert type(step).__name__ == "Step"
+    array = weakref.ref(side.slab.buffer)
     del side
-    assert refs(things) == before
+    gc.collect()
+    assert array() is not None
+    del step
+    gc.collect()
+    assert array() is None
 
 
-def test_what_was_built_from_other_sources_is_not_used(monkeypatch):
-    monkeypatch.setattr(native.load(), "sources", 0)
-    native.find.cache_clear()
-    try:
-        assert native.load() is None
-        assert native.describe().startswith("Python (the C extension was built from other sources; run: ")
-    finally:
-        monkeypatch.undo()
-        native.find.cache_clear()
-    assert native.describe() == "C"
+@pytest.mark.slow
+def test_nothing_leaks_whatever_envs_return():
+    make = adapters(OBSERVATIONS["dict"], ACTIONS["dict"], [()] * len(RESULTS))
+    sides = [under_way(make, way=way) for way in ("step", "loop")]
+    process = psutil.Process()
+
+    def turn(side: Side) -> None:
+        for (name, change), env in zip(RESULTS.items(), side.envs, strict=True):
+            env.script = [change] if name != "generator" else []
+            env.resets = [RESETS[name]] if name in RESETS and name != "generator" else []
+            env.num_steps = 9 if env.resets else 0
+            env.seen.clear()
+            env.kept.clear()
+        for op in (STEP_RESET, RESET, STEP):
+            side.command(op, list(side.adapters), TARGET if op == STEP else 0)
+            side.serve()
+        side.reports.clear()
+
+    def turns(number: int) -> None:
+        for _ in range(number):
+            for side in sides:
+                turn(side)
+        gc.collect()
+
+    turns(5)
+    objects, growths, num_turns = len(gc.get_objects()), [], scaled(8, full=40)
+    for _ in range(3):
+        before = process.memory_info().rss
+        turns(num_turns)
+        growths.append(process.memory_info().rss - before)
+    assert len(gc.get_objects()) - objects < 100
+    assert min(growths) < num_turns << 16, "a leak grows at every time; what else the process has does not"
+
+
+@pytest.mark.slow
+def test_nothing_leaks_in_a_hundred_thousand_plain_steps():
+    sides = [under_way(counting(50), way=way) for way in ("step", "loop")]
+    parts = [part for side in sides for part in (side.adapters[1], side.envs[0], side.block.slots[1])]
+    watched = [*parts, np.ndarray, native.load().Step]
+
+    def turns(number: int) -> None:
+        for side in sides:
+            for _ in range(number):
+                side.command(STEP_RESET, list(side.adapters))
+                side.serve()
+            side.executed.clear()
+            for env in side.envs:
+                env.seen.clear()
+        gc.collect()
+
+    turns(100)
+    references, blocks = [sys.getrefcount(item) for item in watched], sys.getallocatedblocks()
+    turns(1000)
+    assert [sys.getrefcount(item) for item in watched] == references
+    assert sys.getallocatedblocks() - blocks < 1000
+
+
+def test_fingerprints_tell_types_and_bits():
+    assert fingerprint(np.int64(1)) != fingerprint(1)
+    assert fingerprint(np.zeros(2)) != fingerprint(np.full(2, -0.0))

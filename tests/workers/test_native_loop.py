@@ -10,18 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
-import torch
-from gymnasium import spaces
-from tensordict import TensorDictBase
 
-from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost
+from envherd.executor import ParallelEnv, WorkerLost
 from envherd.shm import slab
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
 from envherd.workers import native, protocol
-from envherd.workers.adapters.named import NamedFactory
 from envherd.workers.protocol import RESET, STEP, WORKER_STEPS
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.envs import PlainAdapter
@@ -37,7 +32,7 @@ class Alarm(Exception):
 
 
 def make_side() -> Side:
-    return Side([PlainAdapter(CountingEnv(3)) for _ in range(3)], is_native=True)
+    return Side([PlainAdapter(CountingEnv(3)) for _ in range(3)])
 
 
 def test_it_serves_until_a_message_says_to_leave():
@@ -58,48 +53,41 @@ def test_it_serves_until_a_message_says_to_leave():
     assert not side.done.try_wait()
 
 
-@pytest.mark.parametrize("delay", [0.001, 0.2])
-def test_a_signal_handler_that_raises_ends_the_wait_and_the_loop_can_go_on(delay):
+@pytest.fixture
+def alarm():
+    """Return a function that sets the handler of SIGALRM, and rings after some time, then at intervals."""
+    before = signal.getsignal(signal.SIGALRM)
+
+    def ring(handler: Any, *delays_s: float) -> None:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *delays_s)
+
+    yield ring
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(("delay", "spin_ns"), [(0.001, None), (0.2, None), (0.02, 10**8)])
+def test_a_signal_handler_that_raises_ends_the_wait_and_the_loop_can_continue(delay, spin_ns, alarm):
+    """During the spin, while it blocks, and while it yields in a long spin."""
     side = make_side()
+    loop = side.native if spin_ns is None else native.load().Loop(side.loop.facts() | {"brief_spin": spin_ns})
 
     def handle(_number: int, _frame: Any) -> None:
         raise Alarm
 
-    before = signal.signal(signal.SIGALRM, handle)
-    try:
-        with pytest.raises(Alarm):  # noqa: PT012  # it may come before the call
-            signal.setitimer(signal.ITIMER_REAL, delay)
-            side.loop.run()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(Alarm):  # noqa: PT012  # it may come before the call
+        alarm(handle, delay)
+        loop.run()
     side.command(RESET, [1, 2, 3])
     side.send(lambda: None)
     side.go.ring()
     threading.Timer(0.05, lambda: (side.send(None), side.go.ring())).start()
-    side.loop.run()
+    loop.run()
     assert side.words["resets"].tolist() == [0, 1, 1, 1]
 
 
-def test_a_signal_that_comes_while_it_yields_is_not_slept_over():
-    side = make_side()
-    module: Any = native.load()
-    loop = module.Loop(side.loop.facts() | {"brief_spin": 10**8})  # ns: a tenth of a second
-
-    def handle(_number: int, _frame: Any) -> None:
-        raise Alarm
-
-    before = signal.signal(signal.SIGALRM, handle)
-    try:
-        with pytest.raises(Alarm):  # noqa: PT012  # it may come before the call
-            signal.setitimer(signal.ITIMER_REAL, 0.02)
-            loop.run()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def test_a_signal_handler_that_returns_does_not_end_the_wait():
+def test_a_signal_handler_that_returns_does_not_end_the_wait(alarm):
     side = make_side()
     caught: list[int] = []
 
@@ -109,13 +97,8 @@ def test_a_signal_handler_that_returns_does_not_end_the_wait():
             side.send(None)
             side.go.ring()
 
-    before = signal.signal(signal.SIGALRM, handle)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
-        side.loop.run()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    alarm(handle, 0.05, 0.05)
+    side.loop.run()
     assert len(caught) >= 3
 
 
@@ -152,54 +135,6 @@ def test_signals_to_a_worker_that_waits_do_what_they_do_without_c():
             for _ in range(10_000):
                 env.step(env.rand_action())
                 env.reset()
-
-
-class Telling(gymnasium.Env[Any, Any]):
-    """Its reward shows whether its process has the C extension; nested observations from its own generator."""
-
-    observation_space = spaces.Dict(a=spaces.Box(-9, 9, (2,), np.float32), b=spaces.Tuple((spaces.Discrete(5),)))
-    action_space = spaces.Dict(x=spaces.Discrete(3), y=spaces.Box(-1, 1, (2,), np.float32))
-    num_steps = 0
-
-    def _observe(self) -> dict[str, Any]:
-        return {"a": self.np_random.random(2, np.float32), "b": (int(self.np_random.integers(5)),)}
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.num_steps = 0
-        return self._observe(), {}
-
-    def step(self, action: Any) -> Any:
-        self.num_steps += 1
-        is_native = native.load() is not None
-        return self._observe(), float(is_native), self.num_steps % 7 == int(action["x"]), self.num_steps == 9, {}
-
-
-def batches(make_env: Any, switch: str) -> tuple[TensorDictBase, int]:
-    """Return an executor's data from rollouts and steps, concatenated, and the number of episodes."""
-    options = ExecutorOptions(env_vars={native.SWITCH: switch})
-    with ParallelEnv(4, make_env, num_workers=2, seed=3, options=options) as env:
-        torch.manual_seed(0)
-        parts = [env.rollout(20, auto_reset=True), env.rollout(5)]
-        root = env.reset()
-        for _ in range(25):
-            root.update(env.rand_action())
-            stepped, root = env.step_and_maybe_reset(root)
-            parts.append(stepped.clone())
-        episodes = env.statistics().episodes
-    return torch.cat([part.reshape(4, -1) for part in parts], dim=1), episodes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make_env", [Telling, NamedFactory("gymnasium", "CartPole-v1")], ids=["nested", "cartpole"])
-def test_an_executor_gives_the_same_batches_both_ways(make_env):
-    (python, num_ends), (in_c, num_ends_in_c) = (batches(make_env, switch) for switch in "01")
-    if make_env is Telling:
-        assert not python["next", "reward"].any()
-        assert in_c["next", "reward"].all()
-        in_c["next", "reward"].zero_()
-    assert (python == in_c).all()
-    assert num_ends == num_ends_in_c > 0
 
 
 # ---- the code does it in this order, and packs words as python does ---------------------------------
