@@ -1,4 +1,4 @@
-"""Envs that wait, many in one worker, each on its own thread."""
+"""Envs that wait, many in one worker, each on its own thread; `test_property.py` compares their data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd import EnvError, ExecutorOptions, ParallelEnv, SerialEnv, WorkerTimeout
+from envherd import EnvError, ExecutorOptions, ParallelEnv, WorkerTimeout
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.executor.waiting_envs import MeetingEnv, OneThreadEnv, StuckEnv
 
@@ -21,40 +21,6 @@ OPTIONS = ExecutorOptions(env_threads=True)
 
 def act(root: TensorDict) -> TensorDict:
     return root.set("action", root["observation"][:, 1] % 4)
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_the_data_are_those_of_the_serial_executor(num_workers):
-    with SerialEnv(N, CountingEnv, seed=4) as env:
-        wanted = env.rollout(20, act, break_when_any_done=False)
-        mask = TensorDict({"_reset": torch.arange(N) % 2 == 0}, [N])
-        wanted_root = env.reset(mask)
-        env.set_seed(9)
-        wanted_again = env.rollout(5, act)
-    with ParallelEnv(N, CountingEnv, num_workers=num_workers, seed=4, options=OPTIONS) as env:
-        data = env.rollout(20, act, break_when_any_done=False)
-        root = env.reset(mask)
-        env.set_seed(9)
-        again = env.rollout(5, act)
-    assert (data == wanted).all()
-    assert (root == wanted_root).all()
-    assert (again == wanted_again).all()
-
-
-def test_first_k_gives_every_env_its_own_steps():
-    with SerialEnv(N, CountingEnv, seed=1) as env:
-        wanted = env.rollout(30, act, break_when_any_done=False)["next", "observation"]
-    seen: list[list[torch.Tensor]] = [[] for _ in range(N)]
-    with ParallelEnv(N, CountingEnv, num_workers=1, seed=1, options=OPTIONS) as env:
-        env.send(act(env.reset()))
-        for _ in range(40):
-            td = env.recv(2)
-            for env_id, row in zip(td["env_ids"].tolist(), td["next", "observation"], strict=True):
-                seen[env_id].append(row)
-            env.send(act(env.current(td["env_ids"])), td["env_ids"])
-        assert len(env.recv()) == N
-    for env_id, rows in enumerate(seen):
-        assert torch.equal(torch.stack(rows), wanted[env_id, : len(rows)])
 
 
 def test_envs_of_a_worker_are_in_a_step_at_the_same_time():

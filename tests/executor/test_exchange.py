@@ -50,14 +50,16 @@ def test_text_belongs_to_its_own_row(make):
 
 
 @pytest.mark.parametrize("make", EXECUTORS)
-def test_different_tasks_come_back_with_their_actions(make):
+def test_different_tasks_are_received_with_their_own_leaves(make):
     with make(3, [CountingEnv, functools.partial(CountingEnv, size=3), CountingEnv]) as env:
         env.reset()
         env.send(act(env))
-        td = env.recv()
-        assert td["action"].tolist() == [1, 1, 1]
-        env.send(act(env, 1), [1])
-        assert env.recv()["action"].tolist() == [1]
+        assert env.recv()["action"].tolist() == [1, 1, 1]
+        env.send(act(env, 2), [1, 0])
+        td = env.recv(env_ids=[1, 0], with_root=False)
+        assert td.batch_size == (2,)
+        assert [("next", "pixels") in td[i].keys(include_nested=True) for i in range(2)] == [True, False]
+        assert not any(key in td[0] for key in ("observation", "action"))
 
 
 def test_no_row_of_an_env_that_raised_is_handed_out():
@@ -193,16 +195,9 @@ def test_the_reset_after_a_step_does_not_overwrite_its_root(make, ring_frames, n
 
 
 @pytest.mark.parametrize("make", EXECUTORS)
-@pytest.mark.parametrize("env_ids", [[2], [-1], [0, 0]])
-def test_questions_name_real_envs(make, env_ids):
-    with make(2, CountingEnv) as env, pytest.raises(ValueError, match=r"expected different env ids in 0\.\.1"):
-        env.call("pid", env_ids=env_ids)
-
-
-@pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
-def test_where_received_envs_are_may_be_asked_at_once_and_later_and_is_the_same(kind):
-    """`current` right after `recv` shares the received leaves; later calls gather rows."""
-    with kind(4, functools.partial(CountingEnv, 5), seed=0) as env:
+def test_where_received_envs_are_is_the_same_at_once_and_later_and_after_writes(make):
+    """`current` right after `recv` shares the received leaves; later calls, and calls after a write, gather rows."""
+    with make(4, functools.partial(CountingEnv, 5), seed=0) as env:
         root = env.reset()
         for _ in range(12):
             env.send(env.rand_action(root))
@@ -215,7 +210,24 @@ def test_where_received_envs_are_may_be_asked_at_once_and_later_and_is_the_same(
             is_shared = at_once["observation"].data_ptr() == td["next", "observation"].data_ptr()
             assert is_shared == (not td["next", "done"].any())
             assert later["observation"].data_ptr() != td["next", "observation"].data_ptr()
-            root = at_once
+            root = at_once.clone()
+            td["next", "observation"].zero_()
+            assert (env.current(ids) == root).all()
+        env.send(env.rand_action(root))
+        assert env.recv()["next", "observation"].count_nonzero() > 0
+        assert td["next", "observation"].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("make", EXECUTORS)
+def test_envs_are_where_a_state_that_was_loaded_has_them(make):
+    """The roots are not those of the envs received before."""
+    with make(2, functools.partial(CountingEnv, 9), seed=0) as env:
+        root = env.reset()
+        state = env.state_dict()
+        env.send(root.set("action", torch.tensor([0, 1])))
+        env_ids = env.recv(env_ids=[0, 1])["env_ids"]
+        env.load_state_dict(state)
+        assert (env.current(env_ids).exclude("env_ids") == root.exclude("action", "next")).all()
 
 
 @pytest.mark.parametrize("make", EXECUTORS)
@@ -237,14 +249,6 @@ def test_what_was_received_is_of_the_past_after_other_commands_and_after_writes_
         assert env.recv(env_ids=[0, 2])["env_ids"].tolist() == [0, 2]
 
 
-def test_what_a_caller_has_written_to_its_next_is_not_where_the_envs_are():
-    with SerialEnv(2, functools.partial(CountingEnv, 100), seed=0) as env:
-        env.send(env.rand_action(env.reset()))
-        td = env.recv()
-        td["next", "observation"].zero_()
-        assert env.current(td["env_ids"])["observation"][:, 1].tolist() == [1, 1]
-
-
 @pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
 def test_what_was_acted_on_may_be_left_out(kind):
     with kind(3, functools.partial(CountingEnv, 4), seed=0) as env, kind(3, functools.partial(CountingEnv, 4)) as other:
@@ -261,17 +265,6 @@ def test_what_was_acted_on_may_be_left_out(kind):
             roots = [one.current(td["env_ids"]) for one, td in ((env, whole), (other, bare))]
             roots = [root[index] for root, index in zip(roots, reversed(order), strict=True)]
             assert (roots[0] == roots[1]).all()
-
-
-def test_what_was_acted_on_may_be_left_out_of_different_envs_too():
-    with ParallelEnv(2, [CountingEnv, functools.partial(CountingEnv, size=3)], seed=0) as env:
-        env.send(env.rand_action(env.reset()))
-        td = env.recv(with_root=False)
-        assert td.batch_size == (2,)
-        ids = td["env_ids"].tolist()
-        assert ("next", "pixels") in td[ids.index(1)].keys(include_nested=True)
-        assert ("next", "pixels") not in td[ids.index(0)].keys(include_nested=True)
-        assert "observation" not in td[0]
 
 
 @pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
@@ -291,13 +284,19 @@ def test_two_groups_take_turns_each_in_its_own_order(kind):
         env.recv()
 
 
-def test_only_of_envs_that_were_sent_can_be_received():
+@pytest.mark.parametrize(
+    ("arguments", "kwargs", "message"),
+    [
+        ((), {"env_ids": [1, 2]}, r"expected envs that were sent, got envs \[2\] that were not"),
+        ((2,), {"env_ids": [1]}, "expected 1 to 1 envs"),
+        ((2,), {"max_envs": 1}, "expected max_envs of at least 2"),
+    ],
+)
+def test_a_receive_of_envs_that_were_not_sent_or_of_too_many_is_refused(arguments, kwargs, message):
     with SerialEnv(3, functools.partial(CountingEnv, 100), seed=0) as env:
         env.send(env.rand_action(env.reset())[:2], [0, 1])
-        with pytest.raises(ValueError, match=r"expected envs that were sent, got envs \[2\] that were not"):
-            env.recv(env_ids=[1, 2])
-        with pytest.raises(ValueError, match="expected 1 to 1 envs"):
-            env.recv(2, env_ids=[1])
+        with pytest.raises(ValueError, match=message):
+            env.recv(*arguments, **kwargs)
         assert env.recv(env_ids=[1])["env_ids"].tolist() == [1]
         assert env.recv(1, env_ids=[0])["env_ids"].tolist() == [0]
 
@@ -360,16 +359,29 @@ def test_a_mask_says_which_envs_are_meant(make):
         assert not len(env.current(torch.zeros(3, dtype=torch.bool)))
 
 
+NO_IDS = r"expected env ids as integers, or as a bool mask of shape \(3,\)"
+
+
 @pytest.mark.parametrize("make", EXECUTORS)
 @pytest.mark.parametrize(
-    "env_ids", [[0.7], np.array([1.9]), torch.tensor([0.0]), [True, False], torch.ones(3, 1, dtype=torch.bool), ["0"]]
+    ("env_ids", "message"),
+    [
+        *((ids, NO_IDS) for ids in ([0.7], np.array([1.9]), torch.tensor([0.0]), [True, False], ["0"])),
+        (torch.ones(3, 1, dtype=torch.bool), NO_IDS),
+        *((ids, r"expected different env ids in 0\.\.2") for ids in ([3], [-1], [0, 0])),
+    ],
 )
-def test_what_is_neither_ids_nor_a_mask_is_refused(make, env_ids):
+def test_what_is_neither_ids_nor_a_mask_is_refused(make, env_ids, message):
     with make(3, CountingEnv, seed=0) as env:
         env.reset()
-        for ask in (env.current, lambda ids: env.get("num_steps", ids), lambda ids: env.set("length", 1, ids)):
-            with pytest.raises(ValueError, match=r"expected env ids as integers, or as a bool mask of shape \(3,\)"):
-                ask(env_ids)
+        for ask in (
+            functools.partial(env.current, env_ids),
+            functools.partial(env.call, "pid", env_ids=env_ids),
+            functools.partial(env.set, "length", 1, env_ids=env_ids),
+            functools.partial(env.get, "num_steps", env_ids=env_ids),
+        ):
+            with pytest.raises(ValueError, match=message):
+                ask()
 
 
 @pytest.mark.slow
@@ -396,11 +408,3 @@ class TestAtMost:
                 env.recv(1, 0.01, max_envs=1)
             gate.open()
             assert env.recv(1, 60.0, max_envs=3)["env_ids"].tolist() == [2]
-
-    def test_fewer_at_most_than_at_least_are_refused(self):
-        with SerialEnv(3, CountingEnv) as env:
-            env.reset()
-            env.send(env.rand_action())
-            with pytest.raises(ValueError, match="expected max_envs of at least 2"):
-                env.recv(2, max_envs=1)
-            assert len(env.recv()) == 3

@@ -27,8 +27,11 @@ ENVS: dict[str, Any] = {
     "different tasks": [CountingEnv, functools.partial(CountingEnv, size=4)] * 2 + [CountingEnv],
     "episodes of one step": [functools.partial(CountingEnv, 1), CountingEnv] * 2 + [functools.partial(CountingEnv, 1)],
 }
-#: Workers (0: a `SerialEnv`), `copy`, and `ring_frames`.
-SETTINGS = [(0, True, 2), (1, True, 4), (2, True, 2), (3, True, 3), (2, False, 2), (0, False, 3)]
+#: Workers (0: a `SerialEnv`), `copy`, `ring_frames`, and `env_threads`.
+SETTINGS = [
+    *((0, True, 2, False), (1, True, 4, False), (2, True, 2, False), (3, True, 3, False)),
+    *((2, False, 2, False), (0, False, 3, False), (2, True, 2, True)),
+]
 
 #: One operation, and a number from which masks, actions and counts are drawn.
 DEEDS = st.tuples(
@@ -152,8 +155,8 @@ def tapes_of(name: str) -> Iterator[list[Tape]]:
     """Make executors of one kind of env, the serial one first, kept for all examples."""
     make = ENVS[name]
     tapes = [Tape(SerialEnv(NUM_ENVS, make, seed=0))]
-    for num_workers, copy, ring_frames in SETTINGS:
-        options = ExecutorOptions(poison=not copy, ring_frames=ring_frames)
+    for num_workers, copy, ring_frames, env_threads in SETTINGS:
+        options = ExecutorOptions(poison=not copy, ring_frames=ring_frames, env_threads=env_threads)
         kind = functools.partial(ParallelEnv, num_workers=num_workers) if num_workers else SerialEnv
         tapes.append(Tape(kind(NUM_ENVS, make, copy=copy, options=options)))
     yield tapes
