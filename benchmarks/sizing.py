@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import os
@@ -32,12 +33,13 @@ from rich.console import Console
 from benchmarks import ROOT
 from benchmarks.parts import write_part
 from benchmarks.report import Sheet, to_markdown, to_rich
-from envherd.executor import ExecutorOptions, MeltingPotFactory
+from envherd.executor import ExecutorOptions, MeltingPotFactory, SerialEnv
+from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.env_names import factory_for
 from envherd.executor.machine.machine import read_machine
-from envherd.executor.sizing.driving import Runner
+from envherd.executor.sizing.driving import Driver
 from envherd.executor.sizing.measurement import Measurement
-from envherd.executor.sizing.opening import Opener, helper, subject_of
+from envherd.executor.sizing.opening import helper, start, subject_of
 from envherd.executor.sizing.recommending import recommend
 from envherd.executor.sizing.settings import Goal, Setting
 
@@ -119,6 +121,11 @@ ENVS: dict[str, Any] = {
         )
     },
 }
+#: Figures of the probe that the rule uses.
+PROBE = (
+    *("step_mean_s", "step_median_s", "step_p99_s", "cpu_per_step_s"),
+    *("reset_median_s", "end_share", "episode_steps"),
+)
 QUICK = ("CartPole", "1 ms", "heavy-tailed")
 
 
@@ -150,6 +157,7 @@ def run_one(name: str, num_rounds: int, span_s: float) -> dict[str, Any]:
         "share_of_best": [float(share) for share in np.percentile(shares_of_best(rates, chosen), (25, 50, 75))],
         "took_s": took_s,
         "contention": sizing.measured.contention,
+        "probe": {"cores": sizing.machine.cores, **{key: getattr(sizing.measured, key) for key in PROBE}},
     }
 
 
@@ -173,18 +181,23 @@ def sweep(
     """
     options, order = ExecutorOptions(), random.Random(0)
     subject = subject_of(factory, None, options)
-    opener = Opener(subject, options, span_s, 0.0)
     rates: dict[Setting, list[float]] = {setting: [] for setting in settings}
     with contextlib.ExitStack() as stack:
         stack.enter_context(helper(subject, options))
-        stack.enter_context(contextlib.closing(opener))
-        runners: dict[tuple[int, bool], Runner] = {}
+        drivers: dict[tuple[int, bool], Driver] = {}
+
+        def begin(one: Setting) -> BatchedEnv:
+            if not one.num_workers:
+                return SerialEnv(NUM_ENVS, factory, seed=0)
+            return start(subject, options, one, _PATIENCE_S)
+
         for one in settings:
-            if _key(one) not in runners:
-                runners[_key(one)] = stack.enter_context(contextlib.closing(opener.open(one, _PATIENCE_S)))
+            if _key(one) not in drivers:
+                driver = Driver(functools.partial(begin, one), span_s)
+                drivers[_key(one)] = stack.enter_context(contextlib.closing(driver))
         for _ in range(num_rounds):
             for setting in order.sample(list(settings), len(settings)):
-                turn = runners[_key(setting)].turn(setting.mode, least_steps)
+                turn = drivers[_key(setting)].turn(setting.mode, least_steps)
                 steps = measured.whole_steps(turn.steps, turn.resets) if least_steps else turn.steps
                 rates[setting].append(steps / turn.seconds)
                 time.sleep(_SETTLE_S if setting.reset_ahead else 0)  # for pending resets ahead

@@ -17,7 +17,7 @@ from envherd.executor.cli.listing import list_envs
 from envherd.executor.cli.record import Record
 from envherd.executor.cli.replay import Replay
 from envherd.executor.cli.rollout import Rollout
-from envherd.executor.cli.size import size
+from envherd.executor.cli.size import Size
 from envherd.executor.cli.top import Top
 
 app = typer.Typer(
@@ -68,7 +68,7 @@ _add(Record)
 _add(Replay)
 app.command()(init)
 _add(Check)
-app.command()(size)
+_add(Size)
 app.command("list")(list_envs)
 _add(Top)
 app.command()(doctor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Any
 
@@ -14,8 +13,7 @@ from rich.text import Text
 from envherd.executor.machine.machine import Machine
 from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.recommending import Sizing
-from envherd.executor.sizing.search import Run
-from envherd.executor.sizing.settings import Setting, counted, time_text
+from envherd.executor.sizing.settings import counted, time_text
 
 SCHEMA = "envherd.size/2"
 _MIB, _GIB = 2**20, 2**30
@@ -27,38 +25,25 @@ def table(env: str, sizing: Sizing) -> RenderableType:
 
 
 def _advice(env: str, sizing: Sizing) -> Table:
-    advice, machine = sizing.advice, sizing.machine
+    advice = sizing.advice
     setting, one = advice.setting, advice.predicted
     grid = Table(title=Text(env, "bold"), title_justify="left", box=box.ROUNDED, show_header=False)
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    grid.add_row("run", Text(_in_words(setting), "bold green"))
-    how = "scaled from this machine" if one.is_scaled else "measured"
+    words = str(setting)
+    if not setting.num_workers:
+        envs = counted(setting.num_envs, "env")
+        words = f"{envs} in the caller's process: SerialEnv({setting.num_envs}, make_env)"
+    grid.add_row("run", Text(words, "bold green"))
+    how = "scaled from the probe" if one.is_scaled else "measured"
     grid.add_row("env-steps/s", f"{one.steps_per_s:,.0f} {how} ({one.batch_s * 1e3:,.2f} ms a batch)")
-    if (other := _other_kind(sizing)) is not None:
-        grid.add_row("else", f"{other.setting}: {other.steps_per_s:,.0f} env-steps/s here")
     grid.add_row("memory", f"{size_text(one.memory_bytes)} of {size_text(advice.memory_room_bytes)} available")
     grid.add_row("start-up", f"{one.start_s:,.1f} s")
-    if advice.preload:
-        grid.add_row("preload", ", ".join(advice.preload))
-    grid.add_row("planned for" if one.is_scaled else "this process has", machine_text(machine))
+    grid.add_row("machine", machine_text(sizing.machine))
     grid.add_section()
     for name, value in _measured(sizing.measured):
         grid.add_row(name, value)
     return grid
-
-
-def _in_words(setting: Setting) -> str:
-    if not setting.num_workers:
-        return f"{counted(setting.num_envs, 'env')} in the caller's process: SerialEnv({setting.num_envs}, make_env)"
-    return str(setting)
-
-
-def _other_kind(sizing: Sizing) -> Run | None:
-    """Return the best run of the kind that was not chosen: `SerialEnv`, or worker processes."""
-    if sizing.advice.setting.num_workers:
-        return sizing.serial
-    return next((one for one in sizing.runs if one.setting == sizing.advice.parallel), None)
 
 
 def machine_text(machine: Machine) -> str:
@@ -100,35 +85,24 @@ def _reasons(sizing: Sizing) -> RenderableType:
 
 
 def _runs(sizing: Sizing) -> list[RenderableType]:
-    """Return a table of the settings that were run, then a line for each refused setting, with the reason."""
-    title = Text("run on this machine", "bold")
+    """Return a table of the settings that were run and of `SerialEnv`, then the refused ones with the reasons."""
+    title = Text("compared on this machine", "bold")
     grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
-    grid.add_column("envs", justify="right", no_wrap=True)
-    grid.add_column("workers", justify="right", no_wrap=True)
-    grid.add_column("stepped", no_wrap=True)
-    for name in ("env-steps/s", "of best", "busy", "resets", "memory", "turns"):
-        grid.add_column(name, justify="right", no_wrap=True)
+    for name in ("setting", "env-steps/s", "of best", "busy", "memory", "turns"):
+        grid.add_column(name, justify="left" if name == "setting" else "right", no_wrap=True)
     for one in sorted((one for one in sizing.runs if one.refusal is None), key=lambda one: -one.relative):
-        setting = one.setting
         grid.add_row(
-            f"{setting.num_envs:,}",
-            f"{setting.num_workers:,}" if setting.num_workers else "none",
-            "ahead" if setting.reset_ahead else "together" if setting.mode == "sync" else "first-K",
+            str(one.setting),
             f"{one.steps_per_s:,.0f}",
             f"{one.relative:.0%}",
-            f"{one.busy_share:.0%}",
-            f"{one.reset_share:.0%}" if setting.num_workers else "",
+            f"{one.busy_share:.0%}" if one.rounds else "",
             size_text(one.memory_bytes),
-            str(one.rounds),
-            style="bold" if setting == sizing.advice.setting else "",
+            str(one.rounds) if one.rounds else "probe",
+            style="bold" if one.setting == sizing.advice.setting else "",
         )
-    refused = {
-        (one.setting.num_envs, one.setting.num_workers, one.refusal.text): one.setting
-        for one in reversed(sizing.runs)
-        if one.refusal is not None
-    }
-    lines = [f"not run: {setting}: {text}" for (_, _, text), setting in reversed(refused.items())]
-    return [grid, *(Text(line, "dim") for line in lines)]
+    lines = [f"not run: {one.setting}: {one.refusal.text}" for one in sizing.runs if one.refusal is not None]
+    is_compared = any(one.rounds for one in sizing.runs)
+    return [*([grid] if is_compared else []), *(Text(line, "dim") for line in lines)]
 
 
 def plain_report(env: str, sizing: Sizing) -> dict[str, Any]:
@@ -151,8 +125,7 @@ def plain_report(env: str, sizing: Sizing) -> dict[str, Any]:
 def yaml_text(env: str, sizing: Sizing) -> str:
     """Return the recommended setting as YAML, with its speed and memory as comments."""
     advice, setting, one = sizing.advice, sizing.advice.setting, sizing.advice.predicted
-    how = "scaled from another machine" if one.is_scaled else "measured"
-    options = list[str]()
+    how = "scaled from the probe" if one.is_scaled else "measured"
     lines = [
         f"# {env}: {one.steps_per_s:,.0f} env-steps/s ({how}), {size_text(one.memory_bytes)}",
         f"# binds: {advice.binding}",
@@ -163,11 +136,7 @@ def yaml_text(env: str, sizing: Sizing) -> str:
         lines.append(f"num_workers: {setting.num_workers}")
     lines.append(f"stepping: {setting.mode}")
     if setting.reset_ahead:
-        options.append("  reset_ahead: true")
-    if advice.preload:
-        options.append(f"  preload: {json.dumps(list(advice.preload))}")
-    if options:
-        lines += ["options:", *options]
+        lines += ["options:", "  reset_ahead: true"]
     return "\n".join(lines) + "\n"
 
 

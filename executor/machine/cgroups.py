@@ -13,9 +13,6 @@ from pathlib import Path
 
 from envherd.shm.cgroups import group_folders, read_count, read_memory, read_word
 
-#: The default weights of a v1 group and of a v2 group.
-_DEFAULT_SHARES, _DEFAULT_WEIGHT = 1024, 100
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cgroup:
@@ -24,7 +21,6 @@ class Cgroup:
     Attributes:
         version: 2, 1, or 0 if there are none.
         cpu_quota: cores, may be fractional; None without a quota.
-        cpu_weight: relative to other groups' when processors are short; 1.0 is the default of both versions.
         cpus: ids that the cpuset allows, or None if there is no cpuset.
         memory_limit: bytes; None without one.
         memory_room: bytes left below the tightest limit; page cache that can be dropped counts as free.
@@ -36,7 +32,6 @@ class Cgroup:
 
     version: int = 0
     cpu_quota: float | None = None
-    cpu_weight: float = 1.0
     cpus: tuple[int, ...] | None = None
     memory_limit: int | None = None
     memory_room: int | None = None
@@ -61,7 +56,6 @@ def read_cgroup(root: Path = Path("/")) -> Cgroup:
     return Cgroup(
         version=version,
         cpu_quota=min(quotas, default=None),
-        cpu_weight=_cpu_weight(folders["cpu"][0]) if folders["cpu"] else 1.0,
         cpus=sets[0] if sets else None,
         memory_limit=memory.limit,
         memory_room=memory.room,
@@ -101,13 +95,6 @@ def _cpu_quota(folder: Path) -> float | None:
     microseconds = read_count(folder / "cpu.cfs_quota_us")
     every = read_count(folder / "cpu.cfs_period_us")
     return microseconds / every if microseconds and every else None
-
-
-def _cpu_weight(folder: Path) -> float:
-    weight = read_count(folder / "cpu.weight")
-    if weight is not None:
-        return weight / _DEFAULT_WEIGHT
-    return (read_count(folder / "cpu.shares") or _DEFAULT_SHARES) / _DEFAULT_SHARES
 
 
 def _cpus(folder: Path) -> tuple[int, ...] | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,11 +34,9 @@ class Machine:
         cpus: ids of the processors that affinity and cpuset allow.
         num_cpus: processors of the machine, allowed or not.
         physical_cores: cores among `cpus`, hyper-threads of one core counted once.
-        numa_nodes: allowed processors of each NUMA node that has any.
         cgroup: see `Cgroup`.
         memory_total: of the machine.
         memory_free: memory of the machine that is available without swapping, to any process (MemAvailable).
-        swap_free: swap space that is free.
         shm_total, shm_free: of /dev/shm; None where there is none.
         limits: soft limits by name, "nofile", "nproc", "as"; None for unlimited.
         open_files: descriptors that this process has open.
@@ -52,11 +49,9 @@ class Machine:
     cpus: tuple[int, ...]
     num_cpus: int
     physical_cores: int
-    numa_nodes: tuple[tuple[int, ...], ...]
     cgroup: Cgroup
     memory_total: int
     memory_free: int
-    swap_free: int
     shm_total: int | None
     shm_free: int | None
     limits: dict[str, int | None]
@@ -117,11 +112,9 @@ def read_machine(root: Path = _ROOT) -> Machine:
         cpus=cpus,
         num_cpus=len(online) or (os.cpu_count() or 1 if is_live else len(cpus)),
         physical_cores=_physical_cores(root, cpus),
-        numa_nodes=_numa_nodes(root, cpus),
         cgroup=cgroup,
         memory_total=memory.get("MemTotal", 0) or _psutil_memory("total", is_live=is_live),
         memory_free=memory.get("MemAvailable", 0) or _psutil_memory("available", is_live=is_live),
-        swap_free=memory.get("SwapFree", 0),
         shm_total=shm_total,
         shm_free=shm_free,
         limits=read_limits(root),
@@ -180,13 +173,6 @@ def _physical_cores(root: Path, cpus: Iterable[int]) -> int:
     return len(siblings)
 
 
-def _numa_nodes(root: Path, cpus: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    folder = root / "sys/devices/system/node"
-    nodes = sorted(folder.glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
-    found = [tuple(i for i in parse_cpu_list(read_word(node / "cpulist") or "") if i in cpus) for node in nodes]
-    return tuple(node for node in found if node) or (cpus,)
-
-
 def _shm(root: Path) -> tuple[int | None, int | None]:
     with ignoring_refusals():
         status = os.statvfs(root / "dev/shm")
@@ -207,8 +193,7 @@ def _psutil_memory(name: str, *, is_live: bool) -> int:
 
 
 def _user_threads() -> int:
-    own = os.getuid() if sys.platform != "win32" else 0
-    count = 0
+    own, count = os.getuid(), 0
     for process in psutil.process_iter(["uids", "num_threads"]):
         with contextlib.suppress(psutil.Error, AttributeError, TypeError):
             info: dict[str, Any] = process.info

@@ -1,4 +1,4 @@
-"""A setting's resources and the limits for them: memory with headroom, files, processes, GPU memory, processors."""
+"""A setting's resources and the limits for them: memory with headroom, files, processes, GPU memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from envherd.executor.machine.machine import Machine
 from envherd.executor.sizing.measurement import Measurement, slab_bytes
-from envherd.executor.sizing.settings import WAITS, Goal, Setting, counted
+from envherd.executor.sizing.settings import Goal, Setting, counted
 from envherd.workers.errors import EnvherdError
 
 #: Number of descriptors that the executor keeps open, in all and for each worker.
@@ -21,10 +21,10 @@ class DoesNotFit(EnvherdError, RuntimeError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a setting is not tried.
+    """Why a setting is not run.
 
     Attributes:
-        kind: "memory", "open files", "processes", "GPU memory", "processors", "start", "failure" or "budget".
+        kind: "memory", "open files", "processes", "GPU memory", "failure" or "budget".
         text: the reason, with the numbers.
     """
 
@@ -33,8 +33,8 @@ class Refusal:
 
     @property
     def is_of_machine(self) -> bool:
-        """Whether the machine is too small, not the time budget."""
-        return self.kind in ("memory", "open files", "processes", "GPU memory")
+        """Whether the machine is too small."""
+        return self.kind not in ("failure", "budget")
 
 
 class Limits:
@@ -95,17 +95,17 @@ class Limits:
         if rooms and needed > sum(rooms):
             text = f"takes {needed / _MIB:,.0f} MiB of GPU memory, {sum(rooms) / _MIB:,.0f} are free"
             return Refusal("GPU memory", text)
-        if setting.reset_ahead and setting.num_envs > machine.cores and one.waits_share <= WAITS:
-            text = f"has a process and a spare for each env, on {machine.cores:g} processors: first-K keeps them busy"
-            return Refusal("processors", text)
         return None
 
     def fitted(self, setting: Setting) -> Setting | None:
         """Return the largest setting that fits, reducing first envs per worker and then workers; None if none fits."""
         if self.refusal(setting) is None:
             return setting
-        if setting.reset_ahead or not setting.num_workers:
+        if setting.reset_ahead:
             return None
+        if not setting.num_workers:
+            fitting = self._filled(setting, setting.num_envs)
+            return fitting if self.refusal(fitting) is None else None
         fewest = 1 if self._goal.num_workers is None else setting.num_workers
 
         def fewer(workers: int) -> Setting:
@@ -116,14 +116,15 @@ class Limits:
         return self._filled(fewer(counts[num_fitting - 1]), setting.most_per_worker) if num_fitting else None
 
     def _filled(self, setting: Setting, most_each: int) -> Setting:
-        """Return a setting with as many envs per worker as fit, if their number is not fixed."""
-        each = most_each if self._goal.num_envs is None else 1
-        while each > 1:
-            more = replace(setting, num_envs=setting.num_workers * each)
+        """Return a setting with as many envs per worker as fit, at least one, if their number is not fixed."""
+        if self._goal.num_envs is not None:
+            return setting
+        while most_each > 1:
+            more = replace(setting, num_envs=max(1, setting.num_workers) * most_each)
             if self.refusal(more) is None:
                 return more
-            each //= 2
-        return setting
+            most_each //= 2
+        return replace(setting, num_envs=max(1, setting.num_workers))
 
     def most_envs(self, num_workers: int) -> int | None:
         """Return how many envs fit the memory with `num_workers` workers; None for more than a thousand per worker."""

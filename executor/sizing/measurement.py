@@ -31,8 +31,7 @@ class Measurement:
         build_further_s: a further build in the same process; `build_s` if there was none.
         first_reset_s: the first reset.
         reset_median_s: median of the resets after the first; `first_reset_s` if there was none.
-        step_median_s, step_p99_s: of steps in wall time, including disturbances.
-        step_mean_s: of a step on an undisturbed processor, including its row, without resets.
+        step_median_s, step_p99_s, step_mean_s: of a step on an undisturbed processor with its row, without resets.
         cpu_per_step_s: processor seconds of a step, of all threads and child processes.
         hidden_cpu_share: share of `cpu_per_step_s` that the env's threads and processes use.
         num_threads: threads (and processes) that the env has started.
@@ -44,12 +43,11 @@ class Measurement:
         first_env_bytes: added by the first env of a worker.
         further_env_bytes: added by each further one; `first_env_bytes` if there was none.
         shared_bytes: what exists once for all workers: the helper, and libraries.
-        grown_per_reset_bytes, grown_per_1000_steps_bytes: of one env; small ones are noise.
+        grown_per_1000_steps_bytes: of one env; small ones are noise.
         row_bytes: of one env in a batch: a transition, the next root and the action.
         gpu_bytes: memory of GPUs that the probe used; None without a GPU.
         start_s: from the start of the helper until a worker could build.
         is_alone: whether a process can have only one such env.
-        imported: packages that were imported when the first env was built.
         stopped_by: text that describes what ended the probe early; empty if nothing did.
     """
 
@@ -71,13 +69,11 @@ class Measurement:
     first_env_bytes: int
     further_env_bytes: int
     shared_bytes: int
-    grown_per_reset_bytes: int
     grown_per_1000_steps_bytes: int
     row_bytes: int
     gpu_bytes: int | None = None
     start_s: float = 0.0
     is_alone: bool = False
-    imported: tuple[str, ...] = ()
     stopped_by: str = ""
     episode_steps: int = 0
     step_samples: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -89,23 +85,24 @@ class Measurement:
         return max(0.0, 1 - self.cpu_per_step_s / self.step_mean_s) if self.step_mean_s > 0 else 0.0
 
     @property
+    def whole_step_s(self) -> float:
+        """Seconds of a step and its share of a reset."""
+        return self.step_mean_s + self.end_share * self.reset_median_s
+
+    @property
     def reset_share(self) -> float:
         """Share of an env's time that its resets take; 0 if no episode ended."""
-        resets_s = self.end_share * self.reset_median_s
-        return resets_s / (self.step_mean_s + resets_s) if resets_s else 0.0
+        return 1 - self.step_mean_s / self.whole_step_s if self.end_share else 0.0
 
     def whole_steps(self, steps: int, resets: int) -> float:
         """Return the number of steps (each with its share of a reset) with the same work as these steps and resets."""
-        return (steps * self.step_mean_s + resets * self.reset_median_s) / (
-            self.step_mean_s + self.end_share * self.reset_median_s
-        )
+        return (steps * self.step_mean_s + resets * self.reset_median_s) / self.whole_step_s
 
     def to_plain(self) -> dict[str, Any]:
         """Return the figures as documented in docs/sizing.md."""
-        left_out = ("spec", "reset_samples", "step_samples", "imported")
+        left_out = ("spec", "reset_samples", "step_samples")
         plain = {name: value for name, value in vars(self).items() if name not in left_out}
-        shares = {"waits_share": self.waits_share, "reset_share": self.reset_share}
-        return {**plain, **shares, "imported": list(self.imported)}
+        return {**plain, "waits_share": self.waits_share, "reset_share": self.reset_share}
 
 
 def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **further: Any) -> Measurement | None:
@@ -126,7 +123,6 @@ def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **fur
     hidden_s = hidden_s if hidden_s > 0.02 * own_cpu_s else 0.0
     reset_wall, resets, _ = _own_times(np.asarray(figures["resets"]).T)
     builds = [env["build_s"] for env in figures["envs"]]
-    forced = figures.get("forced_resets", {"count": 0, "grown_bytes": 0})
     episodes = np.asarray(steps["episodes"], np.int64)
     has_one_length = len(episodes) > 1 and episodes.min() == episodes.max()
     first, further_bytes, clean = _env_bytes(figures)
@@ -136,8 +132,8 @@ def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **fur
         build_further_s=float(np.median(builds[1:])) if len(builds) > 1 else builds[0],
         first_reset_s=float(reset_wall[0]),
         reset_median_s=float(np.median(resets[1:])) if len(resets) > 1 else float(reset_wall[0]),
-        step_median_s=float(np.median(wall)),
-        step_p99_s=float(np.quantile(wall, 0.99)),
+        step_median_s=float(np.median(own)),
+        step_p99_s=float(np.quantile(own, 0.99)),
         step_mean_s=float(own.mean()),
         cpu_per_step_s=own_cpu_s + hidden_s,
         hidden_cpu_share=hidden_s / (own_cpu_s + hidden_s) if own_cpu_s + hidden_s else 0.0,
@@ -150,11 +146,9 @@ def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **fur
         first_env_bytes=first,
         further_env_bytes=further_bytes,
         shared_bytes=zygote["pss"] + clean,
-        grown_per_reset_bytes=max(0, forced["grown_bytes"]) // max(1, forced["count"]),
         grown_per_1000_steps_bytes=_grown_per_1000_steps(figures["envs"][0], count),
         row_bytes=row_bytes(spec),
         is_alone=figures["is_alone"],
-        imported=tuple(figures["envs"][0]["imported"]),
         step_samples=wall,
         reset_samples=reset_wall,
         **further,

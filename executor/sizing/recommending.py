@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -12,15 +12,14 @@ from typing import Any, Literal
 from envherd.executor.machine.machine import Machine, read_machine
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.blueprint import MakeEnv, choose_apart
-from envherd.executor.sizing.forked_host import ForkedHost
 from envherd.executor.sizing.limits import Limits
 from envherd.executor.sizing.measurement import Measurement
-from envherd.executor.sizing.opening import Opener, helper, span_of, subject_of
+from envherd.executor.sizing.opening import helper, start, subject_of
 from envherd.executor.sizing.probing import ProbeLimits, Subject, probe
 from envherd.executor.sizing.reasons import Facts, reasons
+from envherd.executor.sizing.rule import settings_for
 from envherd.executor.sizing.scaling import Prediction, Scale, plan
 from envherd.executor.sizing.search import Found, Progress, Run, Search
-from envherd.executor.sizing.serial_host import importing
 from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Setting
 
 _log = logging.getLogger("envherd")
@@ -43,8 +42,7 @@ class Advice:
         predicted: its prediction.
         binding: its bottleneck, in one or two words.
         why: sentences, the most important first.
-        preload: modules worth adding to `ExecutorOptions.preload`.
-        parallel: the best setting with worker processes; None if none was run.
+        parallel: the best setting with worker processes; None if `SerialEnv` is chosen.
         memory_room_bytes: available memory, before headroom.
         most_envs_in_memory: envs that fit with that number of workers; None for more than a thousand per worker.
         meets_target: whether the target in steps per second is reached; None without a target.
@@ -54,7 +52,6 @@ class Advice:
     predicted: Prediction
     binding: str
     why: tuple[str, ...]
-    preload: tuple[str, ...]
     parallel: Setting | None
     memory_room_bytes: int
     most_envs_in_memory: int | None
@@ -79,7 +76,8 @@ class Sizing:
     Attributes:
         machine: the planned one.
         measured: of the env.
-        runs: every setting that was considered, with its speed on this machine or the reason why it was not run.
+        runs: every setting that was considered, with its speed on this machine or the reason why it was not run;
+            none with worker processes if another machine is planned for.
         advice: the decision.
     """
 
@@ -90,9 +88,8 @@ class Sizing:
 
     @property
     def serial(self) -> Run | None:
-        """The fastest run of `SerialEnv`; None if it was not tried."""
-        ran = [one for one in self.runs if one.refusal is None and not one.setting.num_workers]
-        return max(ran, key=lambda one: one.steps_per_s, default=None)
+        """What `SerialEnv` makes with as many envs, by the probe; None if it is no choice."""
+        return next((one for one in self.runs if not one.setting.num_workers), None)
 
 
 def recommend(  # noqa: PLR0913  # the env, the goal and the limits
@@ -106,15 +103,14 @@ def recommend(  # noqa: PLR0913  # the env, the goal and the limits
     probe_bytes: int | None = None,
     progress: Progress = lambda _text, _share: None,
 ) -> Sizing:
-    """Measure an env, run settings on real executors, and recommend the smallest of the fastest ones.
+    """Measure an env, run at most three settings on real executors, and recommend the smallest of the fastest ones.
 
     Args:
         make_env: builds one env; see `ParallelEnv`. It is called only in worker processes.
         env_kwargs: keyword arguments of the call.
         goal: fixed and wanted numbers; see `Goal`.
-        budget_s: seconds of measurement; it may end earlier if the choice is clear, and a few seconds later if starts
-            are slow.
-        machine: to plan for; None for this one. Measurements are scaled to another machine.
+        budget_s: seconds of measurement, at most; it may end a few seconds later if starts are slow.
+        machine: to plan for; None for this one. For another machine the probe is scaled, and no setting is run.
         options: of the executors; `reset_ahead` is tried if resets are costly, whatever its value here.
         probe_bytes: memory for the probe, and for all executors together; None for most of what is available.
         progress: called with the current activity and the used share of the budget.
@@ -125,7 +121,8 @@ def recommend(  # noqa: PLR0913  # the env, the goal and the limits
     """
     options, goal = replace(options or ExecutorOptions(), reset_ahead=False), goal or Goal()
     limits = ProbeLimits(budget_s=budget_s, memory_bytes=probe_bytes)
-    measured, here, found = measure(subject_of(make_env, env_kwargs, options), goal, limits, options, progress)
+    subject = subject_of(make_env, env_kwargs, options)
+    measured, here, found = measure(subject, goal, limits, options, progress, is_here=machine is None)
     return decide(measured, here, found, goal, machine or here, options.num_frames)
 
 
@@ -135,9 +132,10 @@ def measure(  # as `recommend`
     limits: ProbeLimits,
     options: ExecutorOptions,
     progress: Progress = lambda _text, _share: None,
-    forked: ForkedHost | None = None,
+    *,
+    is_here: bool = True,
 ) -> tuple[Measurement, Machine, Found]:
-    """Probe an env and search, on this machine; see `recommend`.
+    """Probe an env and confirm the rule's choice, on this machine; see `recommend`.
 
     Args:
         subject: the env.
@@ -145,80 +143,70 @@ def measure(  # as `recommend`
         limits: seconds and bytes of the whole measurement.
         options: the executors'.
         progress: see `recommend`.
-        forked: see `Opener`.
+        is_here: whether this machine is planned for; otherwise nothing is run after the probe.
     """
     began, here = time.monotonic(), read_machine()
     most_bytes = int(here.memory_available * PROBE_MEMORY_SHARE) if limits.memory_bytes is None else limits.memory_bytes
-    opener = Opener(subject, options, span_of(here), goal.policy_s, forked)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.closing(opener))
-        stack.enter_context(helper(subject, options))
-        if forked is None and here.cores > 1 and goal.has_serial and goal.num_workers is None:
-            stack.enter_context(importing(options))
+    with helper(subject, options):
         probe_limits = replace(limits, budget_s=_PROBE_SHARE * limits.budget_s, memory_bytes=most_bytes)
         measured = probe(
             subject, probe_limits, options, lambda stage, share: progress(f"probe: {stage}", _PROBE_SHARE * share)
         )
         if goal.episode_steps is not None:
             measured = replace(measured, end_share=1 / goal.episode_steps, episode_steps=goal.episode_steps)
+        wanted = settings_for(measured, here.cores, goal)
         fitting = Limits(measured, here, goal, options.num_frames)
-        end = began + limits.budget_s
-        return measured, here, Search(opener, fitting, goal, most_bytes, (began, end), progress).run()
+        if not is_here:
+            return measured, here, Found((), wanted[0])
+        if not wanted[0].num_workers:  # `SerialEnv`: its speed is that of the probe
+            return measured, here, Found((), plan(Scale(measured, (), here, fitting), fitting, goal)[0])
+        begin = functools.partial(start, subject, options)
+        search = Search(begin, fitting, goal, most_bytes, (began, began + limits.budget_s), progress)
+        return measured, here, search.run(wanted)
 
 
 def decide(
     measured: Measurement, here: Machine, found: Found, goal: Goal, machine: Machine, num_frames: int = 4
 ) -> Sizing:
-    """Return the decision from a search, for the machine on which it ran or for another; pure.
+    """Return the decision, for the machine on which settings were run or for another; pure.
 
     Raises:
         DoesNotFit: the other machine has no room.
     """
     limits = Limits(measured, machine, goal, num_frames)
     scale = Scale(measured, found.runs, here, limits, goal.policy_s)
-    if machine == here:
-        chosen = found.chosen
-        ran = [one.setting for one in found.runs if one.refusal is None]
-        every = {one: made for one in ran if (made := scale.predict(one)) is not None}
-    else:
-        chosen, every = plan(scale, limits, goal)
-    predicted = every[chosen]
-    if chosen.num_workers and not predicted.is_scaled:
-        taken = measured.shared_bytes + found.figures.worker_bytes + limits.slab_bytes(chosen)
-        predicted = replace(predicted, memory_bytes=taken)
-    base = scale.base(chosen)
-    assert base is not None
-    facts = Facts(
-        limits=limits,
-        goal=goal,
-        runs=found.runs,
-        chosen=chosen,
-        predicted=predicted,
-        base=base,
-        best_steps_per_s=max(one.steps_per_s for one in every.values()),
-        figures=found.figures,
-    )
+    chosen = found.chosen if machine == here else plan(scale, limits, goal)[0]
+    predicted, runs = scale.predict(chosen), found.runs
+    serial = None
+    if not (goal.workers_only or measured.is_alone):
+        setting = Setting(num_envs=chosen.num_envs, num_workers=0)
+        serial = scale.predict(setting)
+        fastest = max((one.steps_per_s for one in runs), default=serial.steps_per_s)
+        runs += (
+            Run(
+                setting=setting,
+                steps_per_s=serial.steps_per_s,
+                relative=serial.steps_per_s / fastest,
+                memory_bytes=serial.memory_bytes,
+                start_s=serial.start_s,
+                refusal=limits.refusal(setting),
+            ),
+        )
+    facts = Facts(limits=limits, goal=goal, runs=found.runs, chosen=chosen, predicted=predicted, serial=serial)
     binding, why = reasons(facts)
-    with_workers = [one for one in every if one.num_workers]
+    ran = [one for one in found.runs if one.refusal is None]
+    best = max(ran, key=lambda one: one.steps_per_s).setting if ran else chosen
     advice = Advice(
         setting=chosen,
         predicted=predicted,
         binding=binding,
         why=why,
-        preload=_preload(measured),
-        parallel=max(with_workers, key=lambda one: every[one].steps_per_s, default=None),
+        parallel=best if best.num_workers else None,
         memory_room_bytes=limits.room,
         most_envs_in_memory=limits.most_envs(chosen.num_workers),
         meets_target=facts.meets_target,
     )
-    return Sizing(machine=machine, measured=measured, runs=found.runs, advice=advice)
-
-
-def _preload(measured: Measurement) -> tuple[str, ...]:
-    """Return the packages whose import slowed down the first build, if none starts threads."""
-    if measured.num_threads or measured.build_s < 2 * measured.build_further_s + 0.2:
-        return ()
-    return measured.imported
+    return Sizing(machine=machine, measured=measured, runs=runs, advice=advice)
 
 
 def resolve(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -233,31 +232,19 @@ class Prober:
         return self._message.budget_s - (time.monotonic() - self._began)
 
     def _tell(self, stage: str, *, is_last: bool = False) -> None:
-        share = min(1.0, (time.monotonic() - self._began) / self._message.budget_s)
-        frame = {"kind": "probed", "stage": stage, "share": share, "figures": self._figures, "is_last": is_last}
-        self._send(frame)
+        self._send({"kind": "probed", "stage": stage, "figures": self._figures, "is_last": is_last})
 
     def _build(self, env_id: int) -> Run:
         gc.collect()
         before = memory_of(os.getpid())
-        modules = set(sys.modules)
-        began, cpu = time.monotonic(), _cpu_ns()
+        began = time.monotonic()
         try:
             run = Run(self._message, env_id, self._builder, self._send, self._times)
         except BaseException as error:  # a factory may raise anything; the parent decides
             self._send(Fault.from_exception(env_id, "build", error).to_plain())
             raise Failed from None
         self._runs.append(run)
-        built_s = time.monotonic() - began
-        new = {name.partition(".")[0] for name in set(sys.modules) - modules}
-        self._figures["envs"].append(
-            {
-                "build_s": built_s,
-                "build_cpu_s": (_cpu_ns() - cpu) / 1e9,
-                "before": before,
-                "imported": sorted(name for name in new if _is_package(name)),
-            }
-        )
+        self._figures["envs"].append({"build_s": time.monotonic() - began, "before": before})
         if env_id == 0:
             self._figures["spec"] = run.spec.to_plain()
             self._figures["is_alone"] = run.block.slots[0].adapter.is_alone
@@ -295,18 +282,8 @@ class Prober:
         self._figures["threads"] = num_threads(pid)
         self._figures["resets"] = np.array(run.resets, np.int64)
         self._tell("resets")
-        entry["ready"] = self._measure_resets(run)
-
-    def _measure_resets(self, run: Run) -> dict[str, int]:
-        """Reset some more times, for samples of later resets; return the memory of the process after that."""
-        gc.collect()
-        before = memory_of(os.getpid())
-        num_resets = len(run.resets)
-        typical = _reset_for(run, min(self._budget(_RESETS_SHARE), max(self._left() * 0.5, 0.0)))
-        grown_bytes = memory_of(os.getpid())["uss"] - before["uss"]
+        entry["ready"] = _reset_for(run, min(self._budget(_RESETS_SHARE), max(self._left() * 0.5, 0.0)))
         self._figures["resets"] = np.array(run.resets, np.int64)
-        self._figures["forced_resets"] = {"count": len(run.resets) - num_resets, "grown_bytes": grown_bytes}
-        return typical
 
     def _measure_further(self) -> None:
         """Build a second env in this process, even beyond the budget: only it shows the memory of a further env."""
@@ -324,14 +301,6 @@ class Prober:
 def _cpu_ns() -> int:
     """Return nanoseconds of processor time of this process, all its threads, and what it has started."""
     return time.process_time_ns() + children_cpu_ns(os.getpid())
-
-
-def _is_package(name: str) -> bool:
-    """Return whether a module is an importable third-party package: not Python's, ours or a script's."""
-    if name in sys.stdlib_module_names or name.startswith("_") or name in ("envherd", "builtins"):
-        return False
-    spec = getattr(sys.modules.get(name), "__spec__", None)
-    return spec is not None and spec.submodule_search_locations is not None
 
 
 def _reset_for(run: Run, seconds: float) -> dict[str, int]:
