@@ -15,7 +15,7 @@ from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.recommending import Sizing
 from envherd.executor.sizing.settings import counted, time_text
 
-SCHEMA = "envherd.size/2"
+SCHEMA = "envherd.size/3"
 _MIB, _GIB = 2**20, 2**30
 
 

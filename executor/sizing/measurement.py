@@ -37,7 +37,7 @@ class Measurement:
         num_threads: threads (and processes) that the env has started.
         steps_measured: number of steps behind the figures.
         end_share: share of steps that ended an episode; 0 if none did.
-        episode_steps: the length of episodes, if several ended and all had the same; else 0.
+        episode_steps: the length of the episodes that ended, if all had the same; else 0.
         contention: share of the time in which the probe waited for a processor.
         worker_bytes: memory of a worker without an env.
         first_env_bytes: added by the first env of a worker.
@@ -124,7 +124,7 @@ def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **fur
     reset_wall, resets, _ = _own_times(np.asarray(figures["resets"]).T)
     builds = [env["build_s"] for env in figures["envs"]]
     episodes = np.asarray(steps["episodes"], np.int64)
-    has_one_length = len(episodes) > 1 and episodes.min() == episodes.max()
+    has_one_length = len(episodes) > 0 and episodes.min() == episodes.max()
     first, further_bytes, clean = _env_bytes(figures)
     return Measurement(
         spec=spec,

@@ -156,10 +156,8 @@ def measure(  # as `recommend`
             measured = replace(measured, end_share=1 / goal.episode_steps, episode_steps=goal.episode_steps)
         wanted = settings_for(measured, here.cores, goal)
         fitting = Limits(measured, here, goal, options.num_frames)
-        if not is_here:
+        if not (is_here and wanted[0].num_workers):  # `SerialEnv` makes what the probe made
             return measured, here, Found((), wanted[0])
-        if not wanted[0].num_workers:  # `SerialEnv`: its speed is that of the probe
-            return measured, here, Found((), plan(Scale(measured, (), here, fitting), fitting, goal)[0])
         begin = functools.partial(start, subject, options)
         search = Search(begin, fitting, goal, most_bytes, (began, began + limits.budget_s), progress)
         return measured, here, search.run(wanted)
@@ -175,13 +173,16 @@ def decide(
     """
     limits = Limits(measured, machine, goal, num_frames)
     scale = Scale(measured, found.runs, here, limits, goal.policy_s)
-    chosen = found.chosen if machine == here else plan(scale, limits, goal)[0]
-    predicted, runs = scale.predict(chosen), found.runs
-    serial = None
+    chosen, runs = found.chosen, found.runs
+    if not runs:
+        wanted, (chosen, _) = settings_for(measured, machine.cores, goal)[0], plan(scale, limits, goal)
+        if wanted != chosen:
+            runs += (Run(setting=wanted, refusal=limits.refusal(wanted)),)
+    predicted, serial, considered = scale.predict(chosen), None, runs
     if not (goal.workers_only or measured.is_alone):
         setting = Setting(num_envs=chosen.num_envs, num_workers=0)
         serial = scale.predict(setting)
-        fastest = max((one.steps_per_s for one in runs), default=serial.steps_per_s)
+        fastest = max((one.steps_per_s for one in found.runs), default=serial.steps_per_s)
         runs += (
             Run(
                 setting=setting,
@@ -192,7 +193,7 @@ def decide(
                 refusal=limits.refusal(setting),
             ),
         )
-    facts = Facts(limits=limits, goal=goal, runs=found.runs, chosen=chosen, predicted=predicted, serial=serial)
+    facts = Facts(limits=limits, goal=goal, runs=considered, chosen=chosen, predicted=predicted, serial=serial)
     binding, why = reasons(facts)
     ran = [one for one in found.runs if one.refusal is None]
     best = max(ran, key=lambda one: one.steps_per_s).setting if ran else chosen

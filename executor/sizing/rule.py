@@ -76,7 +76,7 @@ def _most_workers(measured: Measurement, cores: float, goal: Goal) -> int:
     count = math.ceil(cores)
     if measured.waits_share > WAITS:  # as many as keep the processors busy
         busy_share = max(1 / _MOST_PER_CORE, 1 - measured.waits_share)
-        count = max(count, min(_MOST_WAITING_WORKERS, math.ceil(cores / busy_share)))
+        count = max(count, min(_MOST_WAITING_WORKERS, round(cores / busy_share)))
     return min(count, most)
 
 

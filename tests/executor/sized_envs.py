@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-import sys
 import time
 
 import numpy as np
@@ -73,24 +72,6 @@ class DyingEnv(CountingEnv):
 
     def step(self, action):
         os._exit(7)
-
-
-class DyingInSerialEnv(CountingEnv):
-    """Ends its process in a step of `SerialEnv`."""
-
-    def step(self, action):
-        if "envherd.executor.serial" in sys.modules:
-            os._exit(9)
-        return super().step(action)
-
-
-class HangingInSerialEnv(CountingEnv):
-    """Sleeps in a step of `SerialEnv`."""
-
-    def step(self, action):
-        if "envherd.executor.serial" in sys.modules:
-            time.sleep(1000)
-        return super().step(action)
 
 
 class CrowdedEnv(CountingEnv):
@@ -182,24 +163,3 @@ class LonelyEnv(CountingEnv):
 
 def make_failing():
     raise RuntimeError("no licence")
-
-
-class LongEpisodesEnv(CountingEnv):
-    """Computes for 60 ms in a reset, and for 1 ms in each of the 40 steps of an episode."""
-
-    def __init__(self):
-        super().__init__(40)
-
-    def reset(self, seed, options=None):
-        _compute(0.06)
-        return super().reset(seed, options)
-
-    def step(self, action):
-        _compute(0.001)
-        return super().step(action)
-
-
-def _compute(seconds):
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass

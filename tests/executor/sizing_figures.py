@@ -18,8 +18,8 @@ SPEC = EnvSpec((LeafSpec(("observation",), (4,)),), (LeafSpec(("action",), (), "
 def machine_of(num_cpus=8, *, memory=64 * GIB, **changes):
     cpus = tuple(range(num_cpus))
     plain = Machine(
-        cpus=cpus, num_cpus=num_cpus, physical_cores=num_cpus, numa_nodes=(cpus,), cgroup=Cgroup(version=2),
-        memory_total=memory, memory_free=memory, swap_free=0, shm_total=None, shm_free=None,
+        cpus=cpus, num_cpus=num_cpus, physical_cores=num_cpus, cgroup=Cgroup(version=2),
+        memory_total=memory, memory_free=memory, shm_total=None, shm_free=None,
         limits={"nofile": 1024}, open_files=10, user_threads=10, load=0.0, cpu_pressure=0.0,
     )  # fmt: skip
     return replace(plain, **changes)
@@ -31,7 +31,7 @@ def measured_of(step_s=1e-3, **changes):
         step_median_s=step_s, step_p99_s=step_s, step_mean_s=step_s, cpu_per_step_s=step_s,
         hidden_cpu_share=0.0, num_threads=0, steps_measured=1000, end_share=0.001, contention=0.0,
         worker_bytes=5 * MIB, first_env_bytes=20 * MIB, further_env_bytes=10 * MIB, shared_bytes=30 * MIB,
-        grown_per_reset_bytes=0, grown_per_1000_steps_bytes=0, row_bytes=100,
+        grown_per_1000_steps_bytes=0, row_bytes=100,
     )  # fmt: skip
     return replace(plain, **changes)
 

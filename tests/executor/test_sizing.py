@@ -14,14 +14,14 @@ from tests.extras import needs, skip_without
 skip_without("cli")
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from envherd.executor import EnvError, ExecutorOptions, FactoryError, ParallelEnv
 from envherd.executor.cli.app import app
-from envherd.executor.cli.sizing import BadOption, SizeRequest, parse_size, planned
+from envherd.executor.cli.size import parse_size, planned
 from envherd.executor.cli.sizing_report import yaml_text
 from envherd.executor.machine.cgroups import Cgroup
-from envherd.executor.sizing.driving import Figures
 from envherd.executor.sizing.probing import ProbeFailed, ProbeLimits, Subject, probe
 from envherd.executor.sizing.recommending import decide
 from envherd.executor.sizing.search import Found
@@ -54,15 +54,15 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["", "GiB", "12XB", "-1G", "1e9"])
 def test_sizes_that_are_none(text):
-    with pytest.raises(BadOption, match="expected a number and a unit"):
+    with pytest.raises(typer.BadParameter, match="expected a number and a unit"):
         parse_size(text)
 
 
 def test_another_machine_is_planned_for():
     here = machine_of(2, cgroup=Cgroup(version=2, cpu_quota=0.5, memory_limit=GIB, memory_room=GIB))
-    there = planned(here, SizeRequest(env="x", cpus=64, memory="256GiB", gpu="24GiB"))
+    there = planned(here, 64, "256GiB", "24GiB")
     assert (there.cores, there.memory_available, there.gpus[0].memory_bytes) == (64, 256 * GIB, 24 * GIB)
-    assert planned(here, SizeRequest(env="x")) == here
+    assert planned(here, None, None, None) == here
 
 
 # ---- the probe -------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_envs_that_fail_are_their_own_errors():
 COUNTING = "python:envherd.workers.testing:CountingEnv"
 #: Of the documented JSON.
 KEYS = {
-    *("schema", "env", "num_envs", "num_workers", "mode", "reset_ahead", "executor", "binding", "why", "preload"),
+    *("schema", "env", "num_envs", "num_workers", "mode", "reset_ahead", "executor", "binding", "why"),
     *("meets_target", "memory_room_bytes", "most_envs_in_memory", "parallel", "predicted", "serial", "settings"),
     *("measured", "machine"),
 }
@@ -172,17 +172,14 @@ def test_size_as_a_table_a_picture_json_and_yaml(tmp_path):
     assert "2 envs on 1 worker" in done.stdout
     assert "why: " in done.stdout
     assert "…" not in done.stdout
-    assert "probe: build" in done.stderr
-    assert "starting 2 envs on 1 worker" in done.stderr
     report = json.loads(json_path.read_text())
-    assert report["schema"] == "envherd.size/2"
+    assert report["schema"] == "envherd.size/3"
     assert set(report) == KEYS
     assert (report["num_envs"], report["num_workers"], report["executor"]) == (2, 1, "ParallelEnv")
     assert report["predicted"]["steps_per_s"] > 0
     assert report["predicted"]["is_scaled"] is False
-    modes = {one["mode"]: one for one in report["settings"]}
-    assert set(modes) == {"sync", "first-k"}
-    for one in modes.values():
+    assert [one["num_workers"] for one in report["settings"]] == [1, 0]
+    for one in report["settings"]:
         assert one["steps_per_s"] > 0
         assert one["refusal"] is None
     assert (tmp_path / "size.png").read_bytes()[:4] == b"\x89PNG"
@@ -192,7 +189,7 @@ def test_size_as_a_table_a_picture_json_and_yaml(tmp_path):
 
 @pytest.mark.slow
 def test_json_on_stdout_is_alone_there_and_says_what_serial_makes():
-    done = size(COUNTING, "--budget", "60", "--envs", "2", "--json", "-")  # enough to start all
+    done = size(COUNTING, "--budget", "60", "--envs", "2", "--json", "-")
     report = json.loads(done.stdout)
     assert report["serial"]["num_envs"] == 2
     assert report["serial"]["steps_per_s"] > 0
@@ -206,8 +203,8 @@ def test_another_machine_is_scaled_and_that_is_said():
     report = json.loads(done.stdout)
     assert (report["num_workers"], report["machine"]["cores"]) == (64, 64)
     assert report["predicted"]["is_scaled"] is True
-    assert max(one["num_workers"] for one in report["settings"]) == 64
-    assert "scaled from this machine" in done.stderr
+    assert [one["rounds"] for one in report["settings"]] == [0]
+    assert "scaled from the probe" in done.stderr
     assert any("the speed is scaled from" in line for line in report["why"])
 
 
@@ -227,14 +224,15 @@ def test_an_affinity_is_kept(script_host, tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["machine"]["cores"] == 1
-    assert {one["num_workers"] for one in report["settings"]} == {0, 1}
+    assert (report["executor"], report["num_envs"], report["parallel"]) == ("SerialEnv", 4, None)
+    assert "is the right executor: one processor may be used" in " ".join(report["why"])
 
 
 def test_what_cannot_be_sized_is_exit_code_2():
     for arguments, said in (
         (["gymnasium:CartPol-v1"], "Did you mean CartPole-v1"),
         (["gymnasium:CartPole-v1", "--memory", "lots"], "expected a number and a unit"),
-        (["gymnasium:CartPole-v1", "--verify"], "every setting in the table is run now"),
+        (["gymnasium:CartPole-v1", "--cluster", "auto", "--cpus", "2"], "expected none of what is for one machine"),
     ):
         done = size(*arguments, columns=200)
         assert done.exit_code == 2
@@ -260,26 +258,23 @@ def test_an_env_that_fails_is_exit_code_1_and_says_where(name, said):
 
 CTRL_C = """
 import os, signal, sys
-from envherd.executor.cli import sizing
 from envherd.executor.cli.app import app
+from envherd.executor.sizing import recommending
 
 def press(text, share):
     if text.startswith(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGINT)
 
-def measure(subject, goal, limits, options, progress, forked):
-    assert forked is not None
-    return original(subject, goal, limits, options, press, forked)
+def measure(subject, goal, limits, options, progress, *, is_here):
+    return original(subject, goal, limits, options, press, is_here=is_here)
 
-original, sizing.measure = sizing.measure, measure
+original, recommending.measure = recommending.measure, measure
 app(["size", "python:envherd.workers.testing:CountingEnv", "--budget", "60", "--envs", "4"], standalone_mode=True)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "stage", [pytest.param("probe: step", marks=pytest.mark.full), "starting SerialEnv", "round 2"]
-)
+@pytest.mark.parametrize("stage", [pytest.param("probe: step", marks=pytest.mark.full), "starting", "round 2"])
 def test_ctrl_c_leaves_nothing_behind(stage):
     process = subprocess.Popen(
         [sys.executable, "-c", CTRL_C, stage], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -292,66 +287,18 @@ def test_ctrl_c_leaves_nothing_behind(stage):
         os.killpg(process.pid, 0)  # of all that it has started, what has not made a group
 
 
-FORKED = """
-import envherd.executor.serial  # once for all
-from envherd.executor import ExecutorOptions
-from envherd.executor.sizing.forked_host import ForkedHost
-from envherd.executor.sizing.serial_host import SerialFactory
-from envherd.workers.build import pickle_factory
-from envherd.workers.errors import EnvherdError
-from envherd.workers.testing import CountingEnv
-from tests.executor import sized_envs
-
-patience_s = {sized_envs.HangingEnv: 4.0}
-for make_env in (CountingEnv, sized_envs.FailingEnv, sized_envs.DyingEnv, sized_envs.HangingEnv):
-    host = ForkedHost()
-    options = ExecutorOptions()
-    factory = pickle_factory(make_env)
-    made_by = SerialFactory(factory=factory, env_kwargs={}, options=options, span_s=0.1, policy_s=0.0)
-    host.prepare(made_by, patience_s.get(make_env, 10.0))
-    host.call("open", 2)
-    try:
-        print(host.call("turn", 2, "sync", 0)["steps"] > 0, end="; ")
-    except EnvherdError as error:
-        print(type(error).__name__, str(error).split("\\n")[0], end="; ")
-    code = host.close()
-    print(code, host.close())
-"""
-
-
-@pytest.mark.slow
-def test_serial_in_a_forked_process_fails_dies_and_hangs_there():
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=200)
-    good, failing, dying, hanging = done.stdout.splitlines()
-    assert good == "True; -9 -9"
-    assert failing.startswith("EnvError EnvError: step failed: the env raised ValueError: no such key")
-    assert dying == "WorkerLost SerialEnv's process ended with exit code 7.; 7 7"
-    assert hanging == "WorkerTimeout turn failed: SerialEnv's process gave no answer within 4 s.; -9 -9"
-
-
-@pytest.mark.slow
-def test_serial_that_dies_does_not_end_the_command(tmp_path):
-    path = tmp_path / "size.json"
-    command = [sys.executable, "-c", "from envherd.executor.cli.app import app; app()", "size"]
-    env = "python:tests.executor.sized_envs:DyingInSerialEnv"
-    subprocess.run([*command, env, "--envs", "2", "--budget", "60", "--json", str(path)], check=True, timeout=200)
-    serial = next(one for one in json.loads(path.read_text())["settings"] if not one["num_workers"])
-    assert serial["refusal"] == "failed: SerialEnv's process ended with exit code 9."
-
-
 def test_resets_ahead_are_pasted_as_they_are_accepted():
     run = run_of(4, 1000.0, num_envs=4, reset_ahead=True)
-    sizing = decide(measured_of(), machine_of(), Found((run,), run.setting, Figures()), Goal(), machine_of())
+    sizing = decide(measured_of(), machine_of(), Found((run,), run.setting), Goal(), machine_of())
     lines = [line for line in yaml_text("env", sizing).splitlines() if not line.startswith("#")]
     assert lines[1:] == ["num_envs: 4", "num_workers: 4", "stepping: sync", "options:", "  reset_ahead: true"]
 
 
 def test_serial_is_pasted_without_workers():
-    run = run_of(0, 1000.0)
-    sizing = decide(measured_of(), machine_of(), Found((run,), run.setting, Figures()), Goal(), machine_of())
+    serial = Setting(num_envs=8, num_workers=0)
+    sizing = decide(measured_of(), machine_of(1), Found((), serial), Goal(num_envs=8), machine_of(1))
     lines = [line for line in yaml_text("env", sizing).splitlines() if not line.startswith("#")]
     assert lines == ["executor: SerialEnv", "num_envs: 8", "stepping: sync"]
-    assert sizing.advice.setting == Setting(num_envs=8, num_workers=0)
 
 
 @pytest.mark.slow

@@ -1,23 +1,23 @@
-"""Sizing without processes: compared settings, limits, the choice, and scaling."""
+"""Sizing without processes: the rule, limits, the choice, predictions and reasons."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.machine.gpus import Gpu, parse_apps
-from envherd.executor.sizing.choosing import choose, corrected, is_sure, share_of_ends, speeds, survivors
-from envherd.executor.sizing.driving import Figures, Turn
 from envherd.executor.sizing.limits import DoesNotFit, Limits, Refusal
-from envherd.executor.sizing.measurement import share_of_ends as share_in_probe
-from envherd.executor.sizing.measurement import slab_bytes
+from envherd.executor.sizing.measurement import share_of_ends, slab_bytes
 from envherd.executor.sizing.recommending import decide
+from envherd.executor.sizing.rule import settings_for
 from envherd.executor.sizing.scaling import Scale
-from envherd.executor.sizing.search import Found
-from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Setting, ladder, smaller
+from envherd.executor.sizing.search import Found, choose, speeds
+from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Setting
 from envherd.shm.slab import plan_slab
 from tests.executor.sizing_figures import GIB, MIB, SPEC, machine_of, measured_of, run_of
 
@@ -25,64 +25,79 @@ SERIAL, ONE, TWO = (Setting(num_envs=8, num_workers=count) for count in range(3)
 FIRST_K = replace(TWO, mode="first-k")
 WAITING = {"cpu_per_step_s": 0.1e-3}
 COSTLY = {"end_share": 0.02, "reset_median_s": 0.2}
+UNEVEN = {"step_p99_s": 20e-3}
+CHEAP = measured_of(1e-5)
 
 
-# ---- which settings are compared -------------------------------------------------------------------
+# ---- the rule --------------------------------------------------------------------------------------
 
 
-def compared(measured=None, cores=8.0, **goal):
+def ruled(measured=None, cores=8.0, **goal):
+    """Return `(workers, how)` of each setting, the rule's choice first."""
     return [
         (one.num_workers, "ahead" if one.reset_ahead else one.mode)
-        for one in ladder(measured or measured_of(), cores, Goal(**goal))
+        for one in settings_for(measured or measured_of(), cores, Goal(**goal))
     ]
 
 
-@pytest.mark.parametrize(
-    ("measured", "cores", "goal", "expected"),
-    [
-        (measured_of(), 8.0, {}, [(1, "sync"), (4, "sync"), (8, "sync"), (8, "first-k")]),
-        (measured_of(1e-5), 2.0, {}, [(0, "sync"), (1, "sync"), (2, "sync"), (2, "first-k")]),
-        (measured_of(), 0.5, {}, [(0, "sync"), (1, "sync"), (1, "first-k")]),
-        (measured_of(), 8.0, {"num_envs": 1}, [(0, "sync"), (1, "sync")]),
-        (measured_of(), 8.0, {"num_envs": 6, "modes": ("sync",)}, [(1, "sync"), (4, "sync"), (6, "sync")]),
-        (measured_of(1e-5), 8.0, {"num_envs": 8, "num_workers": 3}, [(3, "sync"), (3, "first-k")]),
-        (measured_of(1e-5), 2.0, {"has_serial": False, "modes": ("sync",)}, [(1, "sync"), (2, "sync")]),
-        (measured_of(1e-5, is_alone=True), 2.0, {"num_envs": 2}, [(2, "sync"), (2, "first-k")]),
-    ],
-)
-def test_the_ladder(measured, cores, goal, expected):
-    assert compared(measured, cores, **goal) == expected
+RULE = {
+    "one processor": (measured_of(), 1.0, {}, [(0, "sync")]),
+    "half a processor": (CHEAP, 0.5, {"num_envs": 8}, [(0, "sync")]),
+    "one env": (measured_of(), 8.0, {"num_envs": 1}, [(0, "sync")]),
+    "one processor, workers only": (measured_of(), 1.0, {"workers_only": True}, [(1, "sync")]),
+    "one processor, workers fixed": (measured_of(), 1.0, {"num_workers": 3}, [(3, "sync")]),
+    "one processor, envs that wait": (measured_of(**WAITING), 1.0, {"num_envs": 6}, [(6, "sync"), (3, "sync")]),
+    "envs that wait": (measured_of(**WAITING), 2.0, {}, [(20, "sync"), (10, "sync")]),
+    "envs that wait almost always": (measured_of(cpu_per_step_s=1e-6), 2.0, {}, [(32, "sync"), (16, "sync")]),
+    "short batch": (CHEAP, 8.0, {"num_envs": 8}, [(1, "sync"), (8, "sync")]),
+    "short steps, many envs": (CHEAP, 8.0, {"num_envs": 64}, [(8, "sync"), (4, "sync")]),
+    "short steps, envs free": (CHEAP, 2.0, {}, [(2, "sync"), (1, "sync")]),
+    "envs that compute": (measured_of(), 8.0, {}, [(8, "sync"), (4, "sync")]),
+    "fewer envs than processors": (measured_of(), 8.0, {"num_envs": 6}, [(6, "sync"), (3, "sync")]),
+    "a quota": (measured_of(), 2.5, {"num_envs": 8}, [(3, "sync"), (2, "sync")]),
+    "workers fixed": (CHEAP, 8.0, {"num_envs": 8, "num_workers": 3}, [(3, "sync")]),
+    "envs apart": (replace(CHEAP, is_alone=True), 2.0, {"num_envs": 2}, [(2, "sync")]),
+    "uneven steps": (measured_of(**UNEVEN), 2.0, {}, [(2, "first-k"), (2, "sync"), (1, "first-k")]),
+    "uneven short steps": (measured_of(1e-5, step_p99_s=1e-4), 2.0, {"num_envs": 8}, [(1, "sync"), (2, "sync")]),
+    "uneven steps, workers only": (measured_of(**UNEVEN), 2.0, {"workers_only": True}, [(2, "sync"), (1, "sync")]),
+    "resets": (measured_of(**COSTLY), 8.0, {"num_envs": 16}, [(8, "first-k"), (8, "sync"), (4, "first-k")]),
+    "resets, few envs": (measured_of(**COSTLY), 8.0, {"num_envs": 4}, [(4, "first-k"), (4, "sync"), (4, "ahead")]),
+    "resets together": (
+        measured_of(**COSTLY, episode_steps=50), 8.0, {"num_envs": 16}, [(8, "sync"), (4, "sync")],
+    ),
+    "short resets": (measured_of(1e-6, end_share=0.05, reset_median_s=1e-4), 2.0, {}, [(2, "sync"), (1, "sync")]),
+    "a target": (measured_of(), 8.0, {"target_steps_per_s": 2900.0}, [(3, "sync"), (8, "sync")]),
+}  # fmt: skip
 
 
-def test_envs_that_wait_are_tried_on_more_workers_than_cores():
-    counts = {count for count, _ in compared(measured_of(**WAITING), 2.0)}
-    assert counts == {1, 2, 4, 8, 16, 32}
-    assert max(count for count, _ in compared(measured_of(cpu_per_step_s=0.7e-3), 2.0)) == 4
-    assert max(count for count, _ in compared(measured_of(**WAITING), 2.0, num_envs=6)) == 6
-
-
-def test_costly_resets_are_tried_ahead_with_a_worker_for_each_env():
-    assert (4, "ahead") in compared(measured_of(**COSTLY), 8.0, num_envs=4)
-    assert (8, "ahead") in compared(measured_of(**COSTLY), 8.0)
-    for measured, goal in (
-        (measured_of(), {}),
-        (measured_of(1e-6, end_share=0.05, reset_median_s=1e-4), {}),  # many, but short
-        (measured_of(**COSTLY, spec=replace(SPEC, batch_shape=(1,))), {}),
-        (measured_of(**COSTLY), {"num_envs": 4, "num_workers": 2}),
-        (measured_of(**COSTLY), {"has_reset_ahead": False}),
-    ):
-        assert "ahead" not in {how for _, how in compared(measured, **goal)}
+@pytest.mark.parametrize("case", RULE)
+def test_the_rule(case):
+    measured, cores, goal, expected = RULE[case]
+    assert ruled(measured, cores, **goal) == expected
 
 
 def test_more_envs_hide_what_a_batch_costs_where_steps_are_short():
     def most(step_s, **changes):
-        return max(one.most_per_worker for one in ladder(measured_of(step_s, **changes), 2.0, Goal()))
+        return settings_for(measured_of(step_s, **changes), 2.0, Goal())[0].most_per_worker
 
     assert [most(step_s) for step_s in (1e-6, 1e-4, 1e-2)] == [64, 16, 4]
     assert most(1e-6, is_alone=True) == 1
-    assert [one.num_envs for one in smaller(Setting(num_envs=128, num_workers=2))] == [32, 8]
-    assert [one.num_envs for one in smaller(Setting(num_envs=8, num_workers=2, mode="first-k"))] == [2]
-    assert list(smaller(Setting(num_envs=2, num_workers=2))) == []
+
+
+RESULTS = json.loads((Path(__file__).parents[2] / "benchmarks/results/sizing.json").read_text())
+ROWS = {f"{row['env']}, {where}": row for where, rows in RESULTS.items() for row in rows}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_rule_makes_the_published_choices(name):
+    """Each row of docs/sizing.md has the figures of a probe; the sweep has shown the choice to be the fastest."""
+    row, probe = ROWS[name], dict(ROWS[name]["probe"])
+    cores = probe.pop("cores")
+    assert str(settings_for(measured_of(**probe), cores, Goal(num_envs=8))[0]) == row["chosen"]
+
+
+def test_there_are_24_published_choices():
+    assert len(ROWS) == 24
 
 
 # ---- what does not fit -----------------------------------------------------------------------------
@@ -100,14 +115,6 @@ def test_what_does_not_fit_says_why():
     assert threads == Refusal("processes", "takes 11 processes and threads, 10 are left")
     gpu = refusal(measured=measured_of(gpu_bytes=3 * GIB), gpus=(Gpu("x", 4 * GIB, None),))
     assert gpu == Refusal("GPU memory", "takes 6,144 MiB of GPU memory, 4,096 are free")
-
-
-def test_resets_ahead_need_a_processor_for_each_env_unless_it_waits():
-    ahead = Setting(num_envs=4, num_workers=4, reset_ahead=True)
-    text = "has a process and a spare for each env, on 2 processors: first-K keeps them busy"
-    assert refusal(ahead, num_cpus=2) == Refusal("processors", text)
-    assert refusal(ahead, num_cpus=4) is None
-    assert refusal(ahead, num_cpus=2, measured=measured_of(step_mean_s=0.1)) is None
 
 
 def test_resets_ahead_take_twice_the_processes_and_envs():
@@ -149,135 +156,41 @@ def test_gpu_memory_of_processes():
 # ---- the choice ------------------------------------------------------------------------------------
 
 
-def rounds_of(speeds, *, machine=(1.0, 0.5, 2.0, 1.0), noise=0.0, seed=0):
-    """Return rounds in which the machine is at these speeds."""
-    rng = np.random.default_rng(seed)
-    return [{one: value * at * np.exp(rng.normal(0, noise)) for one, value in speeds.items()} for at in machine]
-
-
 @pytest.mark.parametrize(
     ("speeds", "chosen"),
     [
-        ({SERIAL: 100.0, ONE: 90.0, TWO: 99.0}, SERIAL),
-        ({SERIAL: 96.0, ONE: 100.0, TWO: 103.0}, ONE),  # serial is more than 5 % slower than the best
-        ({ONE: 100.0, TWO: 110.0, FIRST_K: 112.0}, TWO),
+        ({ONE: 96.0, TWO: 100.0}, ONE),
+        ({ONE: 94.0, TWO: 100.0}, TWO),
+        ({TWO: 110.0, FIRST_K: 112.0}, TWO),
         ({TWO: 100.0, FIRST_K: 120.0}, FIRST_K),
         ({TWO: 100.0, replace(TWO, num_envs=2): 97.0}, replace(TWO, num_envs=2)),
     ],
 )
 def test_the_smallest_within_five_percent_of_the_best_is_taken(speeds, chosen):
-    assert choose(rounds_of(speeds)) == chosen
-
-
-def test_settings_are_compared_within_rounds():
-    rounds = [{ONE: 50.0, TWO: 60.0}, {ONE: 500.0, TWO: 600.0}, {ONE: 110.0, TWO: 130.0}]
-    assert choose(rounds) == TWO
-    assert choose([*rounds, {ONE: 900.0, TWO: 300.0}]) == TWO  # disturbed once
+    assert choose(speeds) == chosen
 
 
 def test_the_smallest_that_reaches_a_target_is_taken():
-    speeds = {SERIAL: 50.0, ONE: 60.0, TWO: 100.0}
-    assert choose(rounds_of(speeds), target=55.0) == ONE
-    assert choose(rounds_of(speeds), target=1e6) == TWO
+    rates = {ONE: 60.0, TWO: 100.0}
+    assert choose(rates, target=55.0) == ONE
+    assert choose(rates, target=1e6) == TWO
 
 
-def test_a_setting_that_had_no_round_with_the_others_has_its_own_speed():
-    rounds = [{ONE: 100.0, TWO: 300.0}, {FIRST_K: 50.0}]
-    assert speeds(rounds) == {ONE: 100.0, TWO: 300.0, FIRST_K: 50.0}
-    assert choose(rounds) == FIRST_K
-
-
-def test_speeds_are_those_of_one_machine():
-    rounds = [{ONE: 100.0, TWO: 200.0}, {ONE: 10.0, TWO: 20.0}, {TWO: 200.0}]
-    assert speeds(rounds) == pytest.approx({ONE: 100.0, TWO: 200.0})
-
-
-def test_what_was_dropped_is_not_chosen():
-    rounds = [{ONE: 100.0, TWO: 50.0}, {ONE: 10.0, TWO: 50.0}, {TWO: 50.0}]
-    assert choose(rounds) == TWO
-
-
-def test_clearly_slower_settings_are_dropped():
-    speeds = {SERIAL: 30.0, ONE: 60.0, TWO: 100.0, FIRST_K: 99.0}
-    assert survivors(rounds_of(speeds, machine=(1.0,))) == {*speeds}
-    assert survivors(rounds_of(speeds)) == {TWO, FIRST_K}
-    assert survivors(rounds_of(speeds), target=55.0) == {ONE, TWO, FIRST_K}
-
-
-def test_no_setting_is_dropped_by_noise():
-    speeds = {ONE: 97.0, TWO: 100.0, FIRST_K: 40.0}
-    kept = [survivors(rounds_of(speeds, machine=(1.0,) * 3, noise=0.3, seed=seed)) for seed in range(200)]
-    assert sum(ONE in one for one in kept) > 180
-    assert sum(FIRST_K in one for one in kept) < 60
-
-
-def test_a_clear_choice_needs_few_rounds_and_a_close_one_more():
-    clear, close = {ONE: 100.0, TWO: 150.0}, {ONE: 95.0, TWO: 100.0}
-    assert not is_sure(rounds_of(clear, machine=(1.0, 1.0)))
-    assert is_sure(rounds_of(clear))
-    assert not is_sure(rounds_of(close))
-    assert is_sure(rounds_of(close, machine=(1.0,) * 12))
+def test_settings_are_compared_within_rounds():
+    rounds = [{ONE: 50.0, TWO: 60.0}, {ONE: 500.0, TWO: 600.0}, {ONE: 110.0, TWO: 132.0}]
+    assert speeds(rounds) == pytest.approx({ONE: 110.0, TWO: 132.0})
+    assert speeds([*rounds, {ONE: 110.0, TWO: 1.0}])[TWO] == pytest.approx(132.0)  # disturbed once
 
 
 # ---- resets ----------------------------------------------------------------------------------------
 
 
-def speed_of(turn, setting, measured, end_share=0.01, own_turns=(), cores=2):
-    return corrected(turn, setting, measured, end_share, own_turns or [turn], cores)
-
-
-def test_a_turn_counts_as_if_it_had_as_many_resets_as_usual():
-    measured = measured_of(end_share=0.01, reset_median_s=0.1)
-    few, usual, many = (Turn(steps=100, seconds=0.1 + 0.1 * count, resets=count) for count in (0, 1, 3))
-    rates = [speed_of(turn, TWO, measured) for turn in (few, usual, many)]
-    assert rates == pytest.approx([usual.rate] * 3)
-    # First-K: the other worker goes on, if it has a processor.
-    assert speed_of(few, FIRST_K, measured) == pytest.approx(100 / 0.15)
-    assert speed_of(few, FIRST_K, measured, cores=1) == pytest.approx(100 / 0.2)
-    # Envs that end together are reset together.
-    assert speed_of(few, TWO, replace(measured, episode_steps=100)) == pytest.approx(100 / 0.15)
-    assert speed_of(few, TWO, measured, 0.0) == few.rate
-
-
-def test_resets_that_a_batch_waited_for_count_as_long_as_the_setting_s_own_took():
-    measured = measured_of(end_share=0.01, reset_median_s=0.1)
-    num_envs = TWO.num_envs
-    without = Turn(steps=100, seconds=0.1)
-    lump = Turn(steps=100, seconds=0.1 + 0.06 * num_envs, resets=num_envs, reset_wait_s=0.06 * num_envs)
-    for turn in (without, lump):  # one reset in 100 steps, which keeps all waiting for 0.06 s
-        assert speed_of(turn, TWO, measured, own_turns=[without, lump]) == pytest.approx(100 / 0.16)
-    # A step that takes long is no reset: a reset alone took 0.1 s.
-    slow = Turn(steps=100, seconds=9.1, resets=num_envs, reset_wait_s=9.0)
-    assert speed_of(slow, TWO, measured) == pytest.approx(100 / (9.1 - 0.2 * num_envs + 0.2))
-
-
-def test_resets_ahead_need_the_processors_that_steps_need():
-    ahead, turn = replace(TWO, reset_ahead=True), Turn(steps=100, seconds=0.1)
-    measured = measured_of(end_share=0.01, reset_median_s=0.1, cpu_per_step_s=0.002, step_mean_s=0.002)
-    assert speed_of(turn, ahead, measured, cores=8) == turn.rate
-    assert speed_of(turn, ahead, measured, cores=2) == pytest.approx(100 / (0.3 / 2))
-    waiting = replace(measured, step_mean_s=1.0, step_median_s=1.0)
-    assert speed_of(turn, ahead, waiting, cores=2) == pytest.approx(100 / ((100 * 0.002 + 0.1 * 0.002) / 2))
-
-
-def test_whole_episodes_count_by_the_work_that_was_done():
+def test_steps_and_resets_count_by_their_work():
     measured = measured_of(step_mean_s=0.001, reset_median_s=0.1, end_share=0.01)  # 2 ms a step, resets included
     assert measured.whole_steps(100, 1) == pytest.approx(100)
     assert measured.whole_steps(100, 0) == pytest.approx(50)
     assert measured.whole_steps(100, 3) == pytest.approx(200)
     assert replace(measured, end_share=0.0, reset_median_s=0.0).whole_steps(100, 0) == pytest.approx(100)
-
-
-def test_how_often_episodes_end_is_what_most_ends_say():
-    few, many = [Turn(steps=100, seconds=1.0, resets=5)], [Turn(steps=100, seconds=1.0, resets=5)] * 10
-    assert share_of_ends(many, measured_of(end_share=0.5)) == 0.5  # 500 ends in the probe
-    rare = measured_of(end_share=0.002)
-    assert share_of_ends(few, rare) == 0.002
-    assert share_of_ends(many, rare) == 0.05
-    # Ends of episodes of one length may fall between turns.
-    assert share_of_ends(many, replace(rare, episode_steps=500)) == 0.002
-    # The probe's 1,000 steps were too few to see one end.
-    assert share_of_ends([Turn(steps=200, seconds=1.0, resets=1)] * 5, measured_of(end_share=0.0)) == 5 / 2000
 
 
 def seen(draw, steps):
@@ -295,78 +208,69 @@ def test_an_episode_under_way_counts_for_what_it_is_worth(kind):
         "geometric": lambda: rng.geometric(1 / 150),
         "one length": lambda: 150,
     }[kind]
-    shares = [share_in_probe(*seen(draw, int(rng.integers(450, 600)))) for _ in range(1000)]
+    shares = [share_of_ends(*seen(draw, int(rng.integers(450, 600)))) for _ in range(1000)]
     # Ends over steps are 10 % too few where episodes vary little.
     assert np.mean(shares) == pytest.approx(1 / 150, rel=0.07 if kind == "geometric" else 0.03)
-    assert share_in_probe(np.array([], int), 90) == 0
-    assert 1 / 190 < share_in_probe(np.array([100]), 90) < 1 / 100
+    assert share_of_ends(np.array([], int), 90) == 0
+    assert 1 / 190 < share_of_ends(np.array([100]), 90) < 1 / 100
 
 
-# ---- other numbers, other machines -----------------------------------------------------------------
+# ---- predictions -----------------------------------------------------------------------------------
 
 
-def scale_to(machine, *runs, here=None, **changes):
-    measured = measured_of(**changes)
-    return Scale(measured, runs, here or machine_of(2), Limits(measured, machine, Goal()))
+def predicted(setting, *runs, machine=None, here=None, **changes):
+    measured = measured_of(end_share=0.0, **changes)
+    limits = Limits(measured, machine or machine_of(2), Goal())
+    return Scale(measured, runs, here or machine_of(2), limits).predict(setting)
 
 
 def test_what_was_run_is_predicted_as_it_was():
-    made = scale_to(machine_of(2), run_of(2, 1000.0)).predict(TWO)
+    made = predicted(TWO, run_of(2, 1000.0))
     assert (made.steps_per_s, made.batch_s, made.is_scaled) == (1000.0, 8e-3, False)
 
 
-def test_the_workers_part_is_divided_among_cores_and_the_callers_is_not():
-    there, setting = machine_of(64), Setting(num_envs=256, num_workers=64)
-    assert scale_to(there, run_of(2, 1000.0)).predict(setting).steps_per_s == pytest.approx(32_000)
-    half = scale_to(there, run_of(2, 1000.0, busy=0.5)).predict(setting)
-    assert half.steps_per_s == pytest.approx(1000 / (0.5 + 0.5 / 32))
-    assert half.is_scaled
+def test_the_envs_part_of_a_batch_is_divided_among_processors_and_the_callers_is_not():
+    many = Setting(num_envs=256, num_workers=64)
+    made = predicted(many, run_of(64, 1.0, num_envs=256), machine=machine_of(64))
+    assert made.is_scaled  # the run was on another machine
+    assert made.batch_s == pytest.approx(4e-3, rel=0.02)
+    assert made.batch_s > 4e-3
+    assert predicted(many).batch_s == pytest.approx(128e-3, rel=0.02)
     # More workers than cores gain nothing, unless envs wait.
-    more = Setting(num_envs=8, num_workers=8)
-    assert scale_to(machine_of(2), run_of(2, 1000.0)).predict(more).steps_per_s == pytest.approx(1000)
-    assert scale_to(machine_of(2), run_of(2, 1000.0), **WAITING).predict(more).steps_per_s == pytest.approx(4000)
+    apart = Setting(num_envs=8, num_workers=8)
+    assert predicted(apart).steps_per_s == pytest.approx(predicted(TWO).steps_per_s, rel=0.01)
+    assert predicted(apart, **WAITING).batch_s == pytest.approx(1e-3, rel=0.05)
+    # Envs with threads compete for processors earlier.
+    assert predicted(TWO, cpu_per_step_s=2e-3).batch_s == pytest.approx(8e-3, rel=0.02)
+    # The caller's own envs run one after the other, and other programs take their part of this machine.
+    assert predicted(SERIAL).batch_s == pytest.approx(8e-3, rel=0.02)
+    assert predicted(SERIAL, contention=0.5).batch_s == pytest.approx(16e-3, rel=0.02)
+    assert predicted(SERIAL, contention=0.5, machine=machine_of(64)).batch_s == pytest.approx(8e-3, rel=0.02)
 
 
-def test_what_was_not_run_is_not_predicted():
-    assert scale_to(machine_of(64), run_of(2, 1000.0)).predict(SERIAL) is None
-    assert scale_to(machine_of(64), run_of(0, 700.0)).predict(SERIAL).steps_per_s == 700.0
-
-
-def decided(*runs, measured=None, machine=None, here=None, goal=None, times=(None, None)):
+def decided(*runs, measured=None, machine=None, here=None, goal=None):
     here = here or machine_of(2)
-    best = max((one for one in runs if one.refusal is None), key=lambda one: one.steps_per_s)
-    found = Found(runs, best.setting, Figures(step_p50_s=times[0], step_p99_s=times[1]))
-    return decide(measured or measured_of(), here, found, goal or Goal(num_envs=8), machine or here)
+    ran = [one for one in runs if one.refusal is None]
+    chosen = max(ran, key=lambda one: one.steps_per_s).setting if ran else SERIAL
+    return decide(measured or measured_of(), here, Found(runs, chosen), goal or Goal(num_envs=8), machine or here)
 
 
 def test_another_machine_is_planned_for_and_that_is_said():
-    runs = (run_of(1, 500.0), run_of(2, 1000.0), run_of(0, 480.0))
-    done = decided(*runs, machine=machine_of(64), goal=Goal())
-    assert done.advice.setting.num_workers == 64
-    assert done.advice.predicted.steps_per_s == pytest.approx(32_000)
+    done = decided(machine=machine_of(64), goal=Goal())
+    assert done.advice.setting == Setting(num_envs=256, num_workers=64)
     assert done.advice.predicted.is_scaled
-    assert any("nothing was run on that machine: the speed is scaled from 1,000" in line for line in done.advice.why)
-    fixed = decided(*runs, machine=machine_of(64), goal=Goal(num_envs=8))
+    assert any("nothing was run on that machine: the speed is scaled from the probe" in why for why in done.advice.why)
+    fixed = decided(machine=machine_of(64), goal=Goal(num_envs=8))
     assert fixed.advice.setting == Setting(num_envs=8, num_workers=8)
-    small = decided(*runs, machine=machine_of(64, memory=300 * MIB), goal=Goal())
+    small = decided(machine=machine_of(64, memory=300 * MIB), goal=Goal())
     assert small.advice.predicted.memory_bytes <= 240 * MIB
+    assert small.advice.binding == "memory"
     with pytest.raises(DoesNotFit, match=r"room for 1 env, got too little \(memory\). 1 would take 55 MiB; 40 MiB are"):
-        decided(*runs, machine=machine_of(64, memory=40 * MIB), goal=Goal())
-
-
-def test_fewer_envs_of_a_worker_are_planned_for_only_where_they_were_run():
-    cheap = measured_of(1e-5)
-    runs = [run_of(1, 25_000.0, num_envs=64), run_of(2, 40_000.0, num_envs=128), run_of(2, 15_000.0, num_envs=32)]
-    done = decided(*runs, measured=cheap, machine=machine_of(16), goal=Goal())
-    assert done.advice.setting.most_per_worker == 64
-    even = run_of(2, 39_500.0, num_envs=32)
-    done = decided(*runs[:2], even, measured=cheap, machine=machine_of(16), goal=Goal())
-    assert done.advice.setting == Setting(num_envs=256, num_workers=16)
+        decided(machine=machine_of(64, memory=40 * MIB), goal=Goal())
 
 
 def test_a_larger_machine_is_never_slower():
-    runs = (run_of(1, 500.0), run_of(2, 950.0, busy=0.9))
-    rates = [decided(*runs, machine=machine_of(n), goal=WORKERS_ONLY).advice.predicted.steps_per_s for n in (1, 4, 64)]
+    rates = [decided(machine=machine_of(n), goal=WORKERS_ONLY).advice.predicted.steps_per_s for n in (1, 4, 64)]
     assert rates == sorted(rates)
 
 
@@ -378,7 +282,7 @@ def test_a_larger_machine_is_never_slower():
     [
         (run_of(2, 1000.0), {}, "cores", "cores bind: 2 may be used; workers are busy for 100%"),
         (run_of(2, 1000.0, busy=0.4), {}, "overhead", "the caller binds: workers are busy for 40%"),
-        (run_of(2, 1000.0, busy=0.4), {"times": (1e-3, 9e-3)}, "step variance", "9.00 ms at the 99th"),
+        (run_of(2, 1000.0, busy=0.4), {"measured": measured_of(**UNEVEN)}, "step variance", "20.00 ms at the 99th"),
         (
             run_of(2, 1000.0),
             {"here": machine_of(8, cgroup=Cgroup(version=2, cpu_quota=1.5))},
@@ -389,14 +293,27 @@ def test_a_larger_machine_is_never_slower():
         (run_of(8, 1000.0), {"here": machine_of(64)}, "num_envs", "8 envs cannot use 64 cores"),
         (run_of(2, 1000.0), {"goal": Goal(num_envs=8, policy_s=6e-3)}, "policy", "6.00 ms of a batch's 8.00"),
         (run_of(2, 1000.0), {"goal": Goal(num_envs=8, target_steps_per_s=900.0)}, "target", "900 env-steps/s are"),
-        (run_of(0, 1000.0), {}, "env step", "one after the other in this process"),
-        (replace(run_of(2, 1000.0), reset_share=0.7), {}, "resets", "resets bind: they take 70%"),
+        (run_of(2, 1000.0), {"measured": measured_of(**COSTLY)}, "resets", "resets bind: they take 80%"),
     ],
 )
 def test_what_binds(run, given, binding, said):
     advice = decided(run, **given).advice
     assert advice.binding == binding
     assert said in advice.why[0]
+
+
+def test_serial_gets_as_many_envs_as_fit():
+    advice = decided(here=machine_of(1, memory=80 * MIB), goal=Goal()).advice
+    assert advice.setting == Setting(num_envs=4, num_workers=0)
+    tight = decided(here=machine_of(1, memory=60 * MIB), goal=Goal()).advice
+    assert (tight.setting, tight.binding) == (Setting(num_envs=2, num_workers=0), "memory")
+
+
+def test_serial_is_said_to_be_right_and_why():
+    advice = decided(here=machine_of(1)).advice
+    assert (advice.binding, advice.setting, advice.parallel) == ("env step", SERIAL, None)
+    assert "SerialEnv, in the caller's process, is the right executor: one processor may be used" in advice.why[1]
+    assert advice.to_plain()["executor"] == "SerialEnv"
 
 
 def test_a_limit_that_struck_out_more_workers_binds():
@@ -418,9 +335,11 @@ def test_what_a_reader_should_know_is_said():
     assert "out of reach here by a factor of 3.0" in " ".join(missed.why)
 
 
-def test_the_other_kind_is_compared():
-    serial = decided(run_of(0, 1000.0), run_of(2, 700.0)).advice
-    assert "SerialEnv, in the caller's process, makes 1,000 env-steps/s; worker processes make 700" in serial.why[1]
-    assert serial.parallel == TWO
-    assert serial.to_plain()["executor"] == "SerialEnv"
-    assert decided(run_of(2, 700.0)).advice.to_plain()["executor"] == "ParallelEnv"
+def test_workers_are_compared_with_serial_by_the_probe():
+    slow, fast = decided(run_of(2, 700.0)), decided(run_of(2, 1900.0))
+    assert slow.serial.steps_per_s == pytest.approx(1000, rel=0.02)
+    assert "SerialEnv, in the caller's process, makes as many: 98" in slow.advice.why[1]
+    assert not any("SerialEnv" in why for why in fast.advice.why)
+    assert fast.advice.to_plain()["executor"] == "ParallelEnv"
+    assert decided(run_of(2, 700.0), goal=WORKERS_ONLY).serial is None
+    assert decided(run_of(2, 700.0), measured=measured_of(is_alone=True)).serial is None

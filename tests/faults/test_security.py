@@ -31,7 +31,6 @@ UNPICKLES = {
     "workers/registries.py": "registered names of envs, which came with such a message",
     "executor/facades/sb3/factory.py": "the same",
     "workers/adapters/hosts/torchrl_guest.py": "the same",
-    "executor/sizing/serial_host.py": "the env that `envherd size` was given, in a process forked for SerialEnv",
     "executor/batched.py": "answers of workers, with options.pickle_replies",
     "workers/infos.py": "infos of workers, with options.infos='pickle' (facades of Gymnasium and SB3)",
     "executor/facades/gymnasium/worker.py": "values of spaces that are no arrays (facade of Gymnasium)",
