@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from envherd.executor.machine.machine import Machine
-from envherd.executor.sizing.measurement import Measurement, slab_bytes
+from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.settings import Goal, Setting, counted
 from envherd.workers.errors import EnvherdError
 
@@ -61,15 +61,11 @@ class Limits:
         """Return bytes of workers, helper and shared memory, without the learner's."""
         one, processes = self.measured, setting.num_processes
         envs = setting.num_envs * (1 + setting.reset_ahead)
-        slab = self.slab_bytes(setting)
+        slab = setting.num_envs * one.row_bytes * self._num_frames
         if not processes:
             return one.first_env_bytes + (envs - 1) * one.further_env_bytes + slab
         first = processes * (one.worker_bytes + one.first_env_bytes)
         return one.shared_bytes + first + (envs - processes) * one.further_env_bytes + slab
-
-    def slab_bytes(self, setting: Setting) -> int:
-        """Return bytes of the memory that the caller and the workers share."""
-        return slab_bytes(self.measured.spec, setting.num_envs, setting.num_processes, self._num_frames)
 
     def start_s(self, setting: Setting) -> float:
         """Return seconds until an executor is ready and its envs are reset, with a running helper."""

@@ -15,8 +15,6 @@ from envherd.shm.specs import EnvSpec
 _BLOCKING_SHARE = 0.2
 #: Bytes by which a process may grow because of Python itself.
 _NOISE_BYTES = 64 * 1024
-#: Number of envs up to which the size of a slab is exact.
-_MANY_ENVS = 1024
 #: Squared coefficient of variation of episodes' lengths if only one has ended.
 _VARIATION = 0.5
 
@@ -105,12 +103,12 @@ class Measurement:
         return {**plain, "waits_share": self.waits_share, "reset_share": self.reset_share}
 
 
-def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **further: Any) -> Measurement | None:
+def from_figures(figures: Mapping[str, Any], *, helper_bytes: int, **further: Any) -> Measurement | None:
     """Return the measurement from a probe's figures, or None if it made no steps.
 
     Args:
         figures: of `workers.probing.probe`.
-        zygote: memory of the helper, "pss" and "uss", while the probe was its only worker.
+        helper_bytes: memory of the helper and what it shares with the probe, its only worker.
         **further: `start_s`, `gpu_bytes`, `stopped_by`.
     """
     if "steps" not in figures:
@@ -145,7 +143,7 @@ def from_figures(figures: Mapping[str, Any], *, zygote: Mapping[str, int], **fur
         worker_bytes=figures["base"]["dirty"],
         first_env_bytes=first,
         further_env_bytes=further_bytes,
-        shared_bytes=zygote["pss"] + clean,
+        shared_bytes=helper_bytes + clean,
         grown_per_1000_steps_bytes=_grown_per_1000_steps(figures["envs"][0], count),
         row_bytes=row_bytes(spec),
         is_alone=figures["is_alone"],
@@ -210,15 +208,3 @@ def row_bytes(spec: EnvSpec) -> int:
     """Return bytes of one env in a batch: its transition, its next root, its inputs."""
     plan = plan_slab([spec], 1, 1)
     return plan.groups[0].frame.nbytes + sum(field.nbytes for field in plan.groups[0].inputs)
-
-
-def slab_bytes(spec: EnvSpec, num_envs: int, num_workers: int, num_frames: int) -> int:
-    """Return bytes of the memory that parent and workers share; linear in the envs from `_MANY_ENVS` on."""
-
-    def planned(count: int) -> int:
-        return plan_slab([spec] * count, max(1, num_workers), num_frames).nbytes
-
-    if num_envs <= _MANY_ENVS:
-        return planned(num_envs)
-    many, half = planned(_MANY_ENVS), planned(_MANY_ENVS // 2)
-    return many + (num_envs - _MANY_ENVS) * (many - half) // (_MANY_ENVS // 2)

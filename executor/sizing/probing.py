@@ -217,9 +217,13 @@ class _Watch:
             raise self._error(self._fault)
         if self._fault is not None:
             self._stopped_by = f"the env raised {self._fault['type_name']}: {self._fault['message']}"
-        shared = memory_of_alone(zygote.pid, self._worker.pid)
+        both, own = memory_of(zygote.pid), memory_of(self._worker.pid)  # the worker is the helper's child
         measured = from_figures(
-            self._figures, zygote=shared, start_s=start_s, gpu_bytes=self._gpu_bytes, stopped_by=self._stopped_by
+            self._figures,
+            helper_bytes=max(0, both["pss"] - own["uss"]),
+            start_s=start_s,
+            gpu_bytes=self._gpu_bytes,
+            stopped_by=self._stopped_by,
         )
         if measured is not None:
             return measured
@@ -235,10 +239,3 @@ class _Watch:
         if fault["phase"] == "build":
             return factory_error(fault, self._worker)
         return env_error([fault], 0, self._worker.pid)
-
-
-def memory_of_alone(zygote_pid: int, worker_pid: int) -> dict[str, int]:
-    """Return the helper's memory, shared pages included: "pss" of both minus the worker's private memory."""
-    both = memory_of(zygote_pid)  # the worker is its child
-    worker = memory_of(worker_pid)
-    return {"pss": max(0, both["pss"] - worker["uss"]), "uss": max(0, both["uss"] - worker["uss"])}

@@ -12,14 +12,13 @@ import pytest
 from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.machine.gpus import Gpu, parse_apps
 from envherd.executor.sizing.limits import DoesNotFit, Limits, Refusal
-from envherd.executor.sizing.measurement import share_of_ends, slab_bytes
+from envherd.executor.sizing.measurement import share_of_ends
 from envherd.executor.sizing.recommending import decide
 from envherd.executor.sizing.rule import settings_for
 from envherd.executor.sizing.scaling import Scale
 from envherd.executor.sizing.search import Found, choose, speeds
 from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Setting
-from envherd.shm.slab import plan_slab
-from tests.executor.sizing_figures import GIB, MIB, SPEC, machine_of, measured_of, run_of
+from tests.executor.sizing_figures import GIB, MIB, machine_of, measured_of, run_of
 
 SERIAL, ONE, TWO = (Setting(num_envs=8, num_workers=count) for count in range(3))
 FIRST_K = replace(TWO, mode="first-k")
@@ -142,11 +141,6 @@ def test_machines_with_very_many_processors_are_planned_for_in_a_moment():
     fitting = limits.fitted(asked)
     assert fitting.num_workers == (20_000 - 10 - 6) // 3
     assert limits.refusal(replace(fitting, num_workers=fitting.num_workers + 1)).kind == "open files"
-
-
-def test_bytes_of_many_envs_grow_evenly():
-    for count in (1, 600, 1024, 1500, 5000):
-        assert slab_bytes(SPEC, count, 3, 4) == pytest.approx(plan_slab([SPEC] * count, 3, 4).nbytes, rel=1e-2)
 
 
 def test_gpu_memory_of_processes():
