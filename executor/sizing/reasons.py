@@ -195,9 +195,10 @@ def _about_env(facts: Facts) -> Iterator[str]:
         )
     if measured.contention > _DISTURBED:
         quota = "the CPU quota was used up, or " if facts.limits.machine.is_throttled else ""
+        speeds = "" if facts.predicted.is_scaled else " Speeds are those of a busy machine."
         yield (
             f"{quota}other processes used the machine: the probe waited for a processor for "
-            f"{measured.contention:.0%} of its time. Speeds are those of a busy machine."
+            f"{measured.contention:.0%} of its time.{speeds}"
         )
     if measured.stopped_by:
         yield f"the probe was ended early: {measured.stopped_by}"

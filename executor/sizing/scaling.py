@@ -17,8 +17,9 @@ from envherd.executor.sizing.rule import settings_for
 from envherd.executor.sizing.search import Run
 from envherd.executor.sizing.settings import Goal, Setting
 
-#: Seconds of a batch in addition to the envs' (SerialEnv, CartPole, 2 processors: 27 us with 8 envs; 2026-11-27).
-_BATCH_S = 30e-6
+#: Seconds of a batch in addition to the envs', and of these for each env (CartPole, 2 processors: 27 us with 8 envs in
+#: SerialEnv, about 150 us with 64 envs on 2 workers; 2026-11-27).
+_BATCH_S, _ENV_S = 30e-6, 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,8 @@ class Scale:
         cores = self._limits.machine.cores * one.step_mean_s / max(one.cpu_per_step_s, 1e-9)
         shared = max(1.0, workers / cores)
         envs_s = setting.most_per_worker * step_s * shared
-        return self._policy_s + (_BATCH_S + envs_s) / max(0.1, 1 - self._lost_share)
+        caller_s = _BATCH_S + setting.num_envs * _ENV_S
+        return self._policy_s + (caller_s + envs_s) / max(0.1, 1 - self._lost_share)
 
 
 def plan(scale: Scale, limits: Limits, goal: Goal) -> tuple[Setting, dict[Setting, Prediction]]:
