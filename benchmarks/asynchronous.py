@@ -144,10 +144,12 @@ def send_and_recv(num_envs: int, step_s: float, reset_s: float, seconds: float, 
     return rate
 
 
-def pool(kind: Any, num_envs: int, step_s: float, reset_s: float, seconds: float, envs_per_worker: int) -> float:
-    """Return the transitions per second of TorchRL's `AsyncEnvPool`, or of a class with its methods."""
+def pool(num_envs: int, step_s: float, reset_s: float, seconds: float, envs_per_worker: int) -> float:
+    """Return the transitions per second of TorchRL's `AsyncEnvPool`."""
+    from torchrl.envs import AsyncEnvPool
+
     makers = [functools.partial(wrapped, functools.partial(Waiting, step_s, reset_s))] * num_envs
-    env = kind(makers, backend="multiprocessing", exchange="shm", envs_per_worker=envs_per_worker)
+    env = AsyncEnvPool(makers, backend="multiprocessing", exchange="shm", envs_per_worker=envs_per_worker)
     try:
         env.async_reset_send(env_index=list(range(num_envs)))
         env.async_step_and_maybe_reset_send(zeros(env.async_reset_recv(min_get=num_envs)))
@@ -210,19 +212,15 @@ def threads(seconds: float, num_workers: int) -> None:
 
 
 def pools(seconds: float, num_workers: int) -> None:
-    """Print `send` and `recv`, and the facade of TorchRL's pool, next to TorchRL's pool."""
-    import torchrl.envs
-
-    from envherd.executor.facades.torchrl import AsyncEnvPool
+    """Print `send` and `recv` next to TorchRL's pool."""
 
     def rates(num_envs: int, step_s: float, reset_s: float) -> Iterator[float | None]:
         yield ceiling(num_envs, step_s, reset_s, seconds) if step_s else None
         yield send_and_recv(num_envs, step_s, reset_s, seconds, num_workers)
-        yield pool(AsyncEnvPool, num_envs, step_s, reset_s, seconds, -(-num_envs // num_workers))
         for count in ENVS_PER_WORKER:
-            yield pool(torchrl.envs.AsyncEnvPool, num_envs, step_s, reset_s, seconds, count)
+            yield pool(num_envs, step_s, reset_s, seconds, count)
 
-    print("| envs | alone | `send`, `recv` | `AsyncEnvPool` here | TorchRL's, 1 per worker | TorchRL's, 4 per worker |")
+    print("| envs | alone | `send`, `recv` | TorchRL's, 1 per worker | TorchRL's, 4 per worker |")
     for name, case in SERIES.items():
         _print_rates(f"{case[0]} {name}", rates(*case))
 

@@ -308,17 +308,6 @@ def _drive_torchrl(env: Any, seed: int, trace: Trace) -> None:
     trace.add_rows(root)
 
 
-def _drive_pool(env: Any, seed: int, trace: Trace) -> None:
-    env.set_seed(seed)
-    torch.manual_seed(seed)
-    root = env.reset()
-    for _ in range(NUM_STEPS):
-        env.async_step_and_maybe_reset_send(env.rand_action(root))
-        td, root = env.async_step_and_maybe_reset_recv(env.num_envs)
-        trace.add_rows(td)
-    trace.add_rows(root)
-
-
 def _open_gymnasium(name: str, mode: str, makes: Any) -> Any:
     from envherd.executor.facades import gymnasium as facade
 
@@ -347,7 +336,7 @@ def _open_torchrl(name: str, makes: Any) -> Any:
     from envherd.executor.facades import torchrl
 
     cls = getattr(torchrl, name)
-    return cls(makes) if name == "AsyncEnvPool" else cls(len(makes), makes)
+    return cls(len(makes), makes)
 
 
 def _pettingzoo_torchrl() -> Any:
@@ -388,7 +377,6 @@ for _name in ("SubprocVecEnv", "DummyVecEnv"):
 for _name, _make, _drive in (
     ("ParallelEnv", FAMILIES["torchrl"].make_env, _drive_torchrl),
     ("SerialEnv", FAMILIES["torchrl"].make_env, _drive_torchrl),
-    ("AsyncEnvPool", FAMILIES["torchrl"].make_env, _drive_pool),
     ("ParallelEnv of PettingZoo", _pettingzoo_torchrl, _drive_torchrl),
     ("ParallelEnv of dm_control", _dm_control_torchrl, _drive_torchrl),
 ):

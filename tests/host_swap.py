@@ -28,7 +28,7 @@ HOSTS: dict[str, tuple[str, tuple[str, ...], str, tuple[str, ...]]] = {
         "torchrl",
         ("torchrl.envs", "torchrl.envs.batched_envs", "torchrl.collectors", "torchrl.testing"),
         "envherd.executor.facades.torchrl",
-        ("ParallelEnv", "SerialEnv", "AsyncEnvPool"),
+        ("ParallelEnv",),
     ),
 }
 

@@ -21,13 +21,11 @@ HOPS = [
     for file, functions in architecture.hops(section)
     for function in functions
 ]
-#: Modules that read a pool's reports besides rows: the flight, its part for losses, and the host of a cluster. One more
-#: only waits: the lock for several threads.
+#: Modules that read a pool's reports besides rows: the flight, its part for losses, and the host of a cluster.
 READERS = {
     "executor/protocol/flight.py",
     "executor/protocol/losses.py",
     "executor/cluster/host.py",
-    "executor/facades/torchrl/async_sent.py",
 }
 #: Lines of Python and C of each sub-package, as `python -m tests.architecture --budget` prints them. Not a limit but a
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.

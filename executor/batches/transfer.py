@@ -70,18 +70,6 @@ def take_rows(td: TensorDictBase, rows: Any) -> TensorDictBase:
     return td.apply(taken, batch_size=[len(rows), *td.batch_size[1:]])
 
 
-def put_rows(td: TensorDictBase, rows: Any, values: TensorDictBase) -> None:
-    """Write a batch `[k]` of tensors, on the same device, into some rows of another with the same keys."""
-
-    def put(leaf: torch.Tensor, value: torch.Tensor) -> None:
-        if leaf.is_cpu:
-            as_array(leaf)[rows] = as_array(value)
-        else:
-            leaf[torch.tensor(rows)] = value
-
-    td.apply(put, values)
-
-
 def to_device(batch: TensorDictBase, device: torch.device | str) -> TensorDictBase:
     """Return a batch on a device; a copy unless it is there already.
 

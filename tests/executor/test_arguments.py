@@ -512,7 +512,6 @@ def test_bars_are_shown_for_what_takes_long(capsys):
         "envherd.executor.facades.gymnasium.AsyncVectorEnv",
         "envherd.executor.facades.gymnasium.SyncVectorEnv",
         "envherd.executor.facades.sb3.SubprocVecEnv",
-        "envherd.executor.facades.torchrl.AsyncEnvPool",
     ],
 )
 def test_facades_refuse_options_of_another_type(path):

@@ -390,15 +390,14 @@ def test_gpus_are_found():
 
 
 @needs("torchrl")
-@pytest.mark.parametrize("name", ["ParallelEnv", "SerialEnv"])
 @pytest.mark.parametrize("inner", ["cpu", "cuda"])
-def test_the_facade_of_torchrl_gives_the_same_on_a_gpu(name, inner):
-    """With envs on the CPU and on the GPU, in workers and here."""
+def test_the_facade_of_torchrl_gives_the_same_on_a_gpu(inner):
+    """With envs on the CPU and on the GPU."""
     from envherd.executor.facades import torchrl as facades
     from tests import torchrl_own
 
     def rolled(device: str, of_envs: str) -> Any:
-        env = getattr(facades, name)(3, lambda: torchrl_own.CountingEnv(device=of_envs), device=device)
+        env = facades.ParallelEnv(3, lambda: torchrl_own.CountingEnv(device=of_envs), device=device)
         try:
             env.set_seed(0)
             ones = torch.ones(3, 1, device=device)

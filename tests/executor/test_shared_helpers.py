@@ -340,7 +340,7 @@ def test_the_modules_of_the_torchrl_facade_exist():
 
     from envherd.executor.facades.torchrl.crew import _guest_factory
 
-    factory = _guest_factory(functools.partial(GymEnv, "CartPole-v1"), ExecutorOptions(), is_crossing=False)
+    factory = _guest_factory(functools.partial(GymEnv, "CartPole-v1"), ExecutorOptions())
     for name in factory.preload:
         with contextlib.suppress(ModuleNotFoundError):
             assert importlib.util.find_spec(name) is not None, name

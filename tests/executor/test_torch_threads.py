@@ -68,34 +68,11 @@ def steps() -> int:
         return others_us() - before
 
 
-def pools() -> int:
-    from torchrl.envs.libs import gym
-
-    from benchmarks.work import SteadyFactory
-    from envherd.executor.facades.torchrl import AsyncEnvPool
-
-    gym._has_sb3 = False
-    make = SteadyFactory((84, 84, 4), "uint8")
-    makers = [lambda: gym.GymWrapper(make(), categorical_action_encoding=True)] * NUM_ENVS
-    env = AsyncEnvPool(makers, backend="multiprocessing", stack="dense")
-    env.async_reset_send(env_index=list(range(NUM_ENVS)))
-    root = env.async_reset_recv(min_get=NUM_ENVS)
-    before = 0
-    for turn in range(6):
-        env.async_step_and_maybe_reset_send(act(root))
-        before = before if turn != 2 else others_us()
-        _, root = env.async_step_and_maybe_reset_recv(min_get=NUM_ENVS)
-    spent = others_us() - before
-    env.close()
-    return spent
-
-
 CASES = {
     "steps": steps,
     "collector of rows": collects,
     "collector of transitions": functools.partial(collects, layout="flat"),
     "collector with batch sizes": functools.partial(collects, batch_sizes=(3, NUM_ENVS)),
-    "pool of TorchRL": pools,
 }
 
 

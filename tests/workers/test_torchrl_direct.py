@@ -185,7 +185,7 @@ class Pair:
         self.adapters = []
         for _ in range(2):
             torch.manual_seed(0)
-            guest = Guest(make(), has_own_generator=True, is_apart=True, **how)
+            guest = Guest(make(), **how)
             with contextlib.suppress(NotImplementedError):  # Melting Pot
                 guest.seed(5, static=False)
             self.adapters.append(GuestAdapter(guest))
@@ -358,7 +358,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_unusual_keeps_torchrls_own_code(case: str) -> None:
     make, reason = REFUSED[case]
-    guest = Guest(make(), has_own_generator=True, is_apart=True)
+    guest = Guest(make())
     way = GuestAdapter(guest).spec.metadata["way"]
     assert way.startswith("TorchRL's own code, because ")
     assert reason in way

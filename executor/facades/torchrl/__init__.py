@@ -1,9 +1,19 @@
-"""TorchRL's batched envs on the executor: `ParallelEnv`, `SerialEnv`, `AsyncEnvPool`, `installed`."""
+"""TorchRL's `ParallelEnv` on the executor; `SerialEnv` is TorchRL's own."""
+
+import contextlib
 
 from envherd.executor.facades import needing
+from envherd.executor.facades.installing import replaced
 
 with needing("envherd[torchrl]", "torchrl"):
-    from envherd.executor.facades.torchrl.async_pool import AsyncEnvPool, installed
-    from envherd.executor.facades.torchrl.parallel_env import BuildFailed, ParallelEnv, SerialEnv
+    import torchrl.envs
+    from torchrl.envs import SerialEnv
 
-__all__ = ["AsyncEnvPool", "BuildFailed", "ParallelEnv", "SerialEnv", "installed"]
+    from envherd.executor.facades.torchrl.parallel_env import BuildFailed, ParallelEnv
+
+__all__ = ["BuildFailed", "ParallelEnv", "SerialEnv", "installed"]
+
+
+def installed() -> contextlib.AbstractContextManager[None]:
+    """Replace TorchRL's `ParallelEnv` by ours, in all of TorchRL, for a block."""
+    return replaced("torchrl", {torchrl.envs.ParallelEnv: ParallelEnv})

@@ -1,4 +1,4 @@
-"""The part of a TorchRL batched env that needs no running envs: arguments, specs, device, views.
+"""The part of the facade that needs no running envs: arguments, specs, device, views.
 
 Instances pass isinstance checks for TorchRL's `BatchedEnvBase` and have its public attributes, but none of its code
 runs: this class uses only the public `EnvBase`, so it does not depend on how TorchRL's own batched envs work.
@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torchrl.envs
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl.data import Composite
 from torchrl.data.utils import contains_lazy_spec
@@ -25,6 +24,11 @@ from envherd.workers.adapters.torchrl.private_api import BatchedHooks, place
 MakeEnv = Callable[..., EnvBase]
 
 _SPECS = ("action_spec", "state_spec", "observation_spec", "reward_spec", "done_spec")
+#: Arguments of TorchRL's constructor that change nothing here.
+_WITHOUT_EFFECT = {"allow_step_when_done", "consolidate", "daemon", "memmap", "non_blocking", "pin_memory"} | {
+    "policy_proof",
+    "shared_memory",
+}
 _MISMATCH = "len({}) and num_workers mismatch, got {} and {}."
 
 
@@ -49,25 +53,12 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         num_sub_threads: int = 1,
         mp_start_method: str | None = None,
         shutdown_timeout: float = 10.0,
-        daemon: bool = False,
-        consolidate: bool = True,
-        policy_proof: Callable[..., Any] | None = None,
-        non_blocking: bool = False,
-        shared_memory: bool = True,
-        memmap: bool = False,
-        pin_memory: bool = False,
-        allow_step_when_done: bool = False,
-        serial_for_single: bool = False,
+        **without_effect: Any,
     ) -> None:
+        unknown = without_effect.keys() - _WITHOUT_EFFECT
+        if unknown:
+            raise TypeError(f"{type(self).__name__} failed: expected TorchRL's arguments, got {min(unknown)!r}.")
         EnvBase.__init__(self, device=device)
-        self._refuse(
-            pin_memory=pin_memory,
-            allow_step_when_done=allow_step_when_done,
-            both_memories=shared_memory and memmap,
-            start_method=mp_start_method,
-            metadata_from_workers=metadata_from_workers,
-            use_buffers=use_buffers,
-        )
         self.is_closed = True
         self.num_workers = num_workers
         self.create_env_fn = _one_each(create_env_fn, num_workers)
@@ -79,8 +70,6 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         self.num_threads, self.num_sub_threads = num_threads, num_sub_threads
         self._start_method = mp_start_method
         self.shutdown_timeout = float(shutdown_timeout)
-        self.daemon, self.consolidate, self.policy_proof = daemon, consolidate, policy_proof
-        self._is_non_blocking, self.serial_for_single = non_blocking, serial_for_single
         self._env_seeds: list[int | None] | None = None
         self._is_whole = True
         self.__dict__["_whole"] = None  # not a submodule
@@ -88,31 +77,6 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         self._learn_specs()
         if metadata_from_workers:
             self._begin()
-
-    def _refuse(
-        self,
-        *,
-        pin_memory: bool,
-        allow_step_when_done: bool,
-        both_memories: bool,
-        start_method: str | None,
-        metadata_from_workers: bool,
-        use_buffers: bool | None,
-    ) -> None:
-        """Raise the errors of TorchRL's constructor."""
-        is_parallel = isinstance(self, torchrl.envs.ParallelEnv)
-        if pin_memory:
-            raise ValueError("pin_memory for batched envs is deprecated")
-        if allow_step_when_done:
-            raise ValueError("allow_step_when_done is deprecated")
-        if both_memories:
-            raise RuntimeError("memmap and shared memory are mutually exclusive features.")
-        if start_method is not None and not is_parallel:
-            raise TypeError(f"Cannot use mp_start_method={start_method} with envs of type {type(self)}.")
-        if metadata_from_workers and not is_parallel:
-            raise TypeError("metadata_from_workers=True is only supported by ParallelEnv.")
-        if metadata_from_workers and use_buffers:
-            raise RuntimeError("metadata_from_workers=True currently requires use_buffers=False.")
 
     def _learn_specs(self) -> None:
         """Read the envs' metadata, and call `_set_specs` with it."""
@@ -194,34 +158,6 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
     def _set_seed(self, seed: int | None) -> None:
         """Unused: TorchRL requires this method; `set_seed` of a batched env calls its envs."""
 
-    def configure_parallel(self, **kwargs: Any) -> Any:
-        """Change arguments of the constructor before the env is started; returns the env itself.
-
-        Args:
-            **kwargs: `use_buffers`, `mp_start_method`, `num_threads`, `num_sub_threads`, `daemon`,
-                `shutdown_timeout`; `shared_memory`, `memmap` and `non_blocking` without effect.
-
-        Raises:
-            RuntimeError: the env is started. TypeError: another argument.
-        """
-        if not self.is_closed:
-            raise RuntimeError(
-                "configure_parallel() cannot be called after the environment has started. "
-                "Call configure_parallel() before accessing specs or calling reset/step."
-            )
-        unknown = kwargs.keys() - _CONFIGURABLE.keys() - _WITHOUT_EFFECT
-        if unknown:
-            raise TypeError(f"configure_parallel() got an unexpected keyword argument {min(unknown)!r}")
-        for name, value in kwargs.items():
-            if value is not None and name in _CONFIGURABLE:
-                setattr(self, _CONFIGURABLE[name], float(value) if name == "shutdown_timeout" else value)
-        return self
-
-    @property
-    def non_blocking(self) -> bool:
-        """The constructor's argument; without effect."""
-        return self._is_non_blocking
-
     # ---- views -------------------------------------------------------------------------------
 
     def _indices(self, item: Any) -> list[int]:
@@ -256,18 +192,6 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
             setattr(view, name, listed and [listed[i] for i in indices])
         Batched._set_specs(view, self._per_env[:1] if self._one_task else [self._per_env[i] for i in indices])
         return view
-
-
-#: Argument -> attribute.
-_CONFIGURABLE = {
-    "use_buffers": "_fixed_shapes",
-    "mp_start_method": "_start_method",
-    "num_threads": "num_threads",
-    "num_sub_threads": "num_sub_threads",
-    "daemon": "daemon",
-    "shutdown_timeout": "shutdown_timeout",
-}
-_WITHOUT_EFFECT = {"shared_memory", "memmap", "non_blocking"}
 
 
 def _one_each(factories: MakeEnv | Sequence[MakeEnv], num_workers: int) -> list[MakeEnv]:

@@ -1,4 +1,4 @@
-"""A crew runs the envs of a TorchRL facade: in worker processes, or in this one.
+"""The crew runs the envs of a TorchRL facade in worker processes.
 
 It calls methods of the guests by name (`tell`), steps all envs through the slab if possible (`step`), and returns the
 envs' roots (`current`). Guarantees: an env that raises is an `EnvError` after all others have answered; `close` never
@@ -27,7 +27,7 @@ from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.fast_step import FastStep, compile_step
 from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
-from envherd.workers.adapters.hosts.torchrl_guest import Guest, GuestFactory, own_env
+from envherd.workers.adapters.hosts.torchrl_guest import GuestFactory
 from envherd.workers.build import describe, modules_of, pickle_factory
 from envherd.workers.errors import ActionError
 from envherd.workers.protocol import Op
@@ -45,7 +45,7 @@ _LIGHT = "envherd.workers.adapters.hosts.light_tensorboard"
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
-class ProcessCrew:
+class Crew:
     """Guests in worker processes.
 
     Args:
@@ -54,7 +54,6 @@ class ProcessCrew:
         num_processes: None for one per usable core, at most one per env.
         options: of the executor.
         make_executor: see `ParallelEnv`; None for worker processes on this machine.
-        is_crossing: see `GuestFactory`.
 
     Attributes:
         num_envs: how many there are.
@@ -73,14 +72,12 @@ class ProcessCrew:
         num_processes: int | None,
         options: ExecutorOptions,
         make_executor: Callable[..., BatchedEnv] | None = None,
-        *,
-        is_crossing: bool = False,
     ) -> None:
         self.num_envs = len(factories)
         self._finalizer: Callable[[], Any]
         self.pool: Pool
         self.executor: BatchedEnv
-        by_id = {id(factory): _guest_factory(factory, options, is_crossing=is_crossing) for factory in factories}
+        by_id = {id(factory): _guest_factory(factory, options) for factory in factories}
         guests = [by_id[id(factory)] for factory in factories]
         options = replace(options, episode_statistics=False)  # the guests add them
         if make_executor is None:
@@ -220,7 +217,7 @@ def _close(pool: Pool, owner: int) -> None:
         pool.close()
 
 
-def _guest_factory(factory: Callable[..., Any], options: ExecutorOptions, *, is_crossing: bool) -> GuestFactory:
+def _guest_factory(factory: Callable[..., Any], options: ExecutorOptions) -> GuestFactory:
     modules = modules_of(factory)
     brought_in = [name for module in modules for name in _BACKENDS.get(module, ())]
     backends = [name for name in brought_in if find_spec(name.partition(".")[0]) is not None]
@@ -230,46 +227,8 @@ def _guest_factory(factory: Callable[..., Any], options: ExecutorOptions, *, is_
         describe(factory),
         preload,
         options.worker_threads,
-        is_crossing=is_crossing,
-        has_own_generator=not options.env_threads,
         has_statistics=options.episode_statistics,
     )
-
-
-class LocalCrew:
-    """Guests in this process, called directly: gradients pass through, and generators are the caller's."""
-
-    is_dense = False
-    ways: tuple[str, ...] = ()
-
-    def __init__(
-        self,
-        factories: Sequence[Callable[..., Any]],
-        env_kwargs: Sequence[dict[str, Any]],
-        *,
-        has_statistics: bool = False,
-    ) -> None:
-        self.num_envs = len(factories)
-        self.guests: list[Guest] = []
-        for factory, kwargs in zip(factories, env_kwargs, strict=True):
-            env = own_env(factory(**kwargs), describe(factory))
-            self.guests.append(Guest(env, has_own_generator=False, is_apart=False, has_statistics=has_statistics))
-
-    def tell(self, env_ids: Sequence[int], calls: Sequence[Call]) -> list[Any]:
-        """Make a different call to each env; return the results in that order."""
-        return [
-            getattr(self.guests[env_id], name)(*args, **kwargs)
-            for env_id, (name, args, kwargs) in zip(env_ids, calls, strict=True)
-        ]
-
-    def current(self, env_ids: Sequence[int]) -> list[TensorDictBase]:
-        """Return where envs are, one tensordict each."""
-        return self.tell(env_ids, [("current", (), {})] * len(env_ids))
-
-    def close(self) -> None:
-        """Close the envs."""
-        for guest in self.guests:
-            guest.close()
 
 
 class WorkerHandle:

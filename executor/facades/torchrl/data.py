@@ -21,6 +21,7 @@ from torchrl.data.tensor_specs import Stacked
 from torchrl.envs import EnvBase
 
 from envherd.executor.batches.fast_tensordict import get_leaf, set_next
+from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import GroupBatch, Shell
 from envherd.executor.facades.torchrl.batched import Batched
 from envherd.executor.protocol.env_batches import StepBatches
@@ -193,6 +194,7 @@ class BatchedData(Batched):
             shells.repeat_roots(flat, tensordict, crew.lost)
         return flat, root
 
+    @without_grad
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         self._open()
         shells = self._slab_shells(tensordict)
@@ -288,6 +290,11 @@ class BatchedData(Batched):
             `(tensordict, root)`: `tensordict` with the true last observations under `next`, and the batch to act on
             next. Entries under `next` that the envs do not know are kept and copied to the root.
         """
+        pair = self._step_fast(tensordict, Op.STEP_RESET)
+        return self._step_in_general(tensordict) if pair is None else pair
+
+    @without_grad
+    def _step_in_general(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         if tensordict.device != self.device:
             tensordict = tensordict.to(self.device) if self.device is not None else tensordict.copy().clear_device_()
         self._open()
@@ -317,6 +324,7 @@ class BatchedData(Batched):
 
     # ---- reset -------------------------------------------------------------------------------
 
+    @without_grad
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         crew, ids = self._open(), self._env_ids
         own_kwargs = self._reset_kwargs(kwargs)

@@ -1,10 +1,10 @@
-"""TorchRL's `ParallelEnv` and `SerialEnv` on top of the executor: the same names, arguments and behaviour.
+"""TorchRL's `ParallelEnv` on top of the executor: the same arguments and behaviour.
 
     from envherd.executor.facades.torchrl import ParallelEnv        # was: from torchrl.envs import ParallelEnv
 
-Guarantees: instances pass isinstance checks for TorchRL's `ParallelEnv` (`SerialEnv`), with TorchRL's specs, keys,
-masks, seeds and state dicts. `ParallelEnv` builds no env in this process and changes its number of threads only if
-`num_threads` is passed. Intended differences are listed in docs/torchrl.md.
+Guarantees: instances pass isinstance checks for TorchRL's `ParallelEnv`, with TorchRL's specs, keys, masks, seeds and
+state dicts. No env is built in this process, whose number of threads changes only if `num_threads` is passed. Intended
+differences are listed in docs/torchrl.md.
 Trusts its workers: attributes, specs and leaves that do not fit the slab are pickled, as in TorchRL.
 """
 
@@ -19,21 +19,17 @@ from typing import Any
 
 import torch
 import torchrl.envs
-from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, EnvCreator
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.facades.errors import as_raised
 from envherd.executor.facades.torchrl.attributes import Attributes, Dispatcher, NotStarted
 from envherd.executor.facades.torchrl.batched import MakeEnv
-from envherd.executor.facades.torchrl.crew import LocalCrew, ProcessCrew, WorkerHandle
+from envherd.executor.facades.torchrl.crew import Crew, WorkerHandle
 from envherd.executor.facades.torchrl.data import BatchedData
 from envherd.executor.options import ExecutorOptions
-from envherd.workers.adapters.hosts.torchrl_guest import Guest
 from envherd.workers.build import check_factory
-from envherd.workers.errors import EnvError, EnvherdError, FactoryError
-from envherd.workers.protocol import Op
+from envherd.workers.errors import EnvherdError, FactoryError
 
 _newborn = threading.local()
 _READERS = "TorchRL's envs read infos. Call the env's auto_register_info_dict or set_info_dict_reader in the factory."
@@ -58,14 +54,63 @@ def build_failed(error: FactoryError) -> EnvherdError:
     return as_raised(BuildFailed(error.message, remote_traceback=error.remote_traceback, **error.context))
 
 
-class BatchedFacade(BatchedData):
-    """The base of both facades: lifecycle, control and attributes; the data path is in `BatchedData`."""
+class _ParallelMeta(type(torchrl.envs.ParallelEnv)):  # type: ignore[misc]  # untyped
+    """Skips TorchRL's metaclass, which builds the env of a lambda in this process."""
 
-    def __init__(self, num_workers: int, create_env_fn: MakeEnv | Sequence[MakeEnv], **kwargs: Any) -> None:
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # a class, seen from its metaclass
+        kwargs.pop("auto_wrap_envs", None)
+        is_single = kwargs.pop("serial_for_single", False) and kwargs.get("num_workers", args[0] if args else None) == 1
+        if is_single and not any(kwargs.get(name) for name in ("executor", "options")):
+            for name in ("mp_start_method", "metadata_from_workers", "num_processes", "executor", "options"):
+                kwargs.pop(name, None)
+            return torchrl.envs.SerialEnv(*args, **kwargs)
+        _newborn.env = None
+        try:
+            return type(EnvBase).__call__(cls, *args, **kwargs)
+        except BaseException:
+            if _newborn.env is not None:  # TorchRL refused it after the constructor: end its workers
+                _newborn.env.close(raise_if_closed=False)
+            raise
+        finally:
+            _newborn.env = None
+
+
+class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta):  # type: ignore[misc]  # untyped
+    """TorchRL's `ParallelEnv` with its envs in the executor's worker processes.
+
+    Args:
+        num_workers: number of envs.
+        create_env_fn: callable that builds a TorchRL env, or a list of one per env.
+        num_processes: worker processes; None for one per usable core, at most one per env.
+        options: of the executor. None: TorchRL's `num_sub_threads` and `shutdown_timeout` apply, and actions are passed
+            to the envs unchecked, as in TorchRL.
+        executor: makes what runs the envs, called as the executor's `ParallelEnv` is: `functools.partial(
+            RayParallelEnv, ...)` for the nodes of a cluster, each with that number of processes. None: this machine.
+        **kwargs: TorchRL's other arguments; docs/torchrl.md lists those without effect.
+
+    Raises:
+        FactoryError: an env instead of a factory, or a factory that cannot be pickled, raised or returned no env.
+        ValueError: options with `env_threads`, `infos` or `info_keys`.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        create_env_fn: MakeEnv | Sequence[MakeEnv],
+        *,
+        num_processes: int | None = None,
+        options: ExecutorOptions | None = None,
+        executor: Callable[..., BatchedEnv] | None = None,
+        **kwargs: Any,
+    ) -> None:
         for factory in [create_env_fn] if callable(create_env_fn) else create_env_fn:
             check_factory(factory, "GymEnv('CartPole-v1')")
-        self.__dict__["_crew"] = None
-        self.__dict__["_shells"] = None
+        for name, why in _REFUSED.items() if options is not None else ():
+            default, value = getattr(ExecutorOptions, name), getattr(options, name)
+            if value != default:
+                raise ValueError(f"ParallelEnv failed: expected options with {name}={default}, got {value}: {why}")
+        self.__dict__.update(_num_processes=num_processes, _options=options, _make_executor=executor)
+        self.__dict__.update(_crew=None, _shells=None)
         try:
             super().__init__(num_workers, create_env_fn, **kwargs)
         except BaseException:
@@ -75,21 +120,31 @@ class BatchedFacade(BatchedData):
 
     # ---- lifecycle ---------------------------------------------------------------------------
 
-    def _hire(self) -> ProcessCrew | LocalCrew:
-        """Return a new crew."""
-        raise NotImplementedError
-
-    def _crew_at_work(self) -> ProcessCrew | LocalCrew:
+    def _crew_at_work(self) -> Crew:
         """Return the crew, which exists before the env counts as started, because it provides the specs."""
-        crew: ProcessCrew | LocalCrew | None = self.__dict__["_crew"]
+        crew: Crew | None = self.__dict__["_crew"]
         if crew is None:
             try:
-                crew = self.__dict__["_crew"] = self._hire()
+                crew = self.__dict__["_crew"] = Crew(
+                    self.create_env_fn,
+                    self.create_env_kwargs,
+                    self.__dict__["_num_processes"],
+                    self._executor_options(),
+                    self.__dict__["_make_executor"],
+                )
             except FactoryError as error:
                 if "type_name" in error.context:
                     raise build_failed(error) from error
                 raise
         return crew
+
+    def _executor_options(self) -> ExecutorOptions:
+        options: ExecutorOptions | None = self.__dict__["_options"]
+        if options is None:
+            options = ExecutorOptions(
+                worker_threads=self.num_sub_threads, close_timeout_s=self.shutdown_timeout, check_actions="off"
+            )
+        return replace(options, episode_seeds=False)
 
     def _dismiss(self) -> None:
         crew = self.__dict__.get("_crew")
@@ -105,8 +160,11 @@ class BatchedFacade(BatchedData):
         self._crew_at_work()
         self.is_closed = False
         self.set_spec_lock_()
+        if self.num_threads is not None:
+            self.__dict__["_threads_before"] = torch.get_num_threads()
+            torch.set_num_threads(self.num_threads)
 
-    def _open(self) -> ProcessCrew | LocalCrew:
+    def _open(self) -> Crew:
         """Return the crew, started if need be.
 
         Raises:
@@ -122,7 +180,7 @@ class BatchedFacade(BatchedData):
                 "the call failed: this is a view of an env, used after its parent environment has been closed. "
                 "Index the parent again."
             )
-        crew: ProcessCrew | LocalCrew = self.__dict__["_crew"]
+        crew: Crew = self.__dict__["_crew"]
         return crew
 
     def start(self) -> None:
@@ -136,13 +194,20 @@ class BatchedFacade(BatchedData):
         self._begin()
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Close the envs and end their workers; the next use starts new ones.
+        """Close the envs, end their workers, and restore the number of threads that `num_threads` had changed.
+
+        The next use starts new workers.
 
         Raises:
             RuntimeError: it is closed, or was never started, unless `raise_if_closed` is False.
         """
         was_closed = self.is_closed
-        self._dismiss()
+        threads = self.__dict__.pop("_threads_before", None) if self._is_whole else None
+        try:
+            self._dismiss()
+        finally:
+            if threads is not None:
+                torch.set_num_threads(threads)
         if was_closed:
             if raise_if_closed:
                 raise RuntimeError("trying to close a closed environment")
@@ -163,16 +228,27 @@ class BatchedFacade(BatchedData):
         if self.is_closed and kwargs:
             self._dismiss()
 
-    def configure_parallel(self, **kwargs: Any) -> Any:
-        """Change arguments of the constructor before the env is started; see TorchRL."""
-        result = super().configure_parallel(**kwargs)
-        self._dismiss()
-        return result
-
     def to(self, device: Any) -> Any:
-        """Move specs and outputs to a device; the envs stay where they are. Returns the env itself."""
+        """Move specs and outputs to a device, and seed the envs again, as TorchRL does; return the env itself.
+
+        The envs stay where they are.
+        """
+        is_moved = torch.empty(0, device=device).device != self.device
         self.__dict__["_shells"] = None
-        return EnvBase.to(self, device)
+        EnvBase.to(self, device)
+        if is_moved and self._env_seeds is not None:
+            warnings.warn(
+                f"Sending a seeded ParallelEnv to another device requires re-seeding it. "
+                f"Re-seeding envs to {self._env_seeds}.",
+                stacklevel=2,
+            )
+            self.set_seed(self._env_seeds[0])
+        return self
+
+    def __reduce__(self) -> Any:
+        if not self.is_closed:
+            self.close()
+        return EnvBase.__reduce__(self)
 
     # ---- control -----------------------------------------------------------------------------
 
@@ -202,17 +278,11 @@ class BatchedFacade(BatchedData):
             state_dict = {f"worker{i}": state_dict for i in range(len(ids))}
         crew.tell(ids, [("load_state_dict", (state_dict[f"worker{i}"], kwargs), {}) for i in range(len(ids))])
 
-    def __setitem__(self, item: Any, source: EnvBase | Sequence[EnvBase]) -> None:
-        crew = self._open()
-        indices = self._indices(item)
-        sources = _snapshots(source, len(indices))
-        ids = [self._env_ids[i] for i in indices]
-        try:
-            crew.tell(ids, [("become", (one,), {}) for one in sources])
-        except EnvError as error:
-            if error.context.get("type_name") == "NotImplementedError":
-                raise NotImplementedError(error.message) from error
-            raise
+    def __setitem__(self, item: Any, source: Any) -> None:
+        raise NotImplementedError(
+            "assigning to an env failed: expected no snapshot writeback, which ParallelEnv does not support. Use "
+            "load_state_dict."
+        )
 
     # ---- attributes --------------------------------------------------------------------------
 
@@ -227,109 +297,6 @@ class BatchedFacade(BatchedData):
         return self._find_all((attr,))
 
     def _find_all(self, path: tuple[str, ...]) -> Any:
-        raise NotImplementedError
-
-    def _call_all(self, path: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        args = tuple(arg for arg in args if arg is not self)
-        ids = self._env_ids
-        results: list[Any] = self._open().tell(ids, [("call", (path, args, kwargs), {})] * len(ids))
-        return results
-
-
-class _ParallelMeta(type(torchrl.envs.ParallelEnv)):  # type: ignore[misc]  # untyped
-    """Skips TorchRL's metaclass, which builds the env of a lambda in this process."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # a class, seen from its metaclass
-        kwargs.pop("auto_wrap_envs", None)
-        is_single = kwargs.pop("serial_for_single", False) and kwargs.get("num_workers", args[0] if args else None) == 1
-        if is_single and kwargs.get("executor") is None:
-            for name in ("mp_start_method", "metadata_from_workers", "num_processes", "executor"):
-                kwargs.pop(name, None)
-            return SerialEnv(*args, **kwargs)
-        _newborn.env = None
-        try:
-            return type(EnvBase).__call__(cls, *args, **kwargs)
-        except BaseException:
-            if _newborn.env is not None:  # TorchRL refused it after the constructor: end its workers
-                _newborn.env.close(raise_if_closed=False)
-            raise
-        finally:
-            _newborn.env = None
-
-
-class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta):  # type: ignore[misc]  # untyped
-    """TorchRL's `ParallelEnv` with its envs in the executor's worker processes.
-
-    Args:
-        num_workers: number of envs.
-        create_env_fn: callable that builds a TorchRL env, or a list of one per env.
-        num_processes: worker processes; None for one per usable core, at most one per env.
-        options: of the executor. None: TorchRL's `num_sub_threads` and `shutdown_timeout` apply, and actions are passed
-            to the envs unchecked, as in TorchRL.
-        executor: makes what runs the envs, called as the executor's `ParallelEnv` is: `functools.partial(
-            RayParallelEnv, ...)` for the nodes of a cluster, each with that number of processes. None: this machine.
-        **kwargs: TorchRL's other arguments; docs/torchrl.md lists those without effect.
-
-    Raises:
-        FactoryError: an env instead of a factory, or a factory that cannot be pickled, raised or returned no env.
-        ValueError: options with `env_threads`, `infos` or `info_keys`.
-    """
-
-    def __init__(
-        self,
-        num_workers: int,
-        create_env_fn: MakeEnv | Sequence[MakeEnv],
-        *,
-        num_processes: int | None = None,
-        options: ExecutorOptions | None = None,
-        executor: Callable[..., BatchedEnv] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        for name, why in _REFUSED.items() if options is not None else ():
-            default, value = getattr(ExecutorOptions, name), getattr(options, name)
-            if value != default:
-                raise ValueError(f"ParallelEnv failed: expected options with {name}={default}, got {value}: {why}")
-        self.__dict__["_num_processes"] = num_processes
-        self.__dict__["_options"] = options
-        self.__dict__["_make_executor"] = executor
-        super().__init__(num_workers, create_env_fn, **kwargs)
-
-    def _hire(self) -> ProcessCrew:
-        options = self._options
-        if options is None:
-            options = ExecutorOptions(
-                worker_threads=self.num_sub_threads, close_timeout_s=self.shutdown_timeout, check_actions="off"
-            )
-        options = replace(options, episode_seeds=False)
-        return ProcessCrew(
-            self.create_env_fn, self.create_env_kwargs, self._num_processes, options, self.__dict__["_make_executor"]
-        )
-
-    def _begin(self) -> None:
-        super()._begin()
-        if self.num_threads is not None:
-            self.__dict__["_threads_before"] = torch.get_num_threads()
-            torch.set_num_threads(self.num_threads)
-
-    def close(self, *, raise_if_closed: bool = True) -> None:
-        """Close the envs, end their workers, and restore the number of threads that `num_threads` had changed.
-
-        Raises:
-            RuntimeError: it is closed, or was never started, unless `raise_if_closed` is False.
-        """
-        threads = self.__dict__.pop("_threads_before", None) if self._is_whole else None
-        try:
-            super().close(raise_if_closed=raise_if_closed)
-        finally:
-            if threads is not None:
-                torch.set_num_threads(threads)
-
-    def _worker_handles(self) -> list[WorkerHandle]:
-        crew = self._crew_at_work()
-        assert isinstance(crew, ProcessCrew)
-        return [WorkerHandle(crew.pool, worker_id) for worker_id in range(crew.pool.num_workers)]
-
-    def _find_all(self, path: tuple[str, ...]) -> Any:
         ids = self._env_ids
         try:
             found = self._open().tell(ids, [("look_up", (path,), {})] * len(ids))
@@ -341,122 +308,19 @@ class ParallelEnv(BatchedFacade, torchrl.envs.ParallelEnv, metaclass=_ParallelMe
             return Attributes([value for _, value in found], path, self._find_all)
         return Dispatcher(path, self._find_all, self._call_all)
 
-    @without_grad
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return super()._step(tensordict)
+    def _call_all(self, path: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        args = tuple(arg for arg in args if arg is not self)
+        ids = self._env_ids
+        results: list[Any] = self._open().tell(ids, [("call", (path, args, kwargs), {})] * len(ids))
+        return results
 
-    @without_grad
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        return super()._reset(tensordict, **kwargs)
-
-    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """Step all envs and reset those that have ended, in one round trip; see `BatchedData`."""
-        pair = self._step_fast(tensordict, Op.STEP_RESET)
-        return self._step_in_general(tensordict) if pair is None else pair
-
-    @without_grad
-    def _step_in_general(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        return super().step_and_maybe_reset(tensordict)
-
-    def to(self, device: Any) -> Any:
-        """Move specs and outputs to a device, and seed the envs again, as TorchRL does; returns the env itself."""
-        is_moved = torch.empty(0, device=device).device != self.device
-        super().to(device)
-        if is_moved and self._env_seeds is not None:
-            warnings.warn(
-                f"Sending a seeded ParallelEnv to another device requires re-seeding it. "
-                f"Re-seeding envs to {self._env_seeds}.",
-                stacklevel=2,
-            )
-            self.set_seed(self._env_seeds[0])
-        return self
-
-    def __reduce__(self) -> Any:
-        if not self.is_closed:
-            self.close()
-        return EnvBase.__reduce__(self)
-
-
-class SerialEnv(BatchedFacade, torchrl.envs.SerialEnv):  # type: ignore[misc]  # untyped
-    """TorchRL's `SerialEnv`: the envs live in this process, and gradients pass through them.
-
-    Args:
-        num_workers: number of envs.
-        create_env_fn: callable that builds a TorchRL env, or a list of one per env.
-        options: of the executor, of which only `episode_statistics` applies to envs in this process.
-        **kwargs: TorchRL's other arguments.
-    """
-
-    def __init__(
-        self,
-        num_workers: int,
-        create_env_fn: MakeEnv | Sequence[MakeEnv],
-        *,
-        options: ExecutorOptions | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.__dict__["_has_statistics"] = options is not None and options.episode_statistics
-        super().__init__(num_workers, create_env_fn, **kwargs)
-
-    def _hire(self) -> LocalCrew:
-        return LocalCrew(self.create_env_fn, self.create_env_kwargs, has_statistics=self.__dict__["_has_statistics"])
-
-    def _local_envs(self) -> list[EnvBase]:
-        return [self._guests[i].built for i in self._env_ids]
-
-    @property
-    def _guests(self) -> list[Guest]:
-        crew = self._crew_at_work()
-        assert isinstance(crew, LocalCrew)
-        return crew.guests
-
-    def _find_all(self, path: tuple[str, ...]) -> Any:
-        found = [self._guests[i].find(path) for i in self._env_ids]
-        if callable(found[0]):
-            return Dispatcher(path, self._find_all, self._call_all)
-        return Attributes(found, path, self._find_all)
-
-    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:  # noqa: FBT001, FBT002  # TorchRL's
-        """Seed env after env with TorchRL's chain of seeds; return the seed that follows."""
-        seed = super().set_seed(seed, static_seed)
-        self._env_seeds = None  # so that moving to another device does not reseed
-        return seed
-
-    def to(self, device: Any) -> Any:
-        """Move specs, outputs and the envs themselves."""
-        super().to(device)
-        for guest in self._guests:
-            guest.env.to(device)
-        return self
+    def _worker_handles(self) -> list[WorkerHandle]:
+        pool = self._crew_at_work().pool
+        return [WorkerHandle(pool, worker_id) for worker_id in range(pool.num_workers)]
 
 
 #: Names that are read before they are set, and must not be looked up in the envs.
 _OWN_NAMES = frozenset({"is_closed", "parent_channels", "batch_size", "meta_data"})
-
-
-def _snapshots(source: EnvBase | Sequence[EnvBase], expected: int) -> list[EnvBase]:
-    """Return the envs whose state the present envs take over.
-
-    Raises:
-        NotImplementedError: they belong to a `ParallelEnv`. TypeError: they are no envs. ValueError: the wrong number
-            of envs.
-    """
-    if isinstance(source, SerialEnv):
-        sources = source._local_envs()  # noqa: SLF001  # it is of this class
-    elif isinstance(source, torchrl.envs.ParallelEnv):
-        raise NotImplementedError(
-            "Writing back from a ParallelEnv source is not supported; use an EnvBase snapshot or a SerialEnv source "
-            "instead."
-        )
-    else:
-        sources = [source] if isinstance(source, EnvBase) else list(source)
-    if not all(isinstance(env, EnvBase) for env in sources):
-        raise TypeError("All indexed sources must be EnvBase instances.")
-    if len(sources) != expected:
-        raise ValueError(
-            f"The source count does not match the indexed destination: got {len(sources)} and expected {expected}."
-        )
-    return sources
 
 
 def _by_value(factory: MakeEnv) -> MakeEnv:

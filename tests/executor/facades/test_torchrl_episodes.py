@@ -34,10 +34,10 @@ from torchrl.envs import (
 from envherd import EpisodeLogger
 from envherd import ParallelEnv as NativeParallelEnv
 from envherd import SerialEnv as NativeSerialEnv
-from envherd.executor.facades.torchrl import AsyncEnvPool, ParallelEnv, SerialEnv
+from envherd.executor.facades.torchrl import ParallelEnv
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.adapters.hosts.torchrl_guest import Guest, GuestAdapter
-from envherd.workers.errors import FactoryError, SpecError
+from envherd.workers.errors import FactoryError
 from tests import torchrl_own as own
 from tests.executor.facades.test_torchrl_use import Collector, policy
 
@@ -48,10 +48,7 @@ pytestmark = [
 ]
 
 ON = ExecutorOptions(episode_statistics=True)
-FACADES: dict[str, Callable[..., Any]] = {
-    "parallel": functools.partial(ParallelEnv, num_processes=1),
-    "serial": SerialEnv,
-}
+herd = functools.partial(ParallelEnv, num_processes=1)
 
 
 class Walk(gymnasium.Env):
@@ -161,11 +158,10 @@ def plain(td: TensorDictBase, *key: str) -> list[Any]:
     return td[key].flatten().tolist()
 
 
-@pytest.mark.parametrize("facade", FACADES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_are_what_torchrls_transforms_count(facade: str, family: str) -> None:
+def test_they_are_what_torchrls_transforms_count(family: str) -> None:
     counted = TransformedEnv(
-        FACADES[facade](2, FAMILIES[family], options=ON), Compose(RewardSum(), StepCounter(step_count_key="steps"))
+        herd(2, FAMILIES[family], options=ON), Compose(RewardSum(), StepCounter(step_count_key="steps"))
     )
     if family != "text":
         check_env_specs(counted)
@@ -183,11 +179,10 @@ def test_they_are_what_torchrls_transforms_count(facade: str, family: str) -> No
     assert dtypes == [torch.float32, torch.int64, torch.float32]
 
 
-@pytest.mark.parametrize("facade", FACADES)
-def test_they_are_those_of_the_executor(facade: str) -> None:
+def test_they_are_those_of_the_executor() -> None:
     with (
         NativeParallelEnv(2, [Walk, functools.partial(Walk, 4)], num_workers=1, options=ON, seed=0) as native,
-        closing(FACADES[facade](2, [walk, functools.partial(walk, 4)], options=ON)) as env,
+        closing(herd(2, [walk, functools.partial(walk, 4)], options=ON)) as env,
     ):
         env.set_seed(0)
         roots, ends = [native.reset(), env.reset()], 0
@@ -204,16 +199,16 @@ def test_they_are_those_of_the_executor(facade: str) -> None:
                 torch.testing.assert_close(mine["episode", "return"], theirs["episode", "return"])
                 assert (mine["episode", "length"] == theirs["episode", "length"]).all()
                 assert mine["episode"].batch_size == theirs["episode"].batch_size
-            if facade == "parallel":  # no TorchRL rounds the rewards to float32
-                assert (other["next", "episode", "return"] == one["next", "episode", "return"]).all()
+            assert (
+                other["next", "episode", "return"] == one["next", "episode", "return"]
+            ).all()  # no TorchRL rounds the rewards to float32
             assert (one["next", "done"] == other["next", "done"]).all()
             ends += int(one["next", "done"].sum())
     assert ends > 8
 
 
-@pytest.mark.parametrize("facade", FACADES)
-def test_agents_have_returns_of_their_own(facade: str) -> None:
-    with closing(FACADES[facade](2, Team, options=ON)) as env:
+def test_agents_have_returns_of_their_own() -> None:
+    with closing(herd(2, Team, options=ON)) as env:
         check_env_specs(env)
         assert env.observation_spec["agents", "episode", "return"].shape == (2, 2, 1)
         data = env.rollout(7, break_when_any_done=False)["next"]
@@ -230,7 +225,7 @@ def test_groups_are_those_of_the_executor() -> None:
     def make() -> EnvBase:
         return Team(("reward", "bonus"))
 
-    with NativeSerialEnv(1, make, options=ON, seed=0) as native, closing(SerialEnv(1, make, options=ON)) as env:
+    with NativeSerialEnv(1, make, options=ON, seed=0) as native, closing(herd(1, make, options=ON)) as env:
         one, other = native.rollout(2)["next"], env.rollout(2)["next"]
     for group in ((), ("agents",)):
         assert one[(*group, "episode")].keys() == other[(*group, "episode")].keys()
@@ -269,28 +264,6 @@ def test_a_worker_that_is_replaced_starts_at_0() -> None:
         assert plain(stepped["next"], "episode", "return") == [0.25, 3.75]
 
 
-@pytest.mark.parametrize("envs_per_worker", [1, 2])
-def test_an_async_pool_has_them(envs_per_worker: int) -> None:
-    pool = AsyncEnvPool([walk] * 4, envs_per_worker=envs_per_worker, options=ON)
-    try:
-        assert pool.observation_spec["episode", "return"].shape == (4, 1)
-        pool.async_reset_send(env_index=[0, 1, 2, 3])
-        lengths: dict[int, list[Any]] = {i: [] for i in range(4)}
-        root = pool.async_reset_recv(4)
-        for _ in range(20):
-            root["action"] = torch.ones(len(root), dtype=torch.int64)
-            pool.async_step_and_maybe_reset_send(root)
-            stepped, root = pool.async_step_and_maybe_reset_recv(1)
-            for env_id, length in zip(stepped["env_index"], plain(stepped["next"], "episode", "length"), strict=True):
-                lengths[int(env_id)].append(length)
-        for one in lengths.values():
-            expected = [i for end in range(3, 10) for i in range(1, end + 1)]
-            assert one == expected[: len(one)]
-        assert max(map(len, lengths.values())) > 3
-    finally:
-        pool.shutdown()
-
-
 @pytest.fixture(scope="module")
 def buffer() -> ReplayBuffer:
     """Of the module, because its counters keep a segment of Python's multiprocessing open until the process ends."""
@@ -298,8 +271,7 @@ def buffer() -> ReplayBuffer:
 
 
 def test_collectors_and_replay_buffers_keep_them(buffer: ReplayBuffer) -> None:
-    herd = functools.partial(ParallelEnv, 2, paid, num_processes=1, options=ON)
-    collector = Collector(herd(), policy(), frames_per_batch=10, total_frames=20)
+    collector = Collector(herd(2, paid, options=ON), policy(), frames_per_batch=10, total_frames=20)
     logger = EpisodeLogger()
     for data in collector:
         buffer.extend(data.reshape(-1))
@@ -311,12 +283,11 @@ def test_collectors_and_replay_buffers_keep_them(buffer: ReplayBuffer) -> None:
     assert set(plain(sample[sample["next", "done"].flatten()], "next", "episode", "return")) == {2.5}
 
 
-@pytest.mark.parametrize("facade", FACADES)
-def test_the_env_is_the_one_that_the_factory_built(facade: str) -> None:
+def test_the_env_is_the_one_that_the_factory_built() -> None:
     def make() -> EnvBase:
         return TransformedEnv(own.CountingEnv(max_steps=3), Compose(StepCounter(), RewardSum()))
 
-    with closing(FACADES[facade](2, make, options=ON)) as env, closing(FACADES[facade](2, make)) as usual:
+    with closing(herd(2, make, options=ON)) as env, closing(herd(2, make)) as usual:
         env.rollout(3)
         usual.rollout(3)
         assert str(env.state_dict()) == str(usual.state_dict())
@@ -327,15 +298,6 @@ def test_the_env_is_the_one_that_the_factory_built(facade: str) -> None:
             ("episode", "length"),
             ("episode", "time"),
         }
-        if facade == "serial":
-            assert [len(one.transform) for one in env._local_envs()] == [2, 2]
-            assert all(guest.env is guest.built for guest in usual._guests)
-
-
-def test_one_env_in_this_process_has_them_too() -> None:
-    with closing(ParallelEnv(1, paid, serial_for_single=True, options=ON)) as env:
-        assert isinstance(env, SerialEnv)
-        assert plain(env.rollout(3), "next", "episode", "length") == [1, 2, 3]
 
 
 class Own(TransformedEnv):
@@ -347,7 +309,7 @@ MAKERS = {"direct": walk, "transformed": lambda: TransformedEnv(walk()), "throug
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_steps_with_and_without_tensordicts_share_an_episode(make: Callable[[], EnvBase]) -> None:
-    guest = Guest(make(), has_own_generator=False, is_apart=True, has_statistics=True)
+    guest = Guest(make(), has_statistics=True)
     adapter = GuestAdapter(guest)
     assert (guest.direct is None) == isinstance(guest.built, Own)
     place = [leaf.key for leaf in adapter.spec.observation].index(("observation:episode/length",))
@@ -371,7 +333,5 @@ def test_an_env_that_has_such_an_observation_is_refused() -> None:
             self.observation_spec["episode"] = Composite(length=Unbounded((1,)))
 
     expected = "episode_statistics failed: expected an env without an observation named 'episode'"
-    with pytest.raises(SpecError, match=expected):
-        SerialEnv(2, Taken, options=ON)
     with pytest.raises(FactoryError, match=expected):
         ParallelEnv(2, Taken, options=ON)

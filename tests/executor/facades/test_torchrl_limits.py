@@ -21,7 +21,7 @@ from tensordict import TensorDict
 from torchrl.envs import EnvBase, ExcludeTransform, GymEnv, GymWrapper, MeltingpotEnv, TransformedEnv
 
 from envherd.executor import ExecutorOptions
-from envherd.executor.facades.torchrl import ParallelEnv, SerialEnv
+from envherd.executor.facades.torchrl import ParallelEnv
 from envherd.workers.errors import EnvError, FactoryError, WorkerTimeout
 from tests import torchrl_own as own
 
@@ -46,23 +46,15 @@ def vector_env(mode: AutoresetMode) -> EnvBase:
     return GymWrapper(gymnasium.make_vec("CartPole-v1", 2, "sync", vector_kwargs={"autoreset_mode": mode}))
 
 
-@pytest.mark.parametrize("batched", [ParallelEnv, SerialEnv])
-def test_vector_envs_whose_resets_are_steps_are_refused(batched):
+def test_vector_envs_whose_resets_are_steps_are_refused():
     """TorchRL itself refuses them in the factory; if the `gym` package is its backend, the facade does."""
     with pytest.raises((FactoryError, RuntimeError), match=r"NEXT_STEP.*AutoresetMode\.DISABLED|SAME_STEP or DISABLED"):
-        batched(2, lambda: vector_env(AutoresetMode.NEXT_STEP))
+        ParallelEnv(2, lambda: vector_env(AutoresetMode.NEXT_STEP))
 
 
-@pytest.mark.parametrize(
-    ("batched", "mode"),
-    [
-        (ParallelEnv, AutoresetMode.SAME_STEP),
-        (SerialEnv, AutoresetMode.SAME_STEP),
-        (SerialEnv, AutoresetMode.DISABLED),
-    ],
-)
-def test_other_vector_envs_give_true_last_observations_and_no_step_too_many(batched, mode):
-    env = batched(2, lambda: vector_env(mode))
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
+def test_other_vector_envs_give_true_last_observations_and_no_step_too_many(mode):
+    env = ParallelEnv(2, lambda: vector_env(mode))
     env.set_seed(0)
     torch.manual_seed(0)
     rollout = env.rollout(60, break_when_any_done=False)
@@ -93,9 +85,8 @@ class Reusing(own.CountingEnv):
         return kept.update_(out).copy()
 
 
-@pytest.mark.parametrize("batched", [ParallelEnv, SerialEnv])
-def test_envs_that_write_to_the_same_tensors_for_ever(batched):
-    env = batched(2, lambda: Reusing(max_steps=3))
+def test_envs_that_write_to_the_same_tensors_for_ever():
+    env = ParallelEnv(2, lambda: Reusing(max_steps=3))
     try:
         rollout = env.rollout(7, lambda td: td.set("action", torch.ones(2, 1)), break_when_any_done=False)
         assert rollout["next", "observation"][0].flatten().tolist() == [1, 2, 3, 4, 1, 2, 3]
@@ -189,7 +180,7 @@ def test_outputs_keep_no_graph():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 def test_a_device_that_is_not_there_is_named():
     with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|NVIDIA"):
-        SerialEnv(2, own.CountingEnv, device="cuda").rollout(2)
+        ParallelEnv(2, own.CountingEnv, device="cuda").rollout(2)
 
 
 class Sleeper(own.CountingEnv):

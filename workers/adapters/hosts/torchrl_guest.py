@@ -56,8 +56,7 @@ class GuestFactory:
         name: what messages call it.
         preload: modules for the helper process to import.
         num_threads: for torch in the worker, set before an env is built; None leaves them.
-        is_crossing: build a `CrossingGuest` if the env's leaves do not fit into the slab.
-        **how: `has_own_generator` (False where envs run at the same time) and `has_statistics`; see `Guest`.
+        has_statistics: see `Guest`.
     """
 
     def __init__(
@@ -67,14 +66,13 @@ class GuestFactory:
         preload: tuple[str, ...],
         num_threads: int | None,
         *,
-        is_crossing: bool = False,
-        **how: bool,
+        has_statistics: bool = False,
     ) -> None:
         self._pickled = pickled
         self.__qualname__ = name
         self.preload = preload
         self._num_threads = num_threads
-        self._is_crossing, self._how = is_crossing, how
+        self._has_statistics = has_statistics
         self._make: Callable[..., Any] | None = None
 
     def __call__(self, **kwargs: Any) -> Guest:
@@ -84,9 +82,7 @@ class GuestFactory:
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
             self._make = pickle.loads(self._pickled)
-        env = own_env(self._make(**kwargs), self.__qualname__)
-        kind = CrossingGuest if self._is_crossing and dense_leaves(env) is None else Guest
-        return kind(env, is_apart=True, **self._how)
+        return Guest(own_env(self._make(**kwargs), self.__qualname__), has_statistics=self._has_statistics)
 
 
 _known: weakref.WeakSet[EnvBase] = weakref.WeakSet()
@@ -116,23 +112,20 @@ class Guest:
 
     Args:
         env: what the factory returned.
-        has_own_generator: see `generator`.
-        is_apart: see below.
         has_statistics: add the statistics of the episode to its data; see `hosts.torchrl_episodes`.
 
     Attributes:
         env: the env that is stepped, its specs locked: `built`, or with statistics a `TransformedEnv` around it.
-        built: the env that attributes, state dicts and snapshots are of.
+        built: the env that attributes and state dicts are of.
         statistics: the transform around it, or None.
         root: its present root tensordict, or None before the first reset.
         reset_names: keys that a reset returns: those of observation and done leaves.
         step_names: keys that a step returns: the same and the rewards.
-        generator: its own state of torch's generator, or a context that does nothing if it shares the process's.
-        is_apart: it lives in another process than the receivers of its tensordicts.
+        generator: its own state of torch's generator.
         direct: steps it without tensordicts; None if that is not possible.
     """
 
-    def __init__(self, env: EnvBase, *, has_own_generator: bool, is_apart: bool, has_statistics: bool = False) -> None:
+    def __init__(self, env: EnvBase, *, has_statistics: bool = False) -> None:
         check_worker_env(env)
         self.built = env
         self.statistics: Any = None
@@ -147,10 +140,7 @@ class Guest:
         self.reset_names = [*env.observation_keys, *env.done_keys]
         self.step_names = [*self.reset_names, *env.reward_keys]
         torchs = torch.default_generator
-        self.has_own_generator, self.is_apart = has_own_generator, is_apart
-        self.generator: Any = (
-            OwnGenerators(torchs.get_state, torchs.set_state) if has_own_generator else contextlib.nullcontext()
-        )
+        self.generator = OwnGenerators(torchs.get_state, torchs.set_state)
 
     def perform(self, request: bytes) -> bytes:
         """Call one of the methods below by name and return its result, or the exception that it raised."""
@@ -187,7 +177,7 @@ class Guest:
                 if "set_state" not in kwargs and supports_set_state(self.env):
                     kwargs = {**kwargs, "set_state": False}
         self.root = self.env.reset(row, **kwargs)
-        return self._given(self.root.select(*self.reset_names, strict=False))
+        return self.root.select(*self.reset_names, strict=False)
 
     def begin(self, options: Mapping[str, Any] | None) -> TensorDictBase:
         """Reset the parts of the env that have ended (all, if it was never reset); return its root.
@@ -213,19 +203,19 @@ class Guest:
             is_whole: return all of `next`, not just the leaves that the specs name.
         """
         following = self._step(row).get("next")
-        return self._given(following if is_whole else following.select(*self.step_names, strict=False))
+        return following if is_whole else following.select(*self.step_names, strict=False)
 
     def step_and_maybe_reset(self, row: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Step the env, and reset it where it has ended; return its `next` and its new root."""
         stepped, self.root = self.env.step_and_maybe_reset(self._advanced(row))
         following = stepped.get("next").select(*self.step_names, strict=False)
-        return self._given(following), self._given(self.root.select(*self.reset_names, strict=False))
+        return following, self.root.select(*self.reset_names, strict=False)
 
     def current(self) -> TensorDictBase:
         """Return the current root: observation and done leaves."""
         if self.root is None:
-            return self._given(self.env.fake_tensordict().select(*self.reset_names, strict=False))
-        return self._given(self.root.select(*self.reset_names, strict=False))
+            return self.env.fake_tensordict().select(*self.reset_names, strict=False)
+        return self.root.select(*self.reset_names, strict=False)
 
     def _step(self, row: TensorDictBase) -> TensorDictBase:
         stepped = self.env.step(self._advanced(row))
@@ -241,14 +231,11 @@ class Guest:
             return row
         return row.clear_device_() if self.env.device is None else row.to(self.env.device)
 
-    def _given(self, td: TensorDictBase) -> TensorDictBase:
-        return td if self.is_apart else td.clone()  # pickling for another process copies anyway
-
     # ---- everything else ---------------------------------------------------------------------
 
     def seed(self, seed: int | None, *, static: bool) -> int | None:
         """Seed the env as TorchRL's workers do; return the seed for the next env."""
-        if self.has_own_generator and seed is not None:
+        if seed is not None:
             torch.default_generator.manual_seed(seed)
         return self.env.set_seed(seed, static_seed=static)
 
@@ -259,19 +246,6 @@ class Guest:
     def load_state_dict(self, state: Any, kwargs: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
         self.built.load_state_dict(state, **kwargs)
-
-    def become(self, source: EnvBase) -> None:
-        """Take over another env's snapshot, if the env supports that.
-
-        Raises:
-            NotImplementedError: it does not.
-        """
-        try:
-            self.built[slice(None)] = source
-        except (TypeError, NotImplementedError, AttributeError) as error:
-            raise NotImplementedError(
-                f"Env workers of type {type(self.built).__name__} do not support snapshot writeback: {error}"
-            ) from error
 
     def look_up(self, path: tuple[str, ...]) -> tuple[str, Any]:
         """Return `("method", None)`, `("value", VALUE)`, or `("object", None)` if an attribute cannot be pickled."""
@@ -417,51 +391,6 @@ class GuestAdapter(Adapter):
         self.env.close()
 
 
-class CrossingGuest(Guest):
-    """A guest whose rows cross as pickles while its commands use the slab: see `CrossingAdapter`."""
-
-
-class CrossingAdapter(Adapter):
-    """A guest with leaves that do not fit into the slab: its rows cross as bytes (see `torchrl_crossing`), both ways.
-
-    Its action is `request`, the row for the env. Its observation is `answer`: all of `next` after a step, the root
-    after a reset.
-    """
-
-    family: ClassVar[str] = "torchrl"
-
-    def __init__(self, guest: CrossingGuest) -> None:
-        self.env = guest
-        self.spec = EnvSpec(
-            observation=(LeafSpec(("answer",), dtype="", is_side=True),),
-            action=(LeafSpec(("request",), dtype="", is_side=True),),
-            reward=(),
-            done=done_leaves(),
-            family=self.family,
-            metadata={"is_dense": False, "way": WAYS[False].format("its rows cross as bytes")},
-        )
-
-    def reset(
-        self,
-        seed: int | None,  # noqa: ARG002  # seeds are set by name, and masks are given in a row
-        options: Mapping[str, Any] | None = None,
-        mask: np.ndarray | None = None,  # noqa: ARG002
-    ) -> list[Any]:
-        """Reset the env; see `Guest.begin`."""
-        with self.env.on_stage():
-            return [dumps(self.env.begin(options))]
-
-    def step(self, action: list[Any]) -> StepValues:
-        guest = self.env
-        with guest.on_stage():
-            following = guest.step(loads(action[0]), is_whole=True)
-            return [dumps(following)], [], bool(guest.env.any_done(guest.root)), False
-
-    def close(self) -> None:
-        """Close the env."""
-        self.env.close()
-
-
 def _array(tensor: torch.Tensor) -> Any:
     if not tensor.is_cpu:
         tensor = tensor.cpu()
@@ -474,4 +403,3 @@ def _torch_dtype(leaf: LeafSpec) -> torch.dtype:
 
 
 register(Guest, GuestAdapter)
-register(CrossingGuest, CrossingAdapter)

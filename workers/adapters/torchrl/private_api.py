@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
-from torchrl.data import Composite, NonTensor
 from torchrl.envs import Compose, EnvBase, Transform
 from torchrl.envs.utils import _aggregate_end_of_traj, _update_during_reset
 
@@ -156,20 +155,9 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
         return keys
 
     @property
-    def _envs(self) -> list[EnvBase]:
-        """The envs of a `SerialEnv`."""
-        return self._local_envs()
-
-    @property
     def _workers(self) -> list[Any]:
         """The processes of a `ParallelEnv`: each has `pid` and `is_alive()`."""
         return self._worker_handles()
-
-    def _create_td(self) -> None:
-        """TorchRL calls it before `_start_workers`, to allocate its buffers."""
-
-    def _start_workers(self) -> None:
-        self._begin()
 
     @property
     def _supports_set_state(self) -> bool:
@@ -194,57 +182,6 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
         """Return the tensordict given to a reset, with what it lacks of the rows of all envs."""
         raise NotImplementedError
 
-    def _begin(self) -> None:
-        """Start the envs."""
-        raise NotImplementedError
-
-    def _local_envs(self) -> list[EnvBase]:
-        """Return envs that live in this process."""
-        raise AttributeError(f"the envs of a {type(self).__name__} live in other processes")
-
     def _worker_handles(self) -> list[Any]:
         """Return the handles of the worker processes."""
         raise AttributeError(f"a {type(self).__name__} has no worker processes")
-
-
-# ---- async pools -----------------------------------------------------------------------------
-
-
-_FULL_SPECS = {
-    "input_spec": ("full_action_spec", "full_state_spec"),
-    "output_spec": ("full_observation_spec", "full_reward_spec", "full_done_spec"),
-}
-
-
-def place_specs(env: EnvBase, of_envs: list[Any], index: NonTensor) -> None:
-    """Set the batch size and the specs of an async pool: those of its envs, stacked part by part.
-
-    Args:
-        env: the pool.
-        of_envs: the specs of each env.
-        index: the spec of the envs' indices, which are a part of the pool's state.
-    """
-    shape = torch.Size((len(of_envs), *of_envs[0].shape))
-    sides = {}
-    for side in ("input_spec", "output_spec"):
-        parts = {name: [specs[side, name] for specs in of_envs] for name in _FULL_SPECS[side]}
-        sides[side] = Composite({name: torch.stack(part, 0) for name, part in parts.items()}, shape=shape)
-    sides["input_spec"]["full_state_spec"].set("env_index", index)
-    env.__dict__.update(
-        _batch_size=shape, _input_spec=sides["input_spec"], _output_spec=sides["output_spec"], _cache={}
-    )
-
-
-class AsyncHooks(EnvBase):  # type: ignore[misc]  # untyped
-    """The private methods that TorchRL's `AsyncEnvPool` requires of its subclasses."""
-
-    def _setup(self) -> None:
-        """TorchRL's constructor calls it, which does not run here."""
-
-    def _get_child_specs(self) -> list[Any]:
-        """Return the specs of each env; new in TorchRL 0.13 or 0.14."""
-        return self._specs_of_envs()
-
-    def _specs_of_envs(self) -> list[Any]:
-        """Return the specs of each env."""
-        raise NotImplementedError
