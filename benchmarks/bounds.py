@@ -1,8 +1,7 @@
-"""Measured upper bounds of the machine: a serial loop, free-running processes, and a bare signalling round."""
+"""Measured upper bounds of the machine: a serial loop, and free-running processes."""
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -16,9 +15,8 @@ import numpy as np
 
 from benchmarks.pools import Contender, Job, Pool
 from benchmarks.watching import die_with_parent
-from envherd.shm.sync import DOORBELL_BYTES, Doorbell
 
-IDEAL, SERIAL, ROUND = "measured ideal", "serial loop", "bare signalling round"
+IDEAL, SERIAL = "measured ideal", "serial loop"
 #: Seconds that the owner of free-running processes sleeps at a time.
 _NAP_S = 5e-3
 _NUM_DRAWN = 64
@@ -63,8 +61,6 @@ def serial_loop(job: Job) -> Pool:
 
     def step() -> int:
         nonlocal ended
-        if job.policy_s:
-            time.sleep(job.policy_s)
         for one in steppers:
             ended += one()
         return len(steppers)
@@ -128,47 +124,7 @@ def _run_freely(job: Job, words: Any, num_envs: int) -> None:
             steps[0] += 1
 
 
-def bare_round(job: Job) -> Pool:
-    """Wake `num_workers` processes and wait for their answers, with only the executor's doorbells.
-
-    One call counts as a batch of all envs, though none is stepped.
-    """
-    memory = multiprocessing.RawArray("B", DOORBELL_BYTES * (job.num_workers + 2))
-    buffer = np.frombuffer(memory, np.uint8)
-    aligned = buffer[-buffer.ctypes.data % DOORBELL_BYTES :]
-    bells = [Doorbell.create(aligned, DOORBELL_BYTES * index) for index in range(job.num_workers + 1)]
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_answer, args=(bell, bells[-1]), daemon=True) for bell in bells[:-1]]
-    for process in processes:
-        process.start()
-    answer = bells[-1]
-
-    def step() -> int:
-        for bell in bells[:-1]:
-            bell.ring()
-        for _ in processes:
-            answer.wait(5.0)
-        return job.num_envs
-
-    def close() -> None:
-        for process in processes:
-            process.kill()
-            process.join()
-            process.close()
-
-    return Pool(step, close)
-
-
-def _answer(mine: Doorbell, theirs: Doorbell) -> None:
-    die_with_parent()
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            if mine.wait(60.0):
-                theirs.ring()
-
-
 CONTENDERS = (
     Contender(name=IDEAL, build=free_running, kind="bound", families=("gymnasium", "meltingpot")),
     Contender(name=SERIAL, build=serial_loop, kind="bound", families=("gymnasium", "meltingpot")),
-    Contender(name=ROUND, build=bare_round, kind="bound"),
 )

@@ -1,16 +1,15 @@
-"""The cost of a cluster: batches and remote rollouts over local nodes, compared with TorchRL's Ray collector; a model.
+"""The cost of a cluster: batches and remote rollouts over local nodes, compared with TorchRL's Ray collector.
 
 All nodes are on this machine, so the numbers include no network, and the nodes share its processors. Only the driver's
-processor time is meaningful; the model of many nodes (`cluster_model.py`) uses it.
+processor time is meaningful.
 
-Run: python -m benchmarks.cluster [--quick] [--write]    (to results/cluster.json and docs/reports/scaling.md)
+Run: python -m benchmarks.cluster [--quick] [--write]    (to docs/reports/scaling.md)
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import platform
 import random
@@ -30,18 +29,16 @@ from ray.cluster_utils import Cluster
 from tensordict import TensorDictBase
 from torch import nn
 
-from benchmarks import cluster_page, rllib
-from benchmarks.echo import EchoFactory
+from benchmarks import ROOT, rllib
+from benchmarks.parts import write_part
+from benchmarks.work import SteadyFactory
 from envherd.executor import ParallelEnv
 from envherd.executor.cluster import RayParallelEnv
-from envherd.shm.specs import EnvSpec, LeafSpec
-from envherd.workers.testing.envs import action_leaf
 
 NUM_ENVS, NUM_STEPS, CARTPOLE_STEPS = 8, 64, 128
 LOCAL, ONE, TWO = "ParallelEnv", "RayParallelEnv, 1 node", "RayParallelEnv, 2 nodes"
 STREAM, WHOLE, TORCHRL = "remote_rollouts().stream", "remote_rollouts().rollout", "TorchRL RayCollector"
 RLLIB = "RLlib EnvRunnerGroup"
-RESULTS = Path(__file__).parent / "results" / "cluster.json"
 #: Bytes of an observation.
 WORKLOADS = {"tiny": 16, "image": 84 * 84 * 4}
 
@@ -58,12 +55,6 @@ class Contender(NamedTuple):
 
     call: Callable[[], Any]
     env_steps: int
-
-
-def echo(num_bytes: int) -> EchoFactory:
-    """Return a factory of no-op envs with an observation of `num_bytes` bytes."""
-    leaf = LeafSpec(("observation",), (num_bytes,), "uint8")
-    return EchoFactory(EnvSpec(observation=(leaf,), action=(action_leaf(),), family="plain").to_plain())
 
 
 def make_cartpole() -> gymnasium.Env[Any, Any]:
@@ -142,7 +133,7 @@ def _stepping(env: Any) -> Contender:
 
 def batches(workload: str, num_rounds: int, slot_s: float) -> dict[str, dict[str, Any]]:
     """Measure batches and remote rollouts of no-op envs."""
-    make_env = echo(WORKLOADS[workload])
+    make_env = SteadyFactory((WORKLOADS[workload],), "uint8")
     over = functools.partial(RayParallelEnv, NUM_ENVS, make_env, seed=0)
     with ExitStack() as stack:
         local = stack.enter_context(ParallelEnv(NUM_ENVS, make_env, num_workers=2, seed=0))
@@ -204,23 +195,6 @@ def _torchrl_collector(policy: Policy, frames_per_batch: int) -> Any:
     )
 
 
-def costs_of(results: dict[str, Any]) -> dict[str, float]:
-    """Return the model's costs from the measurements; see `cluster_model.Costs`."""
-    tiny, image = results["tiny"], results["image"]
-    more = (WORKLOADS["image"] - WORKLOADS["tiny"]) * NUM_ENVS
-    byte_s = max(0.0, image[WHOLE]["driver_cpu_s"] - tiny[WHOLE]["driver_cpu_s"]) / (more * 2 * NUM_STEPS)
-    large_s = image[ONE]["driver_cpu_s"] - tiny[ONE]["driver_cpu_s"] - more * byte_s
-    node_s = max(1e-6, tiny[TWO]["driver_cpu_s"] - tiny[ONE]["driver_cpu_s"])
-    return {
-        "trip_s": max(0.0, tiny[ONE]["wall_s"] - tiny[LOCAL]["wall_s"]),
-        "step_fixed_s": max(0.0, tiny[ONE]["driver_cpu_s"] - node_s),
-        "step_node_s": node_s,
-        "large_s": max(0.0, large_s),
-        "rollout_s": tiny[WHOLE]["driver_cpu_s"],
-        "byte_s": byte_s,
-    }
-
-
 def machine() -> dict[str, Any]:
     """Return a description of the machine."""
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
@@ -231,11 +205,36 @@ def machine() -> dict[str, Any]:
     return {"cpu": model, "cores": cores, "load": load, "python": platform.python_version(), "packages": packages}
 
 
+def measured_lines(results: dict[str, Any]) -> Iterator[str]:
+    """Yield the measured tables as Markdown."""
+    machine = results["machine"]
+    yield (
+        f"Measured on {machine['cores']} cores of {machine['cpu']}, load {machine['load']:.1f} before and "
+        f"{machine['load_after']:.1f} after, {results['rounds']} rounds of {results['slot_s']:g} s slots; Ray "
+        f"{machine['packages']['ray']}, TorchRL {machine['packages']['torchrl']}."
+    )
+    for name, title in (
+        ("tiny", "Batches of 8 envs that do nothing, 16 bytes each"),
+        ("image", "The same with 28 KB each"),
+        ("cartpole", "Rollouts of 8 CartPoles on 2 nodes, the policy (two layers) next to the envs"),
+    ):
+        yield from (
+            "",
+            f"{title}:",
+            "",
+            "| | ms per call | driver's CPU ms per call | env-steps/s |",
+            "|---|---|---|---|",
+        )
+        for contender, one in results[name].items():
+            wall_ms, cpu_ms = one["wall_s"] * 1e3, one["driver_cpu_s"] * 1e3
+            yield f"| {contender} | {wall_ms:,.2f} | {cpu_ms:,.2f} | {one['steps_per_s']:,.0f} |"
+
+
 def main() -> None:
-    """Measure and print; write the results if requested."""
+    """Measure and print; write the tables if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="3 rounds of 0.3 s slots instead of 12 of 1 s")
-    parser.add_argument("--write", action="store_true", help="write results, docs/reports/scaling.md and its plot")
+    parser.add_argument("--write", action="store_true", help="write the tables to docs/reports/scaling.md")
     arguments = parser.parse_args()
     plan = (3, 0.3) if arguments.quick else (12, 1.0)
     torch.set_num_threads(1)
@@ -245,13 +244,10 @@ def main() -> None:
             results[workload] = batches(workload, *plan)
         results["cartpole"] = rollouts_of_cartpole(*plan)
     results["machine"]["load_after"] = psutil.getloadavg()[0]
-    results["costs"] = costs_of(results)
-    print("\n".join(cluster_page.measured_lines(results)))
+    lines = [*measured_lines(results)]
+    print("\n".join(lines))
     if arguments.write:
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-        cluster_page.write(results)
-        print(f"written to {RESULTS}, {cluster_page.PAGE}, {cluster_page.PLOT}")
+        write_part(ROOT / "docs/reports/scaling.md", "benchmarks/cluster.py", lines)
 
 
 if __name__ == "__main__":

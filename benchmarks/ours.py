@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from envherd.executor import ParallelEnv, SerialEnv
 OURS, ONE, WIDE, SERIAL = "envherd", "envherd, 1 worker", "envherd, 1 env per worker", "envherd SerialEnv"
 AUTO = 'envherd, num_workers="auto"'
 VIEWS, ROLLOUT, FIRST_K = "envherd, copy=False", "envherd rollout(64)", "envherd, async first-K"
-GROUPS = "envherd, two groups"
 AS_GYMNASIUM, AS_SB3, AS_TORCHRL = "envherd as Gymnasium", "envherd as SB3", "envherd as TorchRL"
 AS_GYMNASIUM_WIDE, AS_SB3_WIDE = "envherd as Gymnasium, a worker per core", "envherd as SB3, a worker per core"
 ROLLOUT_STEPS = 64
@@ -39,8 +37,6 @@ def _synchronous(job: Job, *, kind: Any = ParallelEnv, num_workers: int | str | 
 
     def step() -> int:
         nonlocal root
-        if job.policy_s:
-            time.sleep(job.policy_s)
         for key, value in actions:
             root.set(key, value)
         _, root = env.step_and_maybe_reset(root)
@@ -73,55 +69,30 @@ def _rollout(job: Job) -> Pool:
     return Pool(collect, env.close, lambda: env.statistics().episodes)
 
 
-def _send_on(job: Job, env: Any, actions: list[tuple[Any, torch.Tensor]], env_ids: Any) -> None:
-    """Wait for the policy's time, then act for received envs."""
+def _send_on(env: Any, actions: list[tuple[Any, torch.Tensor]], env_ids: Any) -> None:
+    """Act for received envs."""
     root = env.current(env_ids)
-    if job.policy_s:
-        time.sleep(job.policy_s)
     for key, value in actions:
         root.set(key, value[env_ids])
     env.send(root, env_ids)
 
 
-def first_k(job: Job, *, is_narrow: bool = False) -> Pool:
-    """Act for the first envs that are ready: for half of all, as in `envherd size`, or for one per worker.
+def _first_k(job: Job) -> Pool:
+    """Act for the first envs that are ready: for half of all, as in `envherd size`.
 
     Like most peers, it returns only the results of steps; the caller has the roots already.
     """
     env = _open(job)
     root = env.reset()
     actions = drawn_actions(env)
-    wanted = min(job.num_workers, job.num_envs) if is_narrow else max(1, job.num_envs // 2)
+    wanted = max(1, job.num_envs // 2)
     for key, value in actions:
         root.set(key, value)
     env.send(root)
 
     def step() -> int:
-        _send_on(job, env, actions, env.recv(min_envs=wanted, with_root=False)["env_ids"])
+        _send_on(env, actions, env.recv(min_envs=wanted, with_root=False)["env_ids"])
         return wanted
-
-    return Pool(step, env.close, lambda: env.statistics().episodes)
-
-
-def _two_groups(job: Job) -> Pool:
-    """Act for one half of the envs while the other half steps; each half has envs of every worker."""
-    env = _open(job)
-    root = env.reset()
-    actions = drawn_actions(env)
-    halves = [np.arange(job.num_envs)[start::2] for start in (0, 1)]
-    turn = 0
-    for half in halves:
-        td = root[torch.from_numpy(half)]
-        for key, value in actions:
-            td.set(key, value[half])
-        env.send(td, half)
-
-    def step() -> int:
-        nonlocal turn
-        half = halves[turn]
-        turn = 1 - turn
-        _send_on(job, env, actions, env.recv(env_ids=half, with_root=False)["env_ids"])
-        return len(half)
 
     return Pool(step, env.close, lambda: env.statistics().episodes)
 
@@ -162,8 +133,6 @@ def stepped_arrays(env: Any, job: Job, *, has_two_flags: bool) -> Pool:
     ends = EndCounter()
 
     def step() -> int:
-        if job.policy_s:
-            time.sleep(job.policy_s)
         answer = env.step(actions)
         if job.has_ends:
             ends.add((answer[2] | answer[3]) if has_two_flags else answer[2])
@@ -182,8 +151,7 @@ CONTENDERS = tuple(
         (VIEWS, functools.partial(_synchronous, copy=False), _BOTH),
         (SERIAL, functools.partial(_synchronous, kind=SerialEnv), _BOTH),
         (ROLLOUT, _rollout, _BOTH),
-        (FIRST_K, first_k, _BOTH),
-        (GROUPS, _two_groups, _BOTH),
+        (FIRST_K, _first_k, _BOTH),
         (AS_GYMNASIUM, _as_gymnasium, ("gymnasium",)),
         (AS_SB3, _as_sb3, ("gymnasium",)),
         (AS_GYMNASIUM_WIDE, functools.partial(_as_gymnasium, num_workers=None), ("gymnasium",)),

@@ -6,7 +6,6 @@ Those that can fork do: that changes only their start time (which is measured el
 from __future__ import annotations
 
 import functools
-import time
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,11 @@ import torch
 
 from benchmarks.ours import stepped_arrays
 from benchmarks.pools import Contender, EndCounter, Job, Pool
-from benchmarks.watching import stopped_in_between
 
 GYMNASIUM_SYNC, GYMNASIUM_ASYNC = "Gymnasium SyncVectorEnv", "Gymnasium AsyncVectorEnv"
 SB3_DUMMY, SB3_SUBPROC = "SB3 DummyVecEnv", "SB3 SubprocVecEnv"
 TORCHRL_SERIAL, TORCHRL_PARALLEL, TORCHRL_ASYNC = "TorchRL SerialEnv", "TorchRL ParallelEnv", "TorchRL AsyncEnvPool"
-TIANSHOU, PUFFER = "tianshou ShmemVectorEnv", "PufferLib Multiprocessing"
-ENVPOOL, RAY = "EnvPool", "Ray actors"
+TIANSHOU, ENVPOOL = "tianshou ShmemVectorEnv", "EnvPool"
 
 
 def _gymnasium(kind: str, job: Job) -> Pool:
@@ -66,8 +63,6 @@ def stepped_tensordicts(env: Any, job: Job) -> Pool:
 
     def step() -> int:
         nonlocal root
-        if job.policy_s:
-            time.sleep(job.policy_s)
         td, root = env.step_and_maybe_reset(root.set(key, actions))
         if job.has_ends:
             ends.add(td["next", "done"])
@@ -100,8 +95,6 @@ def _torchrl_async(job: Job) -> Pool:
 
     def step() -> int:
         td, root = env.async_step_and_maybe_reset_recv(min_get=wanted)
-        if job.policy_s:
-            time.sleep(job.policy_s)
         if job.has_ends:
             ends.add(td["next", "done"])
         env_ids = torch.as_tensor(_ids(root))
@@ -125,8 +118,6 @@ def _tianshou(job: Job) -> Pool:
     ends = EndCounter()
 
     def step() -> int:
-        if job.policy_s:
-            time.sleep(job.policy_s)
         _, _, terminated, truncated, _ = env.step(actions)
         done = terminated | truncated
         if done.any():
@@ -137,60 +128,11 @@ def _tianshou(job: Job) -> Pool:
     return Pool(step, env.close, ends.read if job.has_ends else Pool.episodes)
 
 
-def _puffer(job: Job) -> Pool:
-    import pufferlib.emulation
-    import pufferlib.vector
-
-    make = functools.partial(pufferlib.emulation.GymnasiumPufferEnv, env_creator=job.make_env)
-    env = pufferlib.vector.make(
-        make, backend=pufferlib.vector.Multiprocessing, num_envs=job.num_envs, num_workers=job.num_workers
-    )
-    env.reset(seed=0)
-    actions = np.arange(job.num_envs) % 2
-
-    def step() -> int:
-        if job.policy_s:
-            time.sleep(job.policy_s)
-        env.step(actions)
-        return job.num_envs
-
-    return stopped_in_between(Pool(step, env.close))  # its idle workers spin
-
-
 def _envpool(job: Job) -> Pool:
     import envpool
 
     env = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=job.num_envs, num_threads=job.num_workers)
     return stepped_arrays(env, job, has_two_flags=True)
-
-
-class _Actor:
-    """One env, as a Ray actor."""
-
-    def __init__(self, make_env: Any) -> None:
-        self._env = make_env()
-        self._env.reset()
-
-    def step(self, action: int) -> Any:
-        """Step, and reset if the episode ended."""
-        answer = self._env.step(action)
-        return (self._env.reset()[0], *answer[1:]) if answer[2] or answer[3] else answer
-
-
-def _ray(job: Job) -> Pool:
-    import ray
-
-    ray.init(num_cpus=job.num_envs, include_dashboard=False, configure_logging=False, log_to_driver=False)
-    kind: Any = ray.remote(_Actor)
-    actors = [kind.remote(job.make_env) for _ in range(job.num_envs)]
-    ray.get([actor.step.remote(0) for actor in actors])
-
-    def step() -> int:
-        answers = ray.get([actor.step.remote(index % 2) for index, actor in enumerate(actors)])
-        np.stack([answer[0] for answer in answers])
-        return job.num_envs
-
-    return Pool(step, ray.shutdown)
 
 
 def _peer(name: str, build: Any, peer: str, package: str, *, takes_meltingpot: bool = False) -> Contender:
@@ -207,7 +149,5 @@ CONTENDERS = (
     _peer(TORCHRL_PARALLEL, _torchrl_parallel, "torchrl", "torchrl", takes_meltingpot=True),
     _peer(TORCHRL_ASYNC, _torchrl_async, "torchrl", "torchrl"),
     _peer(TIANSHOU, _tianshou, "tianshou", "tianshou"),
-    _peer(PUFFER, _puffer, "puffer", "pufferlib"),
     _peer(ENVPOOL, _envpool, "envpool", "envpool"),
-    _peer(RAY, _ray, "ray", "ray"),
 )

@@ -1,4 +1,4 @@
-"""Pictures of the results: ratios as bars, growth as lines, batch times as distributions."""
+"""Pictures of the results: ratios as bars, batch times as distributions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -25,9 +24,7 @@ _PEERS = (
     peers.TORCHRL_SERIAL,
     peers.TORCHRL_PARALLEL,
     peers.TORCHRL_ASYNC,
-    peers.PUFFER,
     peers.ENVPOOL,
-    peers.RAY,
     bounds.IDEAL,
     bounds.SERIAL,
 )
@@ -71,9 +68,7 @@ def draw_all(results: Mapping[str, Any], folder: Path) -> list[Path]:
     for name, figure in (
         *((name, summary(results, *theme)) for name, theme in THEMES.items()),
         ("bench_ratios.png", _ratios(results)),
-        ("bench_growth.png", _growth(results)),
         ("bench_latency.png", _latency(results)),
-        ("bench_startup.png", _startup(results)),
     ):
         if figure is not None:
             figure.savefig(folder / name, dpi=110, transparent=name in THEMES)
@@ -180,41 +175,6 @@ def _ratios(results: Mapping[str, Any]) -> Figure | None:
     return figure
 
 
-def _growth(results: Mapping[str, Any]) -> Figure | None:
-    """Lines: processor time against envs, bytes and workers, with the fitted laws."""
-    growth = results.get("growth")
-    if growth is None:
-        return None
-    figure, grid = _figure(3, 4.4)
-    labels = {
-        "envs": ("envs in a batch", "CPU us per batch"),
-        "bytes": ("1,000 bytes of one observation", "CPU us per env step"),
-        "workers": ("workers, 8 envs", "CPU us per batch"),
-    }
-    for axes, (series, (x_label, y_label)) in zip(grid, labels.items(), strict=True):
-        scale = 1e3 if series == "bytes" else 1.0
-        for name, row in growth[series].items():
-            if row["status"] != "measured":
-                continue
-            a, b, _ = row["cpu_fit"]
-            along = np.geomspace(min(row["x"]), max(row["x"]), 60)
-            color = _COLORS.get(name, "#000000")
-            axes.plot([x / scale for x in row["x"]], row["cpu_us"], "o", color=color, markersize=4)
-            law = f"{name}: {a:.3g} + {b * scale:.3g} x"
-            axes.plot(along / scale, np.maximum(1e-3, a + b * along), color=color, linewidth=1, label=law)
-        if series == "envs":
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(bottom=0)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7, loc="upper left")
-    figure.suptitle("What a batch costs as it grows, all processes together", fontsize=11)
-    return figure
-
-
 def _latency(results: Mapping[str, Any]) -> Figure | None:
     """Distributions of the time that one call takes."""
     workloads = results.get("workloads", {})
@@ -239,28 +199,4 @@ def _latency(results: Mapping[str, Any]) -> Figure | None:
         lines.update((line.get_label(), line) for line in axes.get_lines())
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=5, fontsize=8)
     figure.suptitle("How long one call takes (first-K calls are for some of the envs)", fontsize=11)
-    return figure
-
-
-def _startup(results: Mapping[str, Any]) -> Figure | None:
-    """Bars: seconds to start and megabytes per worker, of scripts with and without torch."""
-    tiny = {n: c for n, c in results.get("startup", {}).get("tiny", {}).items() if c["status"] == "measured"}
-    if not tiny:
-        return None
-    figure, grid = _figure(2, 0.9 + 0.55 * len(tiny) + 0.5)
-    for axes, key, scale, label in (
-        (grid[0], "ready_s", 1.0, "seconds until 8 workers were reset"),
-        (grid[1], "uss_per_worker", 1e6, "MB of its own for each worker"),
-    ):
-        for offset, case, color in ((-0.19, "plain", _CPU), (0.19, "torch", _WALL)):
-            values = [cases[case][key] / scale for cases in tiny.values()]
-            label_of = {"plain": "plain script", "torch": "script imports torch"}[case]
-            bars = axes.barh([row + offset for row in range(len(tiny))], values, 0.36, color=color, label=label_of)
-            axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
-        axes.set_yticks(range(len(tiny)), list(tiny), fontsize=8)
-        axes.invert_yaxis()
-        axes.margins(x=0.15)
-        axes.set_xlabel(label)
-    grid[0].legend(fontsize=8)
-    figure.suptitle("Starting: time and memory", fontsize=11)
     return figure

@@ -18,7 +18,6 @@ class Job:
         make_env: builds one env, a Gymnasium one unless `family` says otherwise.
         num_envs, num_workers: N, and the number of workers of pools with that choice.
         family: "gymnasium", or "meltingpot", whose `make_env` is a `MeltingPotFactory`.
-        policy_s: seconds of the policy for each batch; it sleeps, as if it ran on another device.
         has_ends: whether episodes end and are counted.
     """
 
@@ -26,7 +25,6 @@ class Job:
     num_envs: int = 8
     num_workers: int = 2
     family: Literal["gymnasium", "meltingpot"] = "gymnasium"
-    policy_s: float = 0.0
     has_ends: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Statistics of measured numbers: ratios within rounds, quartiles, straight lines. Pure functions."""
+"""Statistics of measured numbers: ratios within rounds, quartiles. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,6 @@ class Quartiles(NamedTuple):
     low: float
     mid: float
     high: float
-
-
-class Line(NamedTuple):
-    """`a + b * x`, and the share of the variance that it does not explain."""
-
-    a: float
-    b: float
-    unexplained: float
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
@@ -81,21 +73,6 @@ def of_totals(
 def _rate(rounds: np.ndarray) -> float:
     amount, seconds = rounds.sum(axis=0)
     return float(amount / seconds)
-
-
-def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
-    """Return the line through some points with the least relative error: small values count as much as large ones.
-
-    Args:
-        x: at least two.
-        y: as many, above 0.
-    """
-    xs, ys = np.asarray(x, float), np.asarray(y, float)
-    rows = np.stack([np.ones_like(xs), xs], axis=1) / ys[:, None]
-    (a, b), *_ = np.linalg.lstsq(rows, np.ones_like(ys), rcond=None)
-    spread = float(((ys - ys.mean()) ** 2).sum())
-    rest = float(((ys - a - b * xs) ** 2).sum())
-    return Line(float(a), float(b), rest / spread if spread else 0.0)
 
 
 def levels_of(values: Sequence[float]) -> list[float]:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.table import Table
 
 from benchmarks.bounds import IDEAL
-from benchmarks.stages import STAGES
 from benchmarks.targets import Verdict, judge
-
-_MB = 1e6
 
 
 class Sheet(NamedTuple):
@@ -108,71 +104,10 @@ def spread(values: Sequence[float] | None) -> str:
 
 def sheets_of_studies(results: Mapping[str, Any]) -> Iterable[Sheet]:
     """Yield the tables of all studies that were run."""
-    if "startup" in results:
-        yield from _start_up(results["startup"])
     if "waiting" in results:
         yield _waiting(results["waiting"])
-    if "growth" in results:
-        yield from _growth(results["growth"])
     if "ahead" in results:
         yield from (_ahead(name, found) for name, found in results["ahead"].items())
-    if "handout" in results:
-        parts = results["handout"]
-        rows = [
-            [name, f"{parts[key]['median_us']:.2f}", f"{parts[key]['lowest_us']:.2f}"]
-            for name, key in (
-                ("a batch of 8 envs, 5 leaves under `next`: views of the ring", "views"),
-                ("the same in memory of the caller's own", "own"),
-                ("4 of 8 envs received and sent on, for each env step (first-K)", "first_k"),
-            )
-            if key in parts
-        ]
-        yield Sheet("The caller's share where envs have answered", ("", "us, median", "us, lowest"), rows)
-    if "starts" in results:
-        yield _starts(results["starts"])
-    if "stages" in results:
-        yield _stages(results["stages"])
-
-
-def _start_up(startup: Mapping[str, Any]) -> Iterable[Sheet]:
-    columns = (
-        "",
-        "ready s",
-        "with `import torch`",
-        "second pool s",
-        "close s",
-        "USS MB/worker",
-        "with `import torch`",
-        "PSS MB/worker",
-        "PSS MB in all",
-    )
-    titles = {"tiny": "Start-up, close and memory: 8 workers of a tiny env", "clean_up": "The same: 4 clean_up envs"}
-    for env, title in titles.items():
-        rows = []
-        for name, cases in startup[env].items():
-            if cases["status"] != "measured":
-                rows.append([name, cases["status"], *[""] * 7])
-                continue
-            plain, torch = cases["plain"], cases.get("torch", {})
-            rows.append(
-                [
-                    name,
-                    f"{plain['ready_s']:.2f}",
-                    _or_dash(torch.get("ready_s")),
-                    f"{plain['again_s']:.2f}",
-                    f"{plain['close_s']:.2f}",
-                    f"{plain['uss_per_worker'] / _MB:.1f}",
-                    _or_dash(torch.get("uss_per_worker"), _MB),
-                    f"{plain['pss_per_worker'] / _MB:.1f}",
-                    f"{plain['pss_total'] / _MB:.0f}",
-                ]
-            )
-        note = f"One process takes {startup['env_build_s']:.2f} s to import and build one env." if env == "tiny" else ""
-        yield Sheet(title, columns, rows, note)
-
-
-def _or_dash(value: float | None, scale: float = 1.0) -> str:
-    return "-" if value is None else f"{value / scale:.2f}"
 
 
 def _waiting(waiting: Mapping[str, Any]) -> Sheet:
@@ -188,69 +123,14 @@ def _waiting(waiting: Mapping[str, Any]) -> Sheet:
     return Sheet("While the policy thinks for 5 or 50 ms after each batch of 8 tiny envs", columns, rows)
 
 
-def _growth(growth: Mapping[str, Any]) -> Iterable[Sheet]:
-    titles = {
-        "envs": ("A batch of N tiny envs: a + b N", "b: us per env"),
-        "bytes": ("An env step with an observation of B bytes: a + b B", "b: us per 1,000 bytes"),
-        "workers": ("A batch of 8 tiny envs on W workers: a + b W", "b: us per worker"),
-        "parts": ("W of 32 tiny envs on W workers, received and sent on: a + b W", "b: us per env"),
-    }
-    for series, (title, slope) in titles.items():
-        if series not in growth:
-            continue
-        scale = 1e3 if series == "bytes" else 1.0
-        rows = []
-        for name, row in growth[series].items():
-            if row["status"] != "measured":
-                rows.append([name, row["status"], "", "", "", "", ""])
-                continue
-            points = ", ".join(f"{x:g}: {y:.1f}" for x, y in zip(row["x"], row["cpu_us"], strict=True))
-            (a, b, _), (_, caller_b, _), (wall_a, wall_b, _) = row["cpu_fit"], row["caller_fit"], row["wall_fit"]
-            slope_b, slope_caller, slope_wall = (f"{one * scale:.3g}" for one in (b, caller_b, wall_b))
-            rows.append([name, points, f"{a:.1f}", slope_b, slope_caller, f"{wall_a:.1f}", slope_wall])
-        columns = ("", "CPU us at", "CPU a", f"CPU {slope}", "of it the caller's", "wall a", f"wall {slope}")
-        yield Sheet(title, columns, rows)
-
-
 def _ahead(share: str, found: Mapping[str, Any]) -> Sheet:
     rows = [
         [name, f"{row['batch_s'] * 1e3:.2f}", f"{row['resets']:.0f}", f"{row['resets_ahead']:.0f}"]
         for name, row in found["measured"].items()
     ]
     title = f"Resets of Melting Pot's length in {share} of the times, by envs that wait where a substrate computes"
-    note = f"{found['speedup']:.2f} times the steps with resets ahead; the model says {found['modelled']:.2f}."
+    note = f"{found['speedup']:.2f} times the steps with resets ahead."
     return Sheet(title, ("8 envs", "ms per batch", "resets", "of these ready"), rows, note)
-
-
-def _starts(starts: Mapping[str, Any]) -> Sheet:
-    rows = [
-        [run, ", ".join(f"{one:.0f}" for one in sorted(found["medians_us"])), *(f"{one:.2f}" for one in _ends(found))]
-        for run, found in starts.items()
-    ]
-    columns = ("4 envs on 2 workers", "medians of the starts, us", "median share", "least share")
-    return Sheet("What two serial loops would give, and starts of the executor as a share of that", columns, rows)
-
-
-def _ends(found: Mapping[str, Any]) -> tuple[float, float]:
-    return statistics.median(found["shares"]), min(found["shares"])
-
-
-def _stages(found: Mapping[str, Any]) -> Sheet:
-    shown = ("batch", *STAGES, "waiting, CPU", "worker", "envs")
-    rows = [[name, *(_whole(row[key]) for key in shown)] for name, row in found["cases"].items()]
-    note = (
-        "actions: checked and written; command: given to all workers; TensorDicts: made, while the workers step (after "
-        "they did, for first-K); waiting, and processor time in it; noting: who has ended; copying: out of the ring. "
-        "worker: what one of them is busy for, and what its envs take of that where nothing else is done. Means of the "
-        f"90 % of batches that took least. A python loop of 1,000 additions takes {found['loop_us']:.0f} us here, and "
-        f"{found['loop_beside_us']:.0f} while another process runs one too; a copy of 100,000 bytes "
-        f"{found['copy_us']:.1f} and {found['copy_beside_us']:.1f}."
-    )
-    return Sheet("Where the time of a batch of 8 envs goes, us", ("", *shown), rows, note)
-
-
-def _whole(value: float) -> str:
-    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
 def sheet_of_targets(results: Mapping[str, Any], *, has_all: bool = True) -> Sheet:

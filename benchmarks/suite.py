@@ -18,23 +18,18 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks import growth, handout, placement, reset_ahead, stages, startup, waiting
+from benchmarks import reset_ahead, waiting
 from benchmarks.accounting import pressure_line, pressure_while_idle
 from benchmarks.report import sheet_of_targets, sheet_of_workload, sheets_of_studies, to_rich
-from benchmarks.rounds import Plan, measure
+from benchmarks.rounds import measure
 from benchmarks.summary import summarise
 from benchmarks.workloads import ALL, PEERS, QUICK, QUICK_PEERS, WORKLOADS, Workload, calibrate, usable_cores
 
 SCHEMA = "envherd.bench/1"
 #: Study other than a workload -> what it measures, and its minutes on a quiet machine with two cores.
 STUDIES = {
-    "startup": ("time until ready, time to close, and memory", 9.0),
     "waiting": ("processor time of the workers while a policy computes", 2.0),
-    "growth": ("cost of a batch by number of envs, bytes and workers", 6.0),
-    "handout": ("time to hand finished rows to the caller", 0.2),
     "ahead": ("resets ahead, where processors are not short", 2.5),
-    "stages": ("where the time of a batch goes", 0.3),
-    "starts": ("ten starts with Melting Pot envs, each compared with serial loops", 4.0),
 }
 NAMES = (*(one.name for one in WORKLOADS), *STUDIES)
 _QUICK_BUDGET_S = 35.0
@@ -220,21 +215,10 @@ class Suite:
     def _study(self, name: str) -> dict[str, Any]:
         request = self._request
         studies: dict[str, Callable[[], dict[str, Any]]] = {
-            "startup": lambda: startup.measure(1 if request.is_quick else 3, request.chooses, self._say),
             "waiting": lambda: waiting.measure(self._num_workers, request.chooses, self._say),
-            "growth": lambda: growth.run(self._num_workers, self._growth_plan(), request.chooses, self._say),
-            "handout": handout.measure,
-            "stages": lambda: stages.measure(self.results["calibration"]),
-            "starts": lambda: placement.study(2 if request.is_quick else 10, self._say),
             "ahead": lambda: reset_ahead.study(2 if request.is_quick else 15),
         }
         return studies[name]()
-
-    def _growth_plan(self) -> Plan:
-        request = self._request
-        if request.is_quick:
-            return Plan(request.num_rounds or 2, 0.1, 1, 30.0)
-        return Plan(request.num_rounds or 8, 0.25, 2, 300.0)
 
     def _say(self, text: str) -> None:
         """On a terminal, print the current activity in a line that the next one replaces."""

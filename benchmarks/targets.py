@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from benchmarks import bounds, growth, ours, peers
+from benchmarks import bounds, ours, peers
 
 Results = Mapping[str, Any]
 _MB = 1e6
@@ -110,23 +109,6 @@ def _per_env(results: Results, limit_us: float) -> Verdict:
     return _figure(text, limit_us, " us", slope, basis="wall clock")
 
 
-def _starts(results: Results) -> list[Verdict]:
-    kinds: tuple[tuple[str, float, Callable[[list[float]], float]], ...] = (
-        ("the median of ten starts", 0.85, statistics.median),
-        ("each of ten starts", 0.8, min),
-    )
-    verdicts = []
-    for which, least, pick in kinds:
-        text = f"commons_harvest, 4 envs on 2 workers: {which} at least {least:g} of two serial loops"
-        shares = results.get("starts", {}).get("commons_harvest", {}).get("shares")
-        if not shares:
-            verdicts.append(Verdict(text, "not run", "", "not measured"))
-        else:
-            value = pick(shares)
-            verdicts.append(_verdict(text, value, is_met=value >= least, unit=" of it", basis="wall clock"))
-    return verdicts
-
-
 def _figure(text: str, limit: float, unit: str, get: Callable[[], float], *, basis: str, scale: float = 1.0) -> Verdict:
     """Return the verdict on a figure with an upper limit."""
     try:
@@ -151,59 +133,9 @@ def _ahead(results: Results) -> list[Verdict]:
     return verdicts
 
 
-def _start_ups(results: Results) -> list[Verdict]:
-    def tiny(case: str, key: str, name: str = ours.OURS) -> float:
-        return float(results["startup"]["tiny"][name][case][key])
-
-    def clean_up(key: str, name: str = ours.OURS) -> float:
-        return float(results["startup"]["clean_up"][name]["plain"][key])
-
-    build = results.get("startup", {}).get("env_build_s", 0.0)
-    beyond = f"8 workers ready within 0.5 s and an env's build ({build:.2f} s)"
-    return [
-        _figure(beyond, 0.5 + build, " s", lambda: tiny("plain", "ready_s"), basis="wall clock"),
-        _figure(
-            f"{beyond}, in a script that imports torch",
-            0.5 + build,
-            " s",
-            lambda: tiny("torch", "ready_s"),
-            basis="wall clock",
-        ),
-        _figure(
-            "4 clean_up envs ready in a third of TorchRL's time",
-            1 / 3,
-            " of it",
-            lambda: clean_up("ready_s") / clean_up("ready_s", peers.TORCHRL_PARALLEL),
-            basis="wall clock",
-        ),
-        _figure(
-            "at most 10 MB of private memory for a worker",
-            10,
-            " MB",
-            lambda: tiny("plain", "uss_per_worker"),
-            basis="USS",
-            scale=_MB,
-        ),
-        _figure(
-            "4 clean_up workers and helpers in at most 450 MB",
-            450,
-            " MB",
-            lambda: clean_up("pss_total"),
-            basis="PSS",
-            scale=_MB,
-        ),
-    ]
-
-
 def _others(results: Results) -> list[Verdict]:
     def idle(gap: str) -> float:
         return float(results["waiting"][ours.OURS][gap]["worker_share"])
-
-    def slope(series: str, name: str) -> float:
-        return float(results["growth"][series][name]["cpu_fit"][1])
-
-    def per_byte(name: str) -> float:
-        return slope("bytes", name) / slope("bytes", growth.MEMCPY)
 
     return [
         *(
@@ -216,41 +148,6 @@ def _others(results: Results) -> list[Verdict]:
                 scale=0.01,
             )
             for gap in ("5 ms", "50 ms")
-        ),
-        _figure(
-            "a batch as views in at most 3 us",
-            3.0,
-            " us",
-            lambda: results["handout"]["views"]["median_us"],
-            basis="CPU",
-        ),
-        _figure(
-            "a copied batch in at most 10 us",
-            10.0,
-            " us",
-            lambda: results["handout"]["own"]["median_us"],
-            basis="CPU",
-        ),
-        _figure(
-            "first-K: at most 3 us of the caller for each env step",
-            3.0,
-            " us",
-            lambda: results["handout"]["first_k"]["median_us"],
-            basis="wall clock, answers there",
-        ),
-        _figure(
-            "each further byte of a rollout (which has an observation twice) at most 1.5 memcpy",
-            1.5,
-            " memcpy",
-            lambda: per_byte(ours.ROLLOUT) / 2,
-            basis="CPU",
-        ),
-        _figure(
-            "each further byte of a copied batch at most 2 memcpy",
-            2.0,
-            " memcpy",
-            lambda: per_byte(ours.OURS),
-            basis="CPU",
         ),
     ]
 
@@ -300,12 +197,10 @@ def judge(results: Results) -> list[Verdict]:
         *(_faster(results, "cartpole", peer, least, mine=facade) for facade, peer, least in facades),
         _of_ideal(results, "w200", 0.95),
         _of_ideal(results, "w1000", 0.97),
-        *_starts(results),
         *tails,
         _faster(results, harvest, peers.TORCHRL_PARALLEL, 3, mine=ours.FIRST_K, wall_only=True),
         _faster(results, harvest, ours.OURS, 1.4, mine=ours.FIRST_K, wall_only=True),
         _faster(results, harvest, peers.TORCHRL_PARALLEL, 2),
         *_ahead(results),
-        *_start_ups(results),
         *_others(results),
     ]

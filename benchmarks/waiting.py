@@ -24,7 +24,6 @@ NAMES = (
     peers.SB3_SUBPROC,
     peers.TORCHRL_PARALLEL,
     peers.TIANSHOU,
-    peers.PUFFER,
 )
 
 

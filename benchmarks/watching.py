@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import os
 import signal
 
 from benchmarks.accounting import started_by
-from benchmarks.pools import Pool
 
 _PR_SET_PDEATHSIG = 1
 
@@ -36,14 +34,3 @@ def kill_tree(pid: int) -> None:
     for one in (pid, *started_by(pid)):
         with contextlib.suppress(OSError):
             os.kill(one, signal.SIGKILL)
-
-
-def stopped_in_between(pool: Pool) -> Pool:
-    """Return a pool whose processes are stopped outside its slots; all of them must be running already."""
-    pids = started_by(os.getpid())
-
-    def signal_all(number: int) -> None:
-        for pid in pids:
-            os.kill(pid, number)
-
-    return dataclasses.replace(pool, wake=lambda: signal_all(signal.SIGCONT), rest=lambda: signal_all(signal.SIGSTOP))

@@ -67,10 +67,10 @@ class Workload:
         return [one for one in found if one.kind != "peer" or one.peer in peers_wanted]
 
 
-def _steady(num_envs: int = 8, us: float = 0.0, policy_s: float = 0.0, **kwargs: Any) -> Callable[[float], Job]:
+def _steady(num_envs: int = 8, us: float = 0.0, **kwargs: Any) -> Callable[[float], Job]:
     def make(calibration: float) -> Job:
         factory = SteadyFactory(mean=us * calibration, **kwargs)
-        return Job(make_env=factory, num_envs=num_envs, policy_s=policy_s)
+        return Job(make_env=factory, num_envs=num_envs)
 
     return make
 
@@ -104,7 +104,7 @@ WORKLOADS = (
     Workload(
         name="tiny",
         title="8 envs that cost nothing, 4 floats",
-        contenders=(*_USUAL, bounds.ROUND, *_ZERO_COST, *_IN_PROCESS, peers.TORCHRL_ASYNC, peers.PUFFER, peers.RAY),
+        contenders=(*_USUAL, *_ZERO_COST, *_IN_PROCESS, peers.TORCHRL_ASYNC),
         reference=ours.AUTO,
         make_job=_steady(),
         minutes=3.0,
@@ -120,7 +120,7 @@ WORKLOADS = (
     Workload(
         name="image",
         title="8 envs that cost nothing, 84 x 84 x 4 bytes",
-        contenders=(*_USUAL, *_ZERO_COST, *_IN_PROCESS, peers.PUFFER),
+        contenders=(*_USUAL, *_ZERO_COST, *_IN_PROCESS),
         reference=ours.AUTO,
         make_job=_steady(**_IMAGE),
         minutes=2.5,
@@ -128,14 +128,14 @@ WORKLOADS = (
     Workload(
         name="w200",
         title="8 envs of 200 us a step",
-        contenders=(*_USUAL, ours.WIDE, ours.FIRST_K, *_IN_PROCESS, peers.TORCHRL_ASYNC, peers.PUFFER),
+        contenders=(*_USUAL, ours.WIDE, ours.FIRST_K, *_IN_PROCESS, peers.TORCHRL_ASYNC),
         make_job=_steady(us=200.0),
         minutes=2.5,
     ),
     Workload(
         name="w1000",
         title="8 envs of 1 ms a step",
-        contenders=(*_USUAL, ours.WIDE, ours.FIRST_K, peers.TORCHRL_ASYNC, peers.PUFFER, peers.RAY),
+        contenders=(*_USUAL, ours.WIDE, ours.FIRST_K, peers.TORCHRL_ASYNC),
         make_job=_steady(us=1000.0),
         minutes=2.5,
     ),
@@ -177,19 +177,10 @@ WORKLOADS = (
             ours.AS_TORCHRL,
             *_IN_PROCESS,
             peers.TORCHRL_ASYNC,
-            peers.PUFFER,
             peers.ENVPOOL,
         ),
         make_job=_cartpole,
         minutes=3.0,
-    ),
-    Workload(
-        name="groups",
-        title="8 envs of 1 ms a step, and a policy elsewhere that takes 1 ms for each batch",
-        contenders=(ours.OURS, ours.GROUPS, ours.FIRST_K, peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC),
-        reference=ours.GROUPS,
-        make_job=_steady(us=1000.0, policy_s=1e-3),
-        minutes=1.5,
     ),
     Workload(
         name="commons_harvest",

@@ -63,17 +63,12 @@ ALLOWED = {
     | {"envherd.shm", "envherd.workers", "envherd.executor", "benchmarks"},
     "benchmarks/__main__.py": {"typer"},
     "benchmarks/rllib.py": {"ray"},
-    "benchmarks/benchmarl.py": {"benchmarl"},
-    "benchmarks/cluster*.py": {"psutil", "ray", "torchrl", "matplotlib"},
+    "benchmarks/cluster.py": {"psutil", "ray", "torchrl"},
     "benchmarks/asynchronous.py": {"torchrl"},
     "benchmarks/torchrl_scripts.py": {"torchrl", "dm_control", "pettingzoo"},
-    "benchmarks/gpu.py": {"torchrl"},
     "benchmarks/faults.py": {"stable_baselines3", "torchrl"},
-    "benchmarks/startup.py": {"stable_baselines3", "torchrl"},
-    "benchmarks/peers.py": {"envpool", "pufferlib", "ray", "stable_baselines3", "tianshou", "torchrl"},
+    "benchmarks/peers.py": {"envpool", "stable_baselines3", "tianshou", "torchrl"},
     "benchmarks/plots.py": {"matplotlib"},
-    "benchmarks/curves.py": {"matplotlib"},
-    "benchmarks/cores.py": {"matplotlib"},
 }
 #: The parts of each layer, packages and single modules: each imports only itself and earlier parts.
 ORDER = {

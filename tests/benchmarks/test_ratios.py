@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.ratios import LEVELS, fit_line, levels_of, merged_levels, of_totals, per_round, quartiles
+from benchmarks.ratios import LEVELS, levels_of, merged_levels, of_totals, per_round, quartiles
 
 
 def test_quartiles_of_known_numbers():
@@ -42,17 +42,6 @@ def test_lumps_count_in_totals_and_not_in_the_median_round():
 def test_totals_of_nothing_are_none(empty):
     assert of_totals(empty, [(1.0, 1.0)]) is None
     assert of_totals([(1.0, 1.0)], empty) is None
-
-
-def test_a_line_is_found_again():
-    x = [2.0, 8.0, 32.0, 128.0]
-    a, b, unexplained = fit_line(x, [14 + 0.5 * value for value in x])
-    assert (a, b, unexplained) == pytest.approx((14.0, 0.5, 0.0), abs=1e-9)
-
-
-def test_a_line_says_when_it_does_not_fit():
-    x = [1.0, 2.0, 3.0, 4.0]
-    assert fit_line(x, [1.0, 10.0, 1.0, 10.0]).unexplained > 0.3
 
 
 def test_levels_keep_the_median_and_the_ends():

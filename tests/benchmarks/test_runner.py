@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from benchmarks.bounds import CONTENDERS, IDEAL, ROUND, SERIAL
+from benchmarks.bounds import CONTENDERS, IDEAL, SERIAL
 from benchmarks.pools import Contender, Job, Pool
 from benchmarks.runner import PoolError, Runner
 from benchmarks.work import SteadyFactory, compute
@@ -79,7 +79,7 @@ def test_a_slot_counts_steps_and_time(started):
     assert slot.batch_us[0] <= slot.batch_us[50] <= slot.batch_us[100]
 
 
-@pytest.mark.parametrize(("name", "num_processes"), [(SERIAL, 0), (IDEAL, 2), (ROUND, 2)])
+@pytest.mark.parametrize(("name", "num_processes"), [(SERIAL, 0), (IDEAL, 2)])
 def test_the_bounds_run(started, name, num_processes):
     slot = started(BOUNDS[name]).run(0.1, 20.0)
     assert slot.steps > 0

@@ -94,7 +94,7 @@ def test_a_target_is_judged_by_the_clock_where_that_may_be(wall, cpu, expected):
 
 def test_what_was_not_run_is_not_judged():
     verdicts = judge({})
-    assert len(verdicts) > 35
+    assert len(verdicts) > 25
     assert {one.status for one in verdicts} == {"not measured"}
 
 
@@ -241,9 +241,9 @@ def test_wrong_wishes_are_refused(arguments, message):
 def test_results_can_be_printed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("benchmarks.suite.Suite._measure", _note)
-    done = CliRunner().invoke(app, ["--only", "tiny,spikes", "--only", "handout", "--json", "-"])
+    done = CliRunner().invoke(app, ["--only", "tiny,spikes", "--only", "waiting", "--json", "-"])
     assert done.exit_code == 0, done.stderr
-    assert [*json.loads(done.stdout)["workloads"]] == ["tiny", "spikes", "handout"]
+    assert [*json.loads(done.stdout)["workloads"]] == ["tiny", "spikes", "waiting"]
     assert list(tmp_path.iterdir()) == []
 
 

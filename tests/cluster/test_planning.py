@@ -1,14 +1,11 @@
 """The plan for a cluster, and the model of a large one: arithmetic; no cluster, no process."""
 
-from dataclasses import replace
-
 import pytest
 
 from tests.extras import skip_without
 
 skip_without("ray", "cli")
 
-from benchmarks import cluster_model
 from envherd.executor.cluster.orders import Report, Survey
 from envherd.executor.cluster.planning import decide_for_nodes
 from envherd.executor.cluster.shares import divide
@@ -70,53 +67,3 @@ def test_nodes_of_one_machine_share_its_memory():
     together = plan([4, 4], num_envs=8, names=["one", "one"])
     assert [node.machine.memory_available for node in together.nodes] == [32 * GIB] * 2
     assert [node.machine.memory_available for node in apart.nodes] == [64 * GIB] * 2
-
-
-# ---- the model of many nodes -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def model():
-    return cluster_model
-
-
-def costs(model, **changes):
-    plain = model.Costs(trip_s=1e-3, step_fixed_s=1e-4, step_node_s=4e-4, large_s=1e-3, rollout_s=1e-3, byte_s=1e-9)
-    return replace(plain, **changes)
-
-
-def test_one_batch_loses_half_where_the_driver_takes_as_long_as_the_envs(model):
-    site = model.Site(envs_per_worker=1, workers=1)
-    work = model.Work(name="x", step_s=41e-3, row_bytes=0, weights_bytes=0)
-    found = costs(model, trip_s=0.0, step_fixed_s=1e-3, step_node_s=1e-3, byte_s=0.0)
-    assert model.step_efficiency(found, work, site, 40) == pytest.approx(0.5)
-    assert model.half_nodes(found, work, site) == 39
-    assert model.step_limit(found, work, site) == model.PROCESSOR
-    assert model.half_nodes(replace(found, trip_s=1.0), work, site) == 0
-
-
-@pytest.mark.parametrize(
-    ("work", "changes", "name"),
-    [
-        ({"row_bytes": 0, "weights_bytes": 0}, {}, "PROCESSOR"),
-        ({"row_bytes": 10_000, "weights_bytes": 0}, {"byte_s": 0.0}, "NETWORK_IN"),
-        ({"row_bytes": 0, "weights_bytes": 10**9}, {}, "NETWORK_OUT"),
-    ],
-)
-def test_remote_rollouts_are_limited_by_what_is_full_first(model, work, changes, name):
-    site, found = model.Site(), costs(model, **changes)
-    work = model.Work(name="x", step_s=1e-3, **work)
-    limit, nodes = model.rollout_limit(found, work, site)
-    assert limit == getattr(model, name)
-    load = model.rollout_loads(found, work, site)[limit]
-    assert load * nodes == pytest.approx(1)
-    assert model.rollout_efficiency(found, work, site, max(1, int(nodes))) == pytest.approx(1, rel=0.01)
-    assert model.rollout_efficiency(found, work, site, 4 * nodes) == pytest.approx(0.25)
-
-
-def test_more_nodes_are_never_better_for_each(model):
-    for work in model.WORKS:
-        for way in (model.step_efficiency, model.rollout_efficiency):
-            shares = [way(costs(model), work, model.Site(), count) for count in (1, 3, 10, 100, 1000)]
-            assert shares == sorted(shares, reverse=True)
-            assert 0 < shares[-1] <= shares[0] <= 1
