@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 from tests.extras import needs, skip_without
 
@@ -24,6 +27,7 @@ from envherd.executor import parallel
 from envherd.executor.cli.app import app
 from envherd.executor.cli.storing import RolloutStore, load_rollout
 from envherd.executor.cli.top import Watcher, screen
+from envherd.workers.processes import descendants
 from envherd.workers.testing import CountingEnv
 
 TEAM = "python:tests.executor.team_env:pictured"
@@ -365,6 +369,33 @@ def test_a_library_that_fails_is_named_and_the_others_are_measured(monkeypatch):
     assert "Gymnasium AsyncVectorEnv: OSError: no such track" in result.stderr
     assert result.output.count("not installed") == 2
     assert re.search(r"a serial loop +[\d,]+ +[\d.]+x \(", result.output)
+
+
+@needs("gymnasium")
+@pytest.mark.slow
+def test_ctrl_c_ends_a_benchmark_and_all_its_processes(tmp_path):
+    code = "from envherd.executor.cli import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "bench", "--envs", "2"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        while len(descendants(process.pid)) < 1 + 2 + 2:  # Gymnasium's and more
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        started = descendants(process.pid)
+        os.killpg(process.pid, signal.SIGINT)  # to the whole group, as a terminal does
+        _, complaints = process.communicate(timeout=100)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, complaints
+    assert "interrupted" in complaints
+    assert [pid for pid in started if os.path.exists(f"/proc/{pid}")] == []
 
 
 @needs("dm-control")
