@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from envherd.executor.cli.commands import write_text
 from envherd.executor.cli.env_names import Factory
 from envherd.executor.cli.sizing_report import size_text
 from envherd.executor.sizing.settings import Goal, counted
 
 if TYPE_CHECKING:
-    from envherd.executor.cli.size import Size
     from envherd.executor.cluster.planning import ClusterPlan
 
 SCHEMA = "envherd.size-cluster/2"
 
 
-def report_cluster(size: Size, factory: Factory, goal: Goal, probe_bytes: int | None, console: Console) -> int:
-    """Measure an env on the nodes and report the plan; return the exit code.
+def plan_with(
+    factory: Factory, address: str, goal: Goal, limits: tuple[float, int | None], console: Console
+) -> ClusterPlan:
+    """Measure an env on the nodes and return a plan; see `plan_cluster`.
 
     Args:
-        size: the options, with the address of a cluster.
         factory: of the env.
+        address: of the cluster.
         goal: fixed numbers, time of the policy, and headroom.
-        probe_bytes: most memory of the measurement; None for most of what is available.
-        console: shows progress and plan.
+        limits: most seconds of the measurement, and its most bytes of memory or None.
+        console: shows the progress.
     """
-    assert size.cluster is not None
     from envherd.executor.cluster.env import need_ray
 
     need_ray("envherd size --cluster")
     from envherd.executor.cluster.planning import plan_cluster
 
-    with console.status(f"measuring on the nodes of {size.cluster}"):
-        plan = plan_cluster(factory, size.cluster, goal, size.budget, probe_bytes)
-    console.print(table(size.env, size.cluster, plan))
-    report = {"schema": SCHEMA, "env": size.env, "address": size.cluster, **plan.to_plain()}
-    write_text(size.json, json.dumps(report, indent=2) + "\n")
-    return 0
+    with console.status(f"measuring on the nodes of {address}"):
+        return plan_cluster(factory, address, goal, *limits)
 
 
 def table(env: str, address: str, plan: ClusterPlan) -> RenderableType:
@@ -72,3 +66,8 @@ def table(env: str, address: str, plan: ClusterPlan) -> RenderableType:
         f"envherd rollout {env} --cluster {address} --envs {plan.num_envs}",
     )
     return Group(grid, *(Text(line) for line in lines))
+
+
+def plain_report(env: str, address: str, plan: ClusterPlan) -> dict[str, Any]:
+    """Return a plan as documented in docs/cluster.md, ready for `json.dump`."""
+    return {"schema": SCHEMA, "env": env, "address": address, **plan.to_plain()}

@@ -128,9 +128,7 @@ class Size:
         probe_bytes = None if self.probe_memory is None else parse_size(self.probe_memory)
         console = Console(stderr="-" in (self.json, self.yaml), quiet=self.quiet)
         if self.cluster is not None:
-            from envherd.executor.cli.cluster_sizing import report_cluster
-
-            return report_cluster(self, factory, goal, probe_bytes, console)
+            return self._report_cluster(self.cluster, factory, goal, probe_bytes, console)
         is_here = self.cpus is None and self.memory is None and self.gpu is None
         with Console(stderr=True, quiet=self.quiet).status("starting") as status:
             sizing = recommend(
@@ -143,6 +141,17 @@ class Size:
                 progress=lambda text, share: status.update(f"{text} ({share:.0%} of {self.budget:g} s)"),
             )
         self._report(sizing, console)
+        return 0
+
+    def _report_cluster(
+        self, address: str, factory: Factory, goal: Goal, probe_bytes: int | None, console: Console
+    ) -> int:
+        from envherd.executor.cli.cluster_sizing import plain_report, plan_with, table
+        from envherd.executor.cli.commands import write_text
+
+        plan = plan_with(factory, address, goal, (self.budget, probe_bytes), console)
+        console.print(table(self.env, address, plan))
+        write_text(self.json, json.dumps(plain_report(self.env, address, plan), indent=2) + "\n")
         return 0
 
     def _report(self, sizing: Sizing, console: Console) -> None:

@@ -227,9 +227,8 @@ def test_the_envs_part_of_a_batch_is_divided_among_processors_and_the_callers_is
     many = Setting(num_envs=256, num_workers=64)
     made = predicted(many, run_of(64, 1.0, num_envs=256), machine=machine_of(64))
     assert made.is_scaled  # the run was on another machine
-    assert made.batch_s == pytest.approx(4e-3, rel=0.02)
-    assert made.batch_s > 4e-3
-    assert predicted(many).batch_s == pytest.approx(128e-3, rel=0.02)
+    assert made.batch_s == pytest.approx(4e-3 + 286e-6)
+    assert predicted(many).batch_s == pytest.approx(128e-3 + 286e-6)
     # More workers than cores gain nothing, unless envs wait.
     apart = Setting(num_envs=8, num_workers=8)
     assert predicted(apart).steps_per_s == pytest.approx(predicted(TWO).steps_per_s, rel=0.01)
