@@ -142,13 +142,14 @@ def _target(facts: Facts) -> Iterator[str]:
 def _kind(facts: Facts) -> Iterator[str]:
     """Yield sentences that compare the chosen kind of setting with the others."""
     chosen, rate = facts.chosen, facts.predicted.steps_per_s
+    is_quiet = facts.limits.measured.contention < _DISTURBED  # otherwise the load of the probe is not that of the runs
     if not chosen.num_workers:
         why = "one processor may be used" if chosen.num_envs > 1 else "there is one env"
         yield (
             f"SerialEnv, in the caller's process, is the right executor: {why}, so worker processes gain nothing. An "
             f"env that crashes takes the program with it; --workers 1 keeps it apart."
         )
-    elif facts.serial is not None and facts.serial.steps_per_s >= GOOD_ENOUGH * rate:
+    elif is_quiet and facts.serial is not None and facts.serial.steps_per_s >= GOOD_ENOUGH * rate:
         yield (
             f"SerialEnv, in the caller's process, makes as many: {facts.serial.steps_per_s:,.0f} env-steps/s by the "
             f"probe. Use it unless the envs may crash."
