@@ -48,7 +48,7 @@ BUDGET = {
     "workers/testing": 1453,
     "executor/*": 2868,
     "executor/batches": 1600,
-    "executor/cli": 3696,
+    "executor/cli": 3704,
     "executor/cluster": 3149,
     "executor/facades": 464,
     "executor/facades/cleanrl": 186,
@@ -65,7 +65,7 @@ BUDGET = {
     "executor/rollouts": 906,
     "executor/show": 1128,
     "executor/simulator": 798,
-    "executor/sizing": 1866,
+    "executor/sizing": 1867,
 }
 #: What a number may be above the lines that are there: a share, or this number of lines if that is more.
 SLACK, SLACK_LINES = 0.03, 30
