@@ -264,7 +264,6 @@ def test_an_adapter_loads_only_its_family(adapter, loaded):
 WORKER_HALVES = {
     "cleanrl.worker": {"gymnasium"},
     "gymnasium.worker": {"gymnasium"},
-    "pettingzoo.one_group": set(),
     "pettingzoo.worker": {"gymnasium"},
     "rllib.worker": {"gymnasium"},
     "sb3.factory": set(),

@@ -14,8 +14,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from envherd.executor.facades.pettingzoo.one_group import OneGroupFactory
 from envherd.executor.facades.pettingzoo.vector_env import ByAgent, ParallelVectorEnv
+from envherd.executor.facades.pettingzoo.worker import OneGroupFactory
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 

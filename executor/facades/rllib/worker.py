@@ -9,7 +9,7 @@ Guarantees:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -18,10 +18,8 @@ from gymnasium import spaces
 
 from envherd.executor.facades.pettingzoo.worker import ParallelFactory, ParallelGuest, ParallelNativeAdapter
 from envherd.shm.specs import Key, LeafSpec
-from envherd.workers.adapters.base import StepValues
-from envherd.workers.adapters.common.scalars import as_float
-from envherd.workers.adapters.pettingzoo.adapter import checked_reset, checked_step, possible_agents
-from envherd.workers.errors import ResetNeeded, SpecError
+from envherd.workers.adapters.pettingzoo.adapter import possible_agents
+from envherd.workers.errors import SpecError
 
 #: Key of the rows: uint8 `[A]`, the bits of the dicts of the latest step or reset that had an entry for the agent.
 PRESENT: Key = ("present",)
@@ -89,6 +87,7 @@ class MultiAgentAdapter(ParallelNativeAdapter):
     """
 
     family: ClassVar[str] = "rllib"
+    _needs_agents = False  # they may enter later
 
     def __init__(self, env: AgentsGuest) -> None:
         super().__init__(env)
@@ -96,51 +95,33 @@ class MultiAgentAdapter(ParallelNativeAdapter):
         leaf = LeafSpec(PRESENT, self._present.shape, "uint8")
         self.spec = replace(self.spec, observation=(*self.spec.observation, leaf))
 
-    def reset(
-        self,
-        seed: int | None,
-        options: Mapping[str, Any] | None = None,
-        mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
-    ) -> list[Any]:
-        own = self.env.begin_reset(options)
-        self._needs_reset = True
-        observations, infos = checked_reset(self.env.env.reset(seed=seed, options=own))
-        self._flags[...] = False
-        self._needs_reset = False
-        return self._values(observations, {}, {}, {}, infos)
+    def _begin(self, seed: int | None, options: Mapping[str, Any] | None) -> Any:
+        return self._parallel.reset(seed=seed, options=self.env.begin_reset(options))
 
-    def step(self, action: list[Any]) -> StepValues:
-        """Make one transition; see `Adapter.step`.
+    def _acting(self) -> list[Any]:
+        return [agent for agent, acts in zip(self._seats, self._active, strict=True) if acts]
 
-        Raises:
-            ResetNeeded: no episode has begun; the env was not touched.
-            SpecError: the env returned no five dicts, no `__all__`, or named an unknown agent.
-        """
-        guest = self.env
-        given = guest.take_raw_action() if guest.has_raw_action else self._build(action)
-        if self._needs_reset:
-            raise ResetNeeded("step failed: expected an episode under way, got a multi-agent env that needs a reset.")
-        acting = [agent for agent, acts in zip(self._seats, self._active, strict=True) if acts]
-        result = checked_step(guest.env.step({agent: given[agent] for agent in acting}))
-        _, rewards, terminateds, truncateds, _ = result
-        if ALL not in terminateds and ALL not in truncateds:
+    def _observe(self, *dicts: Mapping[Any, Any]) -> None:
+        if dicts[1:] and ALL not in dicts[2] and ALL not in dicts[3]:
             raise SpecError(f"step failed: expected {ALL!r} among the flags of a multi-agent env, got none. Add it.")
+        for agent in {agent: None for entries in dicts for agent in entries if agent != ALL}:
+            self._seat(agent)
+        self.info = self.info if any(self.info.values()) else {}
         for i, (agent, seat) in enumerate(self._seats.items()):
-            self._rewards[i] = as_float(rewards[agent], f"reward of {agent}") if agent in rewards else 0.0
-            seat.end = bool(terminateds.get(agent, False)), bool(truncateds.get(agent, False))
-        self._flags[0] = self._flags[1] | self._flags[2]
-        terminated, truncated = bool(terminateds.get(ALL, False)), bool(truncateds.get(ALL, False))
-        self._needs_reset = terminated or truncated
-        return self._values(*result), [self._rewards], terminated, truncated
-
-    def _values(self, *dicts: Mapping[Any, Any]) -> list[Any]:
-        """Return the values of a row, from the five dicts of a step; for a reset, the middle three are empty."""
-        observations, infos = dicts[0], dicts[4]
-        self._check_names({agent: None for entries in dicts[:4] for agent in entries if agent != ALL})
-        self.info = infos if any(infos.values()) else {}
-        values: list[Any] = []
-        for i, (agent, seat) in enumerate(self._seats.items()):
-            seat.add(observations, values)
-            self._active[i] = agent in observations and not any(seat.end) and not self._needs_reset
+            seat.observe(dicts[0])
             self._present[i] = sum(bit for bit, entries in zip(_BITS, dicts, strict=False) if agent in entries)
-        return [*values, self._active, self._present]
+
+    def _note_ends(
+        self,
+        terminations: Mapping[Any, Any],
+        truncations: Mapping[Any, Any],
+        acting: Collection[Any],  # noqa: ARG002  # all that ended say so
+    ) -> tuple[bool, bool]:
+        for agent, seat in self._seats.items():
+            seat.end = bool(terminations.get(agent, False)), bool(truncations.get(agent, False))
+        return bool(terminations.get(ALL, False)), bool(truncations.get(ALL, False))
+
+    def _row(self) -> list[Any]:
+        for i, seat in enumerate(self._seats.values()):
+            self._active[i] = self._present[i] & OBSERVED and not any(seat.end) and not self._needs_reset
+        return [*self._observations(), self._active, self._present]

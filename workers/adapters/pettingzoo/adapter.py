@@ -22,7 +22,7 @@ Does not check whether values are inside their spaces (shape and dtype are check
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,52 +30,33 @@ import numpy as np
 from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.adapters.common.reset_options import own_options
-from envherd.workers.adapters.common.scalars import as_float
-from envherd.workers.adapters.pettingzoo.ends import end_episode, note_end
-from envherd.workers.adapters.pettingzoo.groups import AgentGroup, Seat, make_groups
-from envherd.workers.adapters.pettingzoo.spaces import Agent, read_agent
+from envherd.workers.adapters.common.scalars import as_flag, as_float
+from envherd.workers.adapters.pettingzoo.groups import Agent, AgentGroup, Seat, make_groups, read_agent
 from envherd.workers.errors import ResetNeeded, SpecError
 
 _FIVE = "(observations, rewards, terminations, truncations, infos), each a dict by agent"
 
 
-class PettingZooAdapter(Adapter):
-    """One `pettingzoo.ParallelEnv`, or an `AECEnv` that can be made one.
-
-    `reset` and `step` return buffers of this adapter, which the next call overwrites. If
-    `PettingZooFactory(return_state=True)` built the env, `state` at the root is its `state()`.
+class ParallelAdapter(Adapter):
+    """The steps of an env whose agents may leave and return; subclasses store the values of each agent.
 
     Args:
-        env: what the factory returned; it is reset once here.
-
-    Attributes:
-        env: the parallel env (of an AEC env, the one that `aec_to_parallel` made of it).
-        info: the infos by agent, as the env gave them (VIEW).
-
-    Raises:
-        SpecError: no `possible_agents`, an AEC env that cannot be made parallel, spaces without a fixed shape,
-            agents that cannot be grouped as the factory says.
+        env: what the executor's requests reach.
+        parallel: the parallel env that is stepped.
+        seats: agent -> where its values are stored.
     """
 
     family: ClassVar[str] = "pettingzoo"
+    #: Whether an episode without any agent is an error.
+    _needs_agents: ClassVar[bool] = True
 
-    def __init__(self, env: Any) -> None:
-        options = getattr(env, "envherd_options", None)
-        self.env = env = as_parallel(env)
+    def __init__(self, env: Any, parallel: Any, seats: Mapping[Agent, Any]) -> None:
+        self.env, self._parallel = env, parallel
         self.info: Mapping[Any, Any] = {}
-        self._turns = turn_based(env)
-        agents = possible_agents(env)
-        _, infos = checked_reset(env.reset(seed=None, options=None))
-        read = [read_agent(a, env.observation_space(a), env.action_space(a), infos.get(a)) for a in agents]
-        self._groups = make_groups(read, None if options is None else options.group_map)
-        self._seats: dict[Agent, Seat] = {seat.agent: seat for group in self._groups for seat in group.seats}
-        self._values = [value for group in self._groups for value in group.values]
-        self._rewards = [group.reward for group in self._groups]
-        self._done_values = [value for group in self._groups for value in group.done_values]
-        has_state = options is not None and options.return_state
-        self._state = _state_leaf(env) if has_state else None
+        self._turns = turn_based(parallel)
+        self._seats = seats
+        self._rewards: list[np.ndarray] = []  # in which the seats store them, aligned with the spec
         self._needs_reset = True
-        self.spec = self._make_spec()
 
     def reset(
         self,
@@ -95,15 +76,14 @@ class PettingZooAdapter(Adapter):
             SpecError: the env returned anything but `(observations, infos)`, or has no agents.
         """
         self._needs_reset = True
-        own = own_options(options, "PettingZoo env")
-        observations, self.info = checked_reset(self.env.reset(seed=seed, options=own))
-        if not self.env.agents:
+        observations, self.info = checked_reset(self._begin(seed, options))
+        if self._needs_agents and not self._parallel.agents:
             raise SpecError("reset failed: expected a PettingZoo env with agents, got one that has none. Fix the env.")
         for seat in self._seats.values():
             seat.end = (False, False)
         self._observe(observations)
         self._needs_reset = False
-        return self._all_values()
+        return self._row()
 
     def step(self, action: list[Any]) -> StepValues:
         """Make one transition; see `Adapter.step`.
@@ -113,18 +93,90 @@ class PettingZooAdapter(Adapter):
             SpecError: the env returned no five dicts, left out an agent that acts, or named an unknown one.
         """
         if self._needs_reset:
-            raise ResetNeeded("step failed: expected an episode under way, got a PettingZoo env that needs a reset.")
-        acting = list(self.env.agents)
-        result = checked_step(self.env.step(self._actions(action, acting)))
-        observations, rewards, terminations, truncations, self.info = result
-        self._observe(observations)
+            raise ResetNeeded("step failed: expected an episode under way, got an env that needs a reset.")
+        acting = self._acting()
+        result = checked_step(self._parallel.step(self._actions(action, acting)))
+        _, rewards, terminations, truncations, self.info = result
+        self._observe(*result[:4])
         for agent, seat in self._seats.items():
-            self._take_reward(seat, rewards.get(agent))
-            flags = terminations.get(agent), truncations.get(agent)
-            note_end(seat, *flags, is_present=agent in self.env.agents, has_acted=agent in acting)
-        terminated, truncated = end_episode(self._seats, self.env.agents)
+            reward = rewards.get(agent)
+            seat.take_reward(0.0 if reward is None else as_float(reward, f"reward of {agent}"))
+        terminated, truncated = self._note_ends(terminations, truncations, acting)
         self._needs_reset = terminated or truncated
-        return self._all_values(), list(self._rewards), terminated, truncated
+        return self._row(), list(self._rewards), terminated, truncated
+
+    def _begin(self, seed: int | None, options: Mapping[str, Any] | None) -> Any:
+        """Reset the env and return what it returned."""
+        return self._parallel.reset(seed=seed, options=own_options(options, "PettingZoo env"))
+
+    def _acting(self) -> list[Agent]:
+        """Return the agents whose actions the env gets."""
+        return list(self._parallel.agents)
+
+    def _note_ends(
+        self, terminations: Mapping[Agent, Any], truncations: Mapping[Agent, Any], acting: Collection[Agent]
+    ) -> tuple[bool, bool]:
+        """Record how agents have ended; return whether the episode has terminated, and whether it was truncated."""
+        present = self._parallel.agents
+        for agent, seat in self._seats.items():
+            flags = terminations.get(agent), truncations.get(agent)
+            _note_end(seat, *flags, is_present=agent in present, has_acted=agent in acting)
+        return _end_episode(self._seats, present)
+
+    def _actions(self, action: list[Any], acting: list[Agent]) -> dict[Agent, Any]:
+        """Return the actions of the agents that act."""
+        raise NotImplementedError
+
+    def _observe(self, *dicts: Mapping[Agent, Any]) -> None:
+        """Store the observations, which are the first of the four dicts of a step, or the only one of a reset."""
+        raise NotImplementedError
+
+    def _row(self) -> list[Any]:
+        """Return the values of the spec's observation leaves."""
+        raise NotImplementedError
+
+    def _seat(self, agent: Agent) -> Any:
+        seat = self._seats.get(agent)
+        if seat is None:
+            raise SpecError(
+                f"reading observations failed: expected agents among {', '.join(map(str, self._seats))}, "
+                f"got {agent!r}. Name all agents that may ever appear in env.possible_agents."
+            )
+        return seat
+
+
+class PettingZooAdapter(ParallelAdapter):
+    """One `pettingzoo.ParallelEnv`, or an `AECEnv` that can be made one.
+
+    `reset` and `step` return buffers of this adapter, which the next call overwrites. If
+    `PettingZooFactory(return_state=True)` built the env, `state` at the root is its `state()`.
+
+    Args:
+        env: what the factory returned; it is reset once here.
+
+    Attributes:
+        env: the parallel env (of an AEC env, the one that `aec_to_parallel` made of it).
+        info: the infos by agent, as the env gave them (VIEW).
+
+    Raises:
+        SpecError: no `possible_agents`, an AEC env that cannot be made parallel, spaces without a fixed shape,
+            agents that cannot be grouped as the factory says.
+    """
+
+    def __init__(self, env: Any) -> None:
+        options = getattr(env, "envherd_options", None)
+        env = as_parallel(env)
+        agents = possible_agents(env)
+        _, infos = checked_reset(env.reset(seed=None, options=None))
+        read = [read_agent(a, env.observation_space(a), env.action_space(a), infos.get(a)) for a in agents]
+        self._groups = make_groups(read, None if options is None else options.group_map)
+        super().__init__(env, env, {seat.agent: seat for group in self._groups for seat in group.seats})
+        self._values = [value for group in self._groups for value in group.values]
+        self._rewards = [group.reward for group in self._groups]
+        self._done_values = [value for group in self._groups for value in group.done_values]
+        has_state = options is not None and options.return_state
+        self._state = _state_leaf(env) if has_state else None
+        self.spec = self._make_spec()
 
     def done_values(self) -> list[Any]:
         """Return done, terminated and truncated of each group, bool `[A, 1]`."""
@@ -135,18 +187,18 @@ class PettingZooAdapter(Adapter):
         return self.env.render() if getattr(self.env, "render_mode", None) == "rgb_array" else None
 
     def _actions(self, action: list[Any], acting: list[Agent]) -> dict[Agent, Any]:
-        """Return the actions of the agents that act."""
         start, parts = 0, {}
         for group in self._groups:
             parts[group.name] = action[start : start + len(group.action)]
             start += len(group.action)
         actions = {}
         for agent in acting:
-            seat = self._seat(agent)
+            seat: Seat = self._seat(agent)
             actions[agent] = seat.build([values[seat.index] for values in parts[seat.group.name]])
         return actions
 
-    def _observe(self, observations: Mapping[Agent, Any]) -> None:
+    def _observe(self, *dicts: Mapping[Agent, Any]) -> None:
+        observations = dicts[0]
         present = self.env.agents
         acting = acting_agents(self.env, self._turns)
         for agent in present:
@@ -164,20 +216,7 @@ class PettingZooAdapter(Adapter):
             else:
                 seat.blank()
 
-    def _take_reward(self, seat: Seat, reward: Any) -> None:
-        value = 0.0 if reward is None else as_float(reward, f"reward of {seat.agent}")
-        seat.group.reward[seat.index, 0] = value
-
-    def _seat(self, agent: Agent) -> Seat:
-        seat = self._seats.get(agent)
-        if seat is None:
-            raise SpecError(
-                f"reading observations failed: expected agents among {', '.join(map(str, self._seats))}, "
-                f"got {agent!r}. Name all agents that may ever appear in env.possible_agents."
-            )
-        return seat
-
-    def _all_values(self) -> list[Any]:
+    def _row(self) -> list[Any]:
         return [*self._values, self.env.state()] if self._state is not None else list(self._values)
 
     def _make_spec(self) -> EnvSpec:
@@ -285,3 +324,42 @@ def _metadata(env: Any, groups: list[AgentGroup]) -> dict[str, Any]:
     if isinstance(fps, (int, float)):
         facts["render_fps"] = fps
     return facts
+
+
+def _note_end(seat: Any, terminated: Any, truncated: Any, *, is_present: bool, has_acted: bool) -> None:
+    """Record how an agent has ended.
+
+    Args:
+        seat: of the agent.
+        terminated: the env's flag; None if it has none for this agent.
+        truncated: likewise.
+        is_present: whether it is one of `env.agents` now.
+        has_acted: whether it was one of them before the step.
+    """
+    if terminated is not None or truncated is not None:
+        seat.end = (
+            terminated is not None and as_flag(terminated, f"terminations[{seat.agent!r}]"),
+            truncated is not None and as_flag(truncated, f"truncations[{seat.agent!r}]"),
+        )
+    elif is_present:
+        seat.end = (False, False)
+    elif has_acted:
+        seat.end = (True, False)
+
+
+def _end_episode(seats: Mapping[Agent, Any], agents: Collection[Agent]) -> tuple[bool, bool]:
+    """Return whether the episode has terminated, and whether it was truncated; if so, all agents are done.
+
+    Args:
+        seats: of all agents.
+        agents: those that are present now.
+    """
+    if not all(any(seats[agent].end) for agent in agents):
+        return False, False
+    ends = [seat.end for seat in seats.values() if any(seat.end)]
+    terminated = all(end[0] for end in ends)
+    truncated = not terminated or (bool(ends) and all(end[1] for end in ends))
+    for seat in seats.values():
+        if not any(seat.end):
+            seat.end = (terminated, truncated)
+    return terminated, truncated
