@@ -38,7 +38,7 @@ BUDGET = {
     "workers/adapters/gymnasium": 1203,
     "workers/adapters/hosts": 595,
     "workers/adapters/meltingpot": 1512,
-    "workers/adapters/pettingzoo": 721,
+    "workers/adapters/pettingzoo": 717,
     "workers/adapters/simulators": 1133,
     "workers/adapters/torchrl": 1706,
     "workers/block": 1501,
