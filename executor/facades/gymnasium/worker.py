@@ -119,6 +119,7 @@ class NativeAdapter(GymnasiumAdapter):
     """One `NativeEnv`; see the module."""
 
     _where = None
+    _fix_rewards = "Fix the env."
 
     env: NativeEnv
 

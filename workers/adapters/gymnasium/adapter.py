@@ -60,6 +60,8 @@ class GymnasiumAdapter(Adapter):
     family: ClassVar[str] = "gymnasium"
     #: What messages call an observation that does not match its space; None ignores entries that were never declared.
     _where: ClassVar[str | None] = "observation"
+    #: What to do about several rewards, for messages.
+    _fix_rewards: ClassVar[str] = _SEVERAL_REWARDS
     _has_one_reward = True
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
@@ -152,7 +154,7 @@ class GymnasiumAdapter(Adapter):
         except (TypeError, ValueError):
             raise _wrong_arity(result) from None
         if reward.__class__ is not float and self._has_one_reward:
-            reward = as_float(reward, "reward", _SEVERAL_REWARDS)
+            reward = as_float(reward, "reward", self._fix_rewards)
         if terminated.__class__ is not bool:
             terminated = as_flag(terminated, "terminated")
         if truncated.__class__ is not bool:
