@@ -20,7 +20,6 @@ from gymnasium import logger
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
 
-from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.gymnasium.base import EnvFns, HostedVectorEnv, StepResult
 from envherd.executor.facades.gymnasium.errors import CallTimeout, as_gymnasium
 from envherd.executor.facades.gymnasium.spaces import Description, has_custom
@@ -69,8 +68,6 @@ class AsyncVectorEnv(HostedVectorEnv):
         num_workers: processes; None for one per usable core, at most one per env; "auto" measures the first env for
             some seconds and decides (see docs/sizing.md).
         options: see `ExecutorOptions`; `infos` and `episode_seeds` are set here.
-        executor: makes what runs the envs, called as `ParallelEnv` is: `functools.partial(RayParallelEnv, ...)` for the
-            nodes of a cluster, each with that number of processes.
 
     Raises:
         RuntimeError: spaces do not fit together.
@@ -96,7 +93,6 @@ class AsyncVectorEnv(HostedVectorEnv):
         *,
         num_workers: int | Literal["auto"] | None = None,
         options: ExecutorOptions | None = None,
-        executor: Callable[..., BatchedEnv] = ParallelEnv,
     ) -> None:
         super().__init__(env_fns, copy=copy, observation_mode=observation_mode, autoreset_mode=autoreset_mode)
         if worker is not None:
@@ -119,12 +115,12 @@ class AsyncVectorEnv(HostedVectorEnv):
                 )
             num_workers = min(choose_workers(self.num_envs, num_workers), self.max_concurrency)
         try:
-            made = executor(
+            made = ParallelEnv(
                 self.num_envs,
                 [factories[id(env_fn)] for env_fn in self.env_fns],
                 num_workers=num_workers,
                 options=self._options(options),
-                **({} if copy else {"copy": False}),
+                copy=bool(copy),
             )
         except EnvherdError as error:
             raise as_gymnasium(error) from error.__cause__

@@ -24,7 +24,6 @@ from envherd.executor.facades.gymnasium.spaces import Description
 from envherd.executor.facades.pettingzoo.worker import ACTIVE, AGENTS, REWARD, ParallelFactory
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.parallel import ParallelEnv
 from envherd.workers.adapters.gymnasium.spaces import Space
 from envherd.workers.errors import ActionError
 
@@ -71,7 +70,6 @@ class ParallelVectorEnv:
             ended its episode, and puts the last observations into `infos["final_obs"]`.
         num_workers: processes; None for one per usable core, at most one per env; "auto" measures the first env.
         options: see `ExecutorOptions`; `infos` and `episode_seeds` are set here.
-        executor: makes what runs the envs, called as `ParallelEnv` is.
 
     Attributes:
         num_envs: N.
@@ -93,7 +91,6 @@ class ParallelVectorEnv:
         autoreset_mode: str | AutoresetMode = AutoresetMode.SAME_STEP,
         num_workers: int | Literal["auto"] | None = None,
         options: ExecutorOptions | None = None,
-        executor: Callable[..., BatchedEnv] = ParallelEnv,
     ) -> None:
         self._envs = AgentDictEnv(
             env_fns,
@@ -102,7 +99,6 @@ class ParallelVectorEnv:
             autoreset_mode=autoreset_mode,
             num_workers=num_workers,
             options=options,
-            executor=executor,
         )
         self.num_envs = self._envs.num_envs
         self.possible_agents = self.agents = list(self._envs.single_observation_space)  # type: ignore[call-overload]  # a Dict

@@ -363,8 +363,6 @@ class SubprocVecEnv(ExecutorVecEnv):
             some seconds and decides (see docs/sizing.md). Envs in one process share its global random generators unless
             `options.isolate_rng` is set.
         options: further `ExecutorOptions`; the facade overrides those that SB3's protocol determines.
-        executor: called as `ParallelEnv` to create the executor: `functools.partial(RayParallelEnv, ...)` for the nodes
-            of a cluster.
 
     Raises:
         ValueError: no env, or a start method that the platform lacks.
@@ -380,13 +378,12 @@ class SubprocVecEnv(ExecutorVecEnv):
         *,
         num_workers: int | Literal["auto"] | None = None,
         options: ExecutorOptions | None = None,
-        executor: Callable[..., BatchedEnv] = ParallelEnv,
     ) -> None:
         options = _as_sb3(checked_options(options), start_method)
         for env_fn in env_fns:
             check_factory(env_fn)
         factories = [Sb3Factory(env_fn, env_id) for env_id, env_fn in enumerate(env_fns)]
-        made = executor(len(factories), factories, num_workers=num_workers, options=options)
+        made = ParallelEnv(len(factories), factories, num_workers=num_workers, options=options)
         try:
             super().__init__(made)
         except BaseException:

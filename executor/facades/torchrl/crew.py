@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from envherd.executor.batched import BatchedEnv
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.pools.blueprint import choose_workers, draw
@@ -53,13 +52,11 @@ class Crew:
         env_kwargs: keyword arguments of each call.
         num_processes: None for one per usable core, at most one per env.
         options: of the executor.
-        make_executor: see `ParallelEnv`; None for worker processes on this machine.
 
     Attributes:
         num_envs: how many there are.
         is_dense: whether `step` can be used.
         ways: how it steps the envs: "direct", or TorchRL's own code and why.
-        executor: the result of `make_executor`, if there is one.
     """
 
     #: Bool `[N]`, the envs whose workers were lost in the latest `step`; None for none.
@@ -71,38 +68,20 @@ class Crew:
         env_kwargs: Sequence[dict[str, Any]],
         num_processes: int | None,
         options: ExecutorOptions,
-        make_executor: Callable[..., BatchedEnv] | None = None,
     ) -> None:
         self.num_envs = len(factories)
         self._finalizer: Callable[[], Any]
         self.pool: Pool
-        self.executor: BatchedEnv
         by_id = {id(factory): _guest_factory(factory, options) for factory in factories}
         guests = [by_id[id(factory)] for factory in factories]
         options = replace(options, episode_statistics=False)  # the guests add them
-        if make_executor is None:
-            self._start_here(
-                guests, list(env_kwargs), choose_workers(self.num_envs, num_processes, "num_processes"), options
-            )
-        else:
-            self.executor = make_executor(
-                self.num_envs,
-                guests,
-                env_kwargs=list(env_kwargs),
-                num_workers=None
-                if num_processes is None
-                else choose_workers(self.num_envs, num_processes, "num_processes"),
-                options=options,
-            )
-            self._finalizer = weakref.finalize(self, self.executor.close)
-            self._engine = self.executor.engine
-            self.pool = self._engine.pool
+        self._start(guests, list(env_kwargs), choose_workers(self.num_envs, num_processes, "num_processes"), options)
         self._engine.allow_steps()  # in TorchRL the env decides whether it may be stepped before a reset
         specs = self.pool.specs
         self.ways = tuple(dict.fromkeys(str(spec.metadata["way"]) for spec in specs))
         self.is_dense = bool(specs[0].metadata["is_dense"]) and all(spec == specs[0] for spec in specs)
 
-    def _start_here(
+    def _start(
         self, guests: list[Any], env_kwargs: list[dict[str, Any]], num_workers: int, options: ExecutorOptions
     ) -> None:
         blueprint = draw(guests, env_kwargs, num_workers, None, options)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 import torchrl.envs
 from torchrl.envs import EnvBase, EnvCreator
 
-from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.errors import as_raised
 from envherd.executor.facades.torchrl.attributes import Attributes, Dispatcher, NotStarted
 from envherd.executor.facades.torchrl.batched import MakeEnv
@@ -60,8 +59,8 @@ class _ParallelMeta(type(torchrl.envs.ParallelEnv)):  # type: ignore[misc]  # un
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # a class, seen from its metaclass
         kwargs.pop("auto_wrap_envs", None)
         is_single = kwargs.pop("serial_for_single", False) and kwargs.get("num_workers", args[0] if args else None) == 1
-        if is_single and not any(kwargs.get(name) for name in ("executor", "options")):
-            for name in ("mp_start_method", "metadata_from_workers", "num_processes", "executor", "options"):
+        if is_single and kwargs.get("options") is None:
+            for name in ("mp_start_method", "metadata_from_workers", "num_processes", "options"):
                 kwargs.pop(name, None)
             return torchrl.envs.SerialEnv(*args, **kwargs)
         _newborn.env = None
@@ -84,8 +83,6 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         num_processes: worker processes; None for one per usable core, at most one per env.
         options: of the executor. None: TorchRL's `num_sub_threads` and `shutdown_timeout` apply, and actions are passed
             to the envs unchecked, as in TorchRL.
-        executor: makes what runs the envs, called as the executor's `ParallelEnv` is: `functools.partial(
-            RayParallelEnv, ...)` for the nodes of a cluster, each with that number of processes. None: this machine.
         **kwargs: TorchRL's other arguments; docs/torchrl.md lists those without effect.
 
     Raises:
@@ -100,7 +97,6 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         *,
         num_processes: int | None = None,
         options: ExecutorOptions | None = None,
-        executor: Callable[..., BatchedEnv] | None = None,
         **kwargs: Any,
     ) -> None:
         for factory in [create_env_fn] if callable(create_env_fn) else create_env_fn:
@@ -109,7 +105,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
             default, value = getattr(ExecutorOptions, name), getattr(options, name)
             if value != default:
                 raise ValueError(f"ParallelEnv failed: expected options with {name}={default}, got {value}: {why}")
-        self.__dict__.update(_num_processes=num_processes, _options=options, _make_executor=executor)
+        self.__dict__.update(_num_processes=num_processes, _options=options)
         self.__dict__.update(_crew=None, _shells=None)
         try:
             super().__init__(num_workers, create_env_fn, **kwargs)
@@ -130,7 +126,6 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
                     self.create_env_kwargs,
                     self.__dict__["_num_processes"],
                     self._executor_options(),
-                    self.__dict__["_make_executor"],
                 )
             except FactoryError as error:
                 if "type_name" in error.context:
