@@ -43,10 +43,6 @@ class Size:
     env: Env
     envs: Annotated[int | None, typer.Option(min=1, help="Fix the number of envs; default: chosen.")] = None
     workers: Annotated[int | None, typer.Option(min=1, help="Fix the number of workers; default: chosen.")] = None
-    cluster: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Plan for the nodes of a Ray cluster: HOST:PORT of its head, or auto."),
-    ] = None
     policy_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds that the policy takes per batch.")] = 0.0
     target_steps_per_s: Annotated[
         float | None, typer.Option(min=0.0, help="Recommend the smallest setting with this many env-steps per second.")
@@ -99,8 +95,6 @@ class Size:
         from envherd.executor.cli.env_names import factory_for
         from envherd.executor.sizing.settings import Goal
 
-        if self.cluster is not None and (without := self._without_cluster):
-            raise typer.BadParameter(f"expected none of what is for one machine, got {', '.join(without)}.")
         if self.plot is not None:
             from envherd.executor.sizing import plotting  # noqa: F401  # its error names the missing package
         goal = Goal(
@@ -113,12 +107,6 @@ class Size:
         )
         return factory_for(self.env), goal
 
-    @property
-    def _without_cluster(self) -> list[str]:
-        """The options in use that do not apply to a cluster."""
-        names = ("cpus", "memory", "gpu", "target_steps_per_s", "episode_steps", "env_kwargs", "plot", "yaml")
-        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
-
     def _work(self, prepared: tuple[Factory, Goal]) -> int:
         """Size the env and report the result; return the exit code."""
         from envherd.executor.machine.machine import read_machine
@@ -127,8 +115,6 @@ class Size:
         factory, goal = prepared
         probe_bytes = None if self.probe_memory is None else parse_size(self.probe_memory)
         console = Console(stderr="-" in (self.json, self.yaml), quiet=self.quiet)
-        if self.cluster is not None:
-            return self._report_cluster(self.cluster, factory, goal, probe_bytes, console)
         is_here = self.cpus is None and self.memory is None and self.gpu is None
         with Console(stderr=True, quiet=self.quiet).status("starting") as status:
             sizing = recommend(
@@ -141,17 +127,6 @@ class Size:
                 progress=lambda text, share: status.update(f"{text} ({share:.0%} of {self.budget:g} s)"),
             )
         self._report(sizing, console)
-        return 0
-
-    def _report_cluster(
-        self, address: str, factory: Factory, goal: Goal, probe_bytes: int | None, console: Console
-    ) -> int:
-        from envherd.executor.cli.cluster_sizing import plain_report, plan_with, table
-        from envherd.executor.cli.commands import write_text
-
-        plan = plan_with(factory, address, goal, (self.budget, probe_bytes), console)
-        console.print(table(self.env, address, plan))
-        write_text(self.json, json.dumps(plain_report(self.env, address, plan), indent=2) + "\n")
         return 0
 
     def _report(self, sizing: Sizing, console: Console) -> None:
