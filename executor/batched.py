@@ -564,11 +564,9 @@ class BatchedEnv:
                 return
             self._ask("load_state_dict", None, args=tuple(state[f"env{i}"] for i in range(self.num_envs)))
             if kept is None:
-                engine.positions.mark_running()
-                engine.states.move(engine.all_ids, Event.IS_ALLOWED)
+                engine.restore(None, None)
             else:
-                engine.batches.put_roots(kept["roots"])
-                engine.states.restore(engine.all_ids, np.array(kept["ended"], bool))
+                engine.restore(kept["roots"], np.array(kept["ended"], bool))
 
     def _check_kept(self, kept: dict[str, Any], *, has_roots: bool) -> None:
         """Refuse the executor's part of a state of another number of envs, or with roots of other envs."""

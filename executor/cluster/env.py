@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from envherd.executor.batched import BatchedEnv
+from envherd.executor.batched import BatchedEnv, Parts
 from envherd.executor.batches.transfer import as_device
 from envherd.executor.cluster.errors import ClusterError
-from envherd.executor.cluster.orders import Report
-from envherd.executor.cluster.shares import bundles_for
+from envherd.executor.cluster.messages import Report
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.base import Pool
 from envherd.executor.pools.blueprint import (
     EnvKwargs,
     MakeEnv,
@@ -21,9 +21,11 @@ from envherd.executor.pools.blueprint import (
     counted,
     draw,
 )
+from envherd.executor.rollouts.stepwise import StepwiseRun
 from envherd.workers.build import Factory
 
 if TYPE_CHECKING:
+    from envherd.executor.cluster.engine import ClusterEngine
     from envherd.executor.cluster.remote_rollouts import RemoteRollouts
     from envherd.executor.policy import Policy
 
@@ -33,21 +35,22 @@ Strategy = Literal["STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK"]
 class RayParallelEnv(BatchedEnv):
     """N envs on the nodes of a Ray cluster, stepped as one batch: the same API and the same data as `ParallelEnv`.
 
-    Each node gets a share of contiguous envs and a host, which runs them in worker processes over its own shared
-    memory. Each command sends one buffer of actions to a host, which returns one buffer of rows.
+    Each node gets a share of contiguous envs and a host, which runs them as a `ParallelEnv` does. A command splits the
+    batch of actions, calls every host, and concatenates their batches.
 
     Args:
         num_envs: N; at least one per node.
         make_env: a callable that builds one env, or a list of N callables. Pickled by value and called on the nodes.
         num_nodes: number of shares; None for one on every node with processors (or with `resources_per_node`).
         resources_per_node: what Ray reserves for each share, `{"CPU": 16, "GPU": 1, ...}`, or a list of these; None for
-            all whole processors of each node. Envs are spread over nodes in proportion to the processors.
+            all whole processors of each node.
         address: of the cluster; None for the cluster in use, else RAY_ADDRESS, else a new one on this machine.
+        envs_per_node: number of envs of each share; None spreads them in proportion to the processors.
         num_workers: worker processes on each node; None for one per processor of its share.
         env_kwargs: keyword arguments of the factory calls: one dict for all, or a list of N.
         seed: root seed of everything random; None draws one.
         device: of the batches; None leaves them on the CPU.
-        copy: as `ParallelEnv`'s.
+        copy: accepted as by `ParallelEnv`; batches are always the caller's own memory.
         options: see `ExecutorOptions`; the nodes enforce its deadlines and its loss policy.
         strategy: how Ray places shares: "STRICT_SPREAD" puts each on a different node.
         runtime_env: Ray's runtime environment of the hosts; None for the job's own.
@@ -56,7 +59,6 @@ class RayParallelEnv(BatchedEnv):
 
     Attributes:
         nodes: one `Report` per share: node id, host name, processors, memory, versions.
-        envs_per_node: number of envs of each share.
 
     Raises:
         ClusterError: Ray is missing, cannot be reached or has no room, or versions on a node differ from this
@@ -73,6 +75,7 @@ class RayParallelEnv(BatchedEnv):
         num_nodes: int | None = None,
         resources_per_node: Mapping[str, float] | Sequence[Mapping[str, float]] | None = None,
         address: str | None = None,
+        envs_per_node: Sequence[int] | None = None,
         num_workers: int | None = None,
         env_kwargs: EnvKwargs = None,
         seed: int | None = None,
@@ -88,27 +91,32 @@ class RayParallelEnv(BatchedEnv):
         options = checked_options(options, copy=copy)
         if options.reset_ahead:
             raise ValueError("RayParallelEnv failed: expected reset_ahead=False, got True. Only ParallelEnv has it.")
-        where = as_device(device)
+        where_to = as_device(device)
         factories = as_factories(count, make_env)
         blueprint = draw(factories, env_kwargs, 1, seed, options)
         need_ray("RayParallelEnv")
-        from envherd.executor.cluster.fleet import Fleet
-        from envherd.executor.cluster.pool import ClusterPool
+        from envherd.executor.cluster.engine import ClusterEngine, ClusterExchange
+        from envherd.executor.cluster.hosts import Hosts
 
-        fleet = Fleet(address, node_timeout_s, options)
+        self._hosts = hosts = Hosts(address, node_timeout_s, options)
         try:
-            fleet.reserve(
-                lambda free: bundles_for(free, count, num_nodes, resources_per_node),
-                (strategy, placement_timeout_s, runtime_env),
+            where = strategy, placement_timeout_s, runtime_env
+            built = hosts.start(blueprint, num_nodes, resources_per_node, envs_per_node, num_workers, where)
+            check_agreement(hosts.specs, factories, blueprint.env_kwargs)
+            parts = Parts(ClusterEngine, ClusterExchange, StepwiseRun)
+            super().__init__(
+                cast("Pool", hosts),
+                seed=blueprint.root_seed,
+                device=where_to,
+                copy=copy,
+                options=options,
+                parts=parts,
             )
-            pool = ClusterPool(fleet.build(blueprint, num_workers), options, fleet)
-            check_agreement(pool.specs, factories, blueprint.env_kwargs)
-            super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options)
+            for host, one in zip(hosts.all, built, strict=True):
+                self._engine.place(host, one.answer)  # type: ignore[attr-defined]  # of `ClusterEngine`
         except BaseException:
-            fleet.give_back()
+            hosts.close(timeout_s=0)
             raise
-        self._fleet = fleet
-        self._cluster_pool = pool
 
     def remote_rollouts(self, policy_factory: Callable[[], Policy] | None = None) -> RemoteRollouts:
         """Return a maker of rollouts with envs and policy on the same nodes; a `Collector` accepts it.
@@ -118,17 +126,17 @@ class RayParallelEnv(BatchedEnv):
         """
         from envherd.executor.cluster.remote_rollouts import RemoteRollouts
 
-        return RemoteRollouts(self.engine, self._cluster_pool, policy_factory, self.close)
+        return RemoteRollouts(cast("ClusterEngine", self.engine), self._hosts, policy_factory, self.close)
 
     @property
     def nodes(self) -> tuple[Report, ...]:
         """Each host's report on its node."""
-        return tuple(share.report for share in self._fleet.shares)
+        return tuple(host.report for host in self._hosts.all)
 
     @property
     def envs_per_node(self) -> tuple[int, ...]:
         """Number of envs of each share."""
-        return tuple(share.num_envs for share in self._fleet.shares)
+        return tuple(len(host.env_ids) for host in self._hosts.all)
 
 
 def need_ray(what: str) -> None:

@@ -1,4 +1,4 @@
-"""All use of Ray: connect to a cluster, reserve a place for every share, start hosts there, and replace them.
+"""Connect to a Ray cluster, reserve a place for every host, and start hosts there.
 
 Guarantees: `close` releases all reservations and hosts, and Ray does so when this process ends; a wait for room is
 bounded.
@@ -20,13 +20,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.cluster.host import NodeHost, versions
-from envherd.executor.cluster.orders import Report
-from envherd.executor.cluster.shares import Resources, refusal
+from envherd.executor.cluster.messages import Report
+from envherd.executor.cluster.shares import Resources, has_room, no_room
 
 log = logging.getLogger("envherd")
 
-#: Method -> thread of the host in which it runs: one collects answers, one reports. All other methods run in "act".
-_THREADS = {"collect": "answer", **dict.fromkeys(("report", "ping", "memory", "close"), "watch")}
+#: Methods of a host that do not wait for its other methods: they run in another thread.
+_APART = ("report", "ping", "close")
 #: Seconds for a host's process to start: it imports torch, perhaps on a busy machine.
 COME_UP_S = 180.0
 #: Seconds for the head of a cluster to accept a connection.
@@ -122,7 +122,7 @@ def reserve(
         if not is_placed:
             remove_placement_group(group)
     if not is_placed:
-        raise refusal(bundles, living_nodes(), timeout_s)
+        raise no_room(bundles, living_nodes(), timeout_s)
     groups = [group]
     return [Place(bundle, groups, index, runtime_env) for index, bundle in enumerate(bundles)]
 
@@ -167,12 +167,12 @@ class Place:
         if self._runtime_env is not None:
             options["runtime_env"] = dict(self._runtime_env)
         remote: Any = ray.remote  # its types know no concurrency groups
-        made = remote(concurrency_groups=dict.fromkeys(("act", *_THREADS.values()), 1))(NodeHost)
+        made = remote(concurrency_groups={"act": 1, "watch": 1})(NodeHost)
         self.host = made.options(**options).remote()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the host, in its thread; return the reference of its answer at once."""
-        thread = _THREADS.get(method, "act")
+        thread = "watch" if method in _APART else "act"
         return getattr(self.host, method).options(concurrency_group=thread).remote(*args, **kwargs)
 
     def end_host(self) -> None:
@@ -180,14 +180,18 @@ class Place:
         with contextlib.suppress(Exception):
             ray.kill(self.host, no_restart=True) if ray.is_initialized() else None
 
-    def begin_move(self) -> bool:
-        """Begin to search another place, because the host is gone; return whether any node is large enough."""
-        if not any(all(node.get(name, 0) >= n for name, n in self.bundle.items()) for node in living_nodes()):
+    def begin_move(self, delay_s: float) -> bool:
+        """Begin to search another place, because the host is gone; return whether any node is large enough.
+
+        Args:
+            delay_s: seconds from now to the first `finish_move`.
+        """
+        if not any(has_room(node, self.bundle) for node in living_nodes()):
             return False
         if not _is_there(*self._home):  # otherwise only the host was lost
             self._other = placement_group([dict(self.bundle)], strategy="PACK")
             self._groups.append(self._other)
-        self._search_end = time.monotonic() + _MOVE_S
+        self._search_end = time.monotonic() + delay_s + _MOVE_S
         return True
 
     def finish_move(self) -> bool | None:

@@ -24,19 +24,20 @@ from envherd.executor.batches.arguments import (
     refuse_unused_root,
 )
 from envherd.executor.cluster.errors import ClusterError
-from envherd.executor.cluster.folding import unfolded
-from envherd.executor.cluster.host import weights_of
-from envherd.executor.cluster.orders import Rolled, RollOrder
+from envherd.executor.cluster.messages import Rolled, RollOrder
+from envherd.executor.cluster.packing import unfolded
 from envherd.executor.policy import Placed, Policy
 from envherd.executor.protocol.env_states import Event
 from envherd.shm.specs import Key
-from envherd.workers.errors import EnvherdError, WorkerLost, WorkerTimeout
+from envherd.workers.errors import EnvherdError
 from envherd.workers.pickling import dumps
 
 if TYPE_CHECKING:
-    from envherd.executor.cluster.pool import ClusterPool
-    from envherd.executor.cluster.remote_share import RemoteShare
-    from envherd.executor.protocol.engine import Engine
+    from envherd.executor.cluster.engine import ClusterEngine
+    from envherd.executor.cluster.hosts import Call, Host, Hosts
+
+#: Of this process, so that hosts never take one policy for another.
+_policy_ids = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ class RemoteRollouts:
 
     Args:
         engine: of the executor.
-        pool: of the executor.
+        hosts: of the executor.
         policy_factory: builds the policy on a node, for policies that cannot be pickled; the weights still come from
             the policy passed to `rollout` or `stream`.
 
@@ -79,25 +80,26 @@ class RemoteRollouts:
     """
 
     def __init__(
-        self, engine: Engine, pool: ClusterPool, policy_factory: Callable[[], Policy] | None, close: Callable[[], None]
+        self,
+        engine: ClusterEngine,
+        hosts: Hosts,
+        policy_factory: Callable[[], Policy] | None,
+        close: Callable[[], None],
     ) -> None:
         need_callables("remote_rollouts", policy_factory=policy_factory)
         self.num_envs = engine.num_envs
         self.specs = engine.specs
         self.version = 0
         self._engine = engine
-        self._pool = pool
+        self._hosts = hosts
         self._factory = policy_factory
         self._close = close
-        self._ids = itertools.count()
         self._policy: Any = None
         self._policy_id: int | None = None
         self._pickled: Any = None
-        self._shipped: dict[int, tuple[Any, int]] = {}  # share id -> (host, policy id)
         self._stamp: Any = None
         self._weights: Any = None
-        self._rolling: set[int] = set()  # share ids whose rollout is pending
-        self._done: dict[int, Rolled | EnvherdError] = {}
+        self._rolling: list[Call] = []
 
     # ---- what users call ---------------------------------------------------------------------
 
@@ -147,15 +149,15 @@ class RemoteRollouts:
             states = (tensordict, primer)
             results: dict[int, Rolled] = {}
             try:
-                for share in self._pool.shares:
-                    self._start(share, max_steps, kwargs, states)
-                while len(results) < len(self._pool.shares):
-                    share_id, result = self._next(max_steps, kwargs, states)
-                    results[share_id] = result
+                for host in self._hosts.all:
+                    self._start(host, max_steps, kwargs, states)
+                while self._rolling:
+                    host, result = self._next()
+                    results[host.index] = result
             except BaseException:
                 self._drain()
                 raise
-            return self._join([results[share.share_id] for share in self._pool.shares])
+            return self._join([results[host.index] for host in self._hosts.all])
 
     def stream(
         self, max_steps: int, policy: Policy | None = None, *, overlap: bool = True
@@ -181,26 +183,25 @@ class RemoteRollouts:
         with self._engine.guard:
             self._begin(policy)
             self._engine.is_rolling = True
-        waiting = list(self._pool.shares)
+        waiting = list(self._hosts.all)
         try:
             while True:
                 with self._engine.guard:
-                    for share in waiting:
-                        self._start(share, max_steps, kwargs, (None, None))
-                    share_id, result = self._next(max_steps, kwargs, (None, None))
-                    share = self._pool.shares[share_id]
+                    for host in waiting:
+                        self._start(host, max_steps, kwargs, (None, None))
+                    host, result = self._next()
                     data = self._join([result])
-                    waiting = [share]
+                    waiting = [host]
                     if overlap:
-                        self._start(share, max_steps, kwargs, (None, None))
+                        self._start(host, max_steps, kwargs, (None, None))
                         waiting = []
                     self._refresh()
                 yield RemoteBatch(
                     data=data,
-                    env_ids=share.env_ids.copy(),
+                    env_ids=host.env_ids.copy(),
                     version=result.version,
                     staleness=self.version - result.version,
-                    node=share.place,
+                    node=host.report.place,
                     wall_s=result.wall_s,
                 )
         finally:
@@ -221,7 +222,7 @@ class RemoteRollouts:
         policy = policy.policy if isinstance(policy, Placed) else policy
         if policy is not self._policy:
             self._policy, self._stamp, self._weights = policy, None, None
-            self._policy_id = None if policy is None else next(self._ids)
+            self._policy_id = None if policy is None else next(_policy_ids)
             self._pickled = None if policy is None else _put(self._pickle(policy))
             self.version = 0
         self._refresh()
@@ -245,113 +246,58 @@ class RemoteRollouts:
         if stamp != self._stamp:
             self.version += self._stamp is not None
             self._stamp = stamp
-            self._weights = _put(weights_of(self._policy))
-
-    def _ship(self, share: RemoteShare) -> None:
-        """Send the policy, unless this host has it; a new host has not."""
-        if self._policy_id is None or self._shipped.get(share.share_id) == (share.home.host, self._policy_id):
-            return
-        kind = "policy" if self._factory is None else "factory"
-        self._pool.fleet.send(share, "take_policy", (self._policy_id, self._pickled, kind), _take_nothing)
-        if not share.is_moving:
-            self._shipped[share.share_id] = (share.home.host, self._policy_id)
+            self._weights = _put([tensor.detach().cpu().numpy() for tensor in tensors])
 
     # ---- rollouts ----------------------------------------------------------------------------
 
-    def _start(self, share: RemoteShare, max_steps: int, kwargs: dict[str, Any], states: tuple[Any, Any]) -> None:
-        """Begin a rollout on a node; first replace the node if it is lost and that is allowed."""
-        if any(worker_id in self._pool.lost for worker_id in share.worker_ids):
-            self._restore(share)
+    def _start(self, host: Host, max_steps: int, kwargs: dict[str, Any], states: tuple[Any, Any]) -> None:
+        """Begin a rollout on a host."""
+        self._engine.refuse_lost(host.env_ids)
         self._refresh()
-        names = ("tensordict", "primer")
-        span = slice(share.first_env_id, share.first_env_id + share.num_envs)
+        names, span = ("tensordict", "primer"), slice(host.env_ids[0], host.env_ids[-1] + 1)
         own = {name: state[span].cpu() for name, state in zip(names, states, strict=True) if state is not None}
-        positions, side = self._engine.positions, self._engine.side
-        roots = values = None
-        if not share.knows_roots and not kwargs["auto_reset"]:
-            roots = [leaf for group, ids in share.wire_rows.groups for leaf in positions.gather_roots(group, ids)]
-            latest = side.latest(positions.in_root) if side.has_values else {}
-            values = [latest[env_id] for env_id in share.env_ids.tolist()] if latest else None
         order = RollOrder(
             num_steps=max_steps,
             policy_id=self._policy_id,
+            is_factory=self._factory is not None,
             version=self.version,
-            ended=self._engine.states.needs_reset[share.env_ids],
-            roots=roots,
-            side=values,
+            ended=self._engine.states.needs_reset[host.env_ids],
             kwargs={**kwargs, **own},
         )
-        self._done.pop(share.share_id, None)
-        self._rolling.add(share.share_id)
-        share.knows_roots = False
-        self._ship(share)
-        self._pool.fleet.send(share, "roll", (order, self._weights), self._take)
+        call = self._hosts.call(host, "roll", order, self._pickled, self._weights)
+        call.env_ids = host.env_ids  # a successor makes it again
+        self._rolling.append(call)
 
-    def _take(self, share: RemoteShare, rolled: Rolled | EnvherdError) -> None:
-        self._done[share.share_id] = rolled
-        self._rolling.discard(share.share_id)
-
-    def _next(self, max_steps: int, kwargs: dict[str, Any], states: tuple[Any, Any]) -> tuple[int, Rolled]:
+    def _next(self) -> tuple[Host, Rolled]:
         """Wait for the next finished rollout; note its envs' positions."""
-        pool = self._pool
-        while not self._done:
-            pool.fleet.take(None)
-            for share in pool.shares:
-                if share.share_id in self._rolling and share.is_out:
-                    self._rolling.discard(share.share_id)
-                    self._start(share, max_steps, kwargs, states)  # or raise its loss
-        share_id = next(iter(self._done))
-        result = self._done.pop(share_id)
-        share = pool.shares[share_id]
-        if isinstance(result, EnvherdError):
-            self._engine.states.move(share.env_ids, Event.IS_BROKEN_OFF)
-            if isinstance(result, (WorkerLost, WorkerTimeout)):
-                pool.fail(share, result)
-            raise result
-        self._note(share, result)
-        return share_id, result
+        while not (done := [call for call in self._rolling if call.is_answered]):
+            self._hosts.wait(self._rolling, 1, None)
+        self._rolling.remove(call := done[0])
+        self._note(call)
+        if isinstance(call.answer, EnvherdError):
+            raise call.answer
+        return call.host, call.answer
 
-    def _restore(self, share: RemoteShare) -> None:
-        """Replace the workers or the host that a share has lost, or raise the loss."""
-        pool, losses = self._pool, self._engine.flights.losses
-        lost = [worker_id for worker_id in share.worker_ids if worker_id in pool.lost]
-        losses.lose(pool.blueprint.envs_of(lost))
-        if self._engine.options.on_worker_loss != "restart":
-            losses.forget()
-            raise pool.lost[lost[0]]
-        for worker_id in lost:
-            pool.begin_restart(worker_id)
-
-    def _note(self, share: RemoteShare, rolled: Rolled) -> None:
-        """Note the positions of a share's envs after a rollout."""
-        pool, engine = self._pool, self._engine
-        columns = engine.positions.reset_columns(share.env_ids)
-        share.wire_rows.unpack_rows("root", rolled.reply.roots, None, columns)
-        share.note_words(pool.slab.words, pool.resets_before_start, rolled.reply)
-        engine.flights.put(share.env_ids, columns)
-        engine.side.root.update(zip(share.env_ids.tolist(), rolled.side, strict=False))
-        share.knows_roots = True
-        pool.num_losses += rolled.worker_losses
-        engine.flights.losses.num_interrupted += rolled.interrupted
+    def _note(self, call: Call) -> None:
+        """Note the positions of a host's envs after a rollout."""
+        engine = self._engine
+        if not isinstance(call.answer, EnvherdError):
+            engine.place(call.host, call.answer.answer)
+            return
+        engine.states.move(call.host.env_ids, Event.IS_BROKEN_OFF)
+        engine.note_lost_workers(call.answer)
 
     def _drain(self) -> None:
         """Wait for pending rollouts, note the envs' positions, and drop the data."""
-        pool = self._pool
-        while any(share.share_id in self._rolling and share.has_host for share in pool.shares):
-            pool.fleet.take(None)
-        self._rolling.clear()
-        for share in pool.shares:
-            share.drop_held()
-            result = self._done.pop(share.share_id, None)
-            if isinstance(result, Rolled):
-                self._note(share, result)
-            elif result is not None or not share.has_host:
-                self._engine.states.move(share.env_ids, Event.IS_BROKEN_OFF)
+        self._hosts.wait_for(self._rolling)
+        for call in self._rolling:
+            self._note(call)
+        self._rolling = []
 
     def _join(self, parts: list[Rolled]) -> TensorDictBase:
         """Return rollouts as one batch, in its own memory."""
         device = self._engine.device
-        if len({_keys_of(part) for part in parts}) > 1 or parts[0].leaves is None:
+        if len({_keys_of(part) for part in parts}) > 1 or parts[0].data.leaves is None:
             rows = [row for part in parts for row in _as_batch([part]).unbind(0)]
             data: TensorDictBase = LazyStackedTensorDict(*rows, stack_dim=0)
         else:
@@ -360,20 +306,18 @@ class RemoteRollouts:
 
 
 def _keys_of(part: Rolled) -> frozenset[Key] | None:
-    return None if part.leaves is None else frozenset((*part.leaves, *part.folded))
-
-
-def _take_nothing(share: RemoteShare, _: None) -> None:
-    """Ignore the answer to a policy; a host that cannot take it ends."""
+    return None if part.data.leaves is None else frozenset((*part.data.leaves, *part.folded))
 
 
 def _as_batch(parts: list[Rolled]) -> TensorDictBase:
     """Return rollouts that have the same keys as one batch, in its own memory."""
-    if parts[0].leaves is None:
-        return parts[0].batch
+    first = parts[0].data
+    if first.leaves is None:
+        assert first.td is not None
+        return first.td
     leaves = {
-        key: torch.from_numpy(np.concatenate([unfolded(part.leaves or {}, part.folded, key) for part in parts]))
-        for key in (*parts[0].leaves, *parts[0].folded)
+        key: torch.from_numpy(np.concatenate([unfolded(part.data.leaves or {}, part.folded, key) for part in parts]))
+        for key in (*first.leaves, *parts[0].folded)
     }
     num_envs, num_steps = next(iter(leaves.values())).shape[:2]
     data = TensorDict({}, (num_envs, num_steps, *parts[0].tail))

@@ -55,28 +55,29 @@ def bundles_for(
             )
         return [dict(one) for one in per_node]
     if per_node is not None:
-        fitting = sum(all(node.get(name, 0) >= amount for name, amount in per_node.items()) for node in free)
+        fitting = sum(has_room(node, per_node) for node in free)
         if num_nodes is None and not fitting:
-            raise ClusterError(_too_little([dict(per_node)], free))
+            raise no_room([per_node], free)
         return [dict(per_node) for _ in range(min(num_nodes or fitting, num_envs))]
     cpus = sorted((int(node.get("CPU", 0)) for node in free if node.get("CPU", 0) >= 1), reverse=True)
     wanted = min(num_nodes or len(cpus), num_envs)
     if not cpus or wanted > len(cpus):
-        raise ClusterError(_too_little([{"CPU": 1.0}] * max(1, wanted), free))
+        raise no_room([{"CPU": 1.0}] * max(1, wanted), free)
     return [{"CPU": float(count)} for count in cpus[:wanted]]
 
 
-def refusal(asked: Sequence[Mapping[str, float]], free: Sequence[Mapping[str, float]], waited_s: float) -> ClusterError:
-    """Return the error for bundles that were not placed in time."""
-    return ClusterError(_too_little(asked, free, waited_s))
+def has_room(node: Mapping[str, float], bundle: Mapping[str, float]) -> bool:
+    """Return whether a node, if nothing else used it, has the resources of a bundle."""
+    return all(node.get(name, 0) >= amount for name, amount in bundle.items())
 
 
-def _too_little(
+def no_room(
     asked: Sequence[Mapping[str, float]], free: Sequence[Mapping[str, float]], waited_s: float | None = None
-) -> str:
+) -> ClusterError:
+    """Return the error for bundles that cannot be placed, or were not placed in time."""
     waited = "" if waited_s is None else f" within {waited_s:g} s"
     nodes = "; ".join(_say(node) for node in free) or "none"
-    return (
+    return ClusterError(
         f"RayParallelEnv failed: expected room for {len(asked)} shares of {_say(asked[0])}, each on a different node, "
         f"got none{waited}: {len(free)} living nodes have {nodes} in all (others may be using it). Ask for less "
         f"(num_nodes, resources_per_node), free or add nodes, or allow several shares on a node (strategy='SPREAD')."

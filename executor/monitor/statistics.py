@@ -130,7 +130,7 @@ class Tally(NamedTuple):
 
 def count(pool: Pool, memory: MemoryLog, tally: Tally) -> Statistics:
     """Read the counters of a pool and the memory of its processes (recorded in `memory`)."""
-    figures = pool.figures()  # first: it updates the words of workers on other machines
+    figures = pool.figures()
     words = {name: array.copy() for name, array in pool.slab.words.items()}
     wall_s = max(time.monotonic() - tally.ready_at, 1e-9)
     agents = np.array([num_agents(spec) for spec in pool.specs])

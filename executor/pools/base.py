@@ -1,4 +1,4 @@
-"""The interface of a pool: `WorkerPool`, `SerialPool`, `AheadPool` and `ClusterPool` implement it.
+"""The interface of a pool: `WorkerPool`, `SerialPool` and `AheadPool` implement it.
 
 Terms: an env *owes an answer* from when it is given a command until the command is carried out, its rows are written,
 and the env is counted as answered. Env ids are int64 `[k]` without duplicates, columns int64 `[k]`.
@@ -315,7 +315,7 @@ class Pool(Protocol):
         ...
 
     def is_alive(self, worker_id: int) -> bool:
-        """Return whether a worker runs; on another machine, whether no loss has been noticed."""
+        """Return whether a worker runs."""
         ...
 
     def worker_output(self, worker_id: int) -> str:
@@ -323,7 +323,7 @@ class Pool(Protocol):
         ...
 
     def pid_of(self, worker_id: int) -> int:
-        """Return a worker's process id, on its machine."""
+        """Return a worker's process id."""
         ...
 
     def generation_of(self, worker_id: int) -> int:
@@ -331,7 +331,7 @@ class Pool(Protocol):
         ...
 
     def figures(self) -> list[WorkerFigures]:
-        """Return the figures of each worker, by worker id; updates the words of remote workers."""
+        """Return the figures of each worker, by worker id."""
         ...
 
     def close(self, timeout_s: float | None = None) -> None:

@@ -164,10 +164,10 @@ def env_error(faults: Sequence[Frame], worker_id: int, pid: int) -> EnvError:
 
 
 def merge_answers(asked: Iterable[int], take: Callable[[int], dict[int, Any]]) -> dict[int, Any]:
-    """Collect the answers of several workers or nodes into one dict.
+    """Collect the answers of several workers or hosts into one dict.
 
     Args:
-        asked: ids of workers or nodes.
+        asked: ids of workers or hosts.
         take: waits for the answer of one, env id -> value, or raises its error.
 
     Raises:

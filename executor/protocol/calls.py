@@ -42,6 +42,7 @@ class Calls:
 
     Attributes:
         pool: of the executor.
+        batches, positions: the envs' rows.
         states: the state of every env.
         known: keys of the envs' leaves, without `next`.
         is_rolling: a rollout is in progress; its policy and callback may send requests to envs, but not step them.
@@ -51,6 +52,8 @@ class Calls:
         memory: samples of the workers' memory.
     """
 
+    batches: Any
+    positions: Any
     states: EnvStates
 
     def __init__(self, pool: Pool, options: ExecutorOptions) -> None:
@@ -128,6 +131,20 @@ class Calls:
         self.refuse_under_way(self.all_ids)
         self.use_seed(seed)
         self.pool.seed(self.seed, episodes)
+
+    def restore(self, roots: Sequence[Mapping[str, Any]] | None, ended: np.ndarray | None) -> None:
+        """Note that all envs have been restored.
+
+        Args:
+            roots: their present roots; None if these are unknown, and all envs count as running.
+            ended: bool `[N]`, envs that must be reset.
+        """
+        if roots is None or ended is None:
+            self.positions.mark_running()
+            self.states.move(self.all_ids, Event.IS_ALLOWED)
+        else:
+            self.batches.put_roots(roots)
+            self.states.restore(self.all_ids, ended)
 
 
 def _as_seed(given: Any, env_id: int) -> int | None:

@@ -494,10 +494,6 @@ class Flights:
         """Return whether the pool reports more than rows, or a loss that was not handled for sent envs."""
         return bool(self.pool.outcome) or self.pool.num_losses != self._num_settled
 
-    def put(self, env_ids: np.ndarray, columns: np.ndarray) -> None:
-        """Set the positions of envs that were changed other than by a command: at the roots of columns, int64 `[k]`."""
-        self.states.restore(env_ids, self.positions.were_reset(env_ids, columns))
-
     def open_delivery(self, env_ids: np.ndarray) -> Flight:
         """Begin to hand out sent envs that have answered; `deliver` must follow."""
         self.current = Flight(self, Op.STEP, env_ids, None)

@@ -1,7 +1,11 @@
 """A batch over the nodes of a cluster equals that of one machine: data, errors, rollouts, first-K."""
 
+import contextlib
 import functools
 import itertools
+import os
+import signal
+import time
 
 import pytest
 import torch
@@ -23,7 +27,7 @@ from envherd.executor.cluster import ClusterError, RayParallelEnv
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, PairEnv, TextEnv
 from tests.cluster.envs import Counter, GatedEnv, HeldCounter, OnceEnv
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]
 
 N = 5
 make_env = functools.partial(CountingEnv, None)
@@ -182,6 +186,13 @@ def test_a_collector_takes_both(pair):
             assert_equal(ours.collect(), theirs.collect())
 
 
+def test_hosts_do_not_take_one_policy_for_another(shared_env):
+    shared_env.set_seed(6)
+    for action in (1, 3):  # each with another maker of rollouts
+        data = shared_env.remote_rollouts().rollout(2, lambda td, action=action: take_action(td, action))
+        assert (data["action"] == action).all()
+
+
 def test_a_stream_says_how_stale_its_rollouts_are(shared_env):
     policy = Counter()
     rollouts = shared_env.remote_rollouts()
@@ -251,7 +262,11 @@ def test_parts_of_envs_are_reset_and_side_values_come_as_on_one_machine(make_oth
 
 
 def take_no_action(td):
-    return td.set("action", torch.zeros(td.batch_size, dtype=torch.int64))
+    return take_action(td, 0)
+
+
+def take_action(td, action):
+    return td.set("action", torch.full(td.batch_size, action))
 
 
 @pytest.mark.full
@@ -308,7 +323,6 @@ def test_a_successor_that_cannot_be_built_is_told(tmp_path, go_on):
             go_on(env)
 
 
-@pytest.mark.full
 def test_unlike_envs_faults_and_a_slow_node(tmp_path):
     gate = tmp_path / "gate"
     factories = [
@@ -317,24 +331,97 @@ def test_unlike_envs_faults_and_a_slow_node(tmp_path):
         functools.partial(GatedEnv, str(gate)),
         AgentsEnv,
     ]
-    with RayParallelEnv(4, factories, seed=0, resources_per_node={"CPU": 2}) as env:
+    with RayParallelEnv(4, factories, seed=0, resources_per_node={"CPU": 2}, envs_per_node=[2, 2]) as env:
         assert env.envs_per_node == (2, 2)
         env.reset()
         actions = env.rand_action()
         env.send(actions)
-        assert env.recv(2)["env_ids"].tolist() != [2], "whoever is ready first"
-        assert env.recv(1)["env_ids"].tolist() != [2]
+        assert env.recv(1)["env_ids"].tolist() == [0]
+        assert env.recv(1)["env_ids"].tolist() == [1], "the other env of that node was ready too"
         with pytest.raises(TimeoutError, match="Nothing is lost"):
             env.recv(1, timeout_s=0.05)
         env.send(actions[:1], [0])
-        assert env.recv(1)["env_ids"].tolist() == [0], "a slow env holds nobody up"
+        assert env.recv(1)["env_ids"].tolist() == [0], "a slow node holds nobody up"
         gate.touch()
-        assert env.recv(1)["env_ids"].tolist() == [2]
-        with pytest.raises(EnvError, match=r"raised ValueError: .* \(env 1, worker 1, pid \d+\)") as caught:
+        assert env.recv()["env_ids"].tolist() == [2, 3]
+        with pytest.raises(EnvError, match=r"raised ValueError: .* \(env 1, worker 1, pid \d+, node ") as caught:
             step_until_it_raises(env)
         assert caught.value.env_ids == (1,)
         with pytest.raises(ResetNeeded, match=r"envs \[1\]"):
             env.step(env.rand_action(env.current()))
+        env.reset(TensorDict({"_reset": torch.tensor([False, True, False, False])}, [4]))
+        with pytest.raises(EnvError, match="raised ValueError"):
+            send_until_it_raises(env)
+        assert env.recv()["env_ids"].tolist() == [0, 2, 3], "the others have stepped"
+        assert env.statistics().env_errors == 2
+
+
+@contextlib.contextmanager
+def interrupted_after(seconds):
+    """Raise KeyboardInterrupt in this thread after some seconds."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupted_call_leaves_a_usable_executor(tmp_path):
+    gate = tmp_path / "gate"
+    factories = [functools.partial(CountingEnv, 1_000), functools.partial(GatedEnv, str(gate))]
+    with RayParallelEnv(factories, seed=0, num_nodes=2, resources_per_node={"CPU": 1}) as env:
+        env.reset()
+        with interrupted_after(1.0):
+            env.step(env.rand_action())
+        gate.touch()
+        assert env.current()["truncated"].all()
+        with pytest.raises(ResetNeeded):
+            env.step(env.rand_action())
+        env.reset()
+        env.step(env.rand_action())
+        gate.unlink()
+        env.send(env.rand_action())
+        with interrupted_after(1.0):
+            env.recv()
+        gate.touch()
+        assert env.recv()["next", "observation"][:, 1].tolist() == [2, 2], "nothing is lost"
+        gate.unlink()
+        with interrupted_after(1.0):
+            env.step(env.rand_action())
+        began = time.monotonic()
+    assert time.monotonic() - began < 30
+
+
+def test_a_killed_worker_costs_its_envs_rows_also_between_send_and_recv():
+    options = ExecutorOptions(on_worker_loss="restart")
+    make_endless = functools.partial(CountingEnv, 1_000)
+    with RayParallelEnv(N, make_endless, seed=0, resources_per_node={"CPU": 2}, options=options) as env:
+        env.reset()
+        for by_send in (False, True):
+            os.kill(env.call("pid", env_ids=[2])[0], signal.SIGKILL)
+            if by_send:
+                env.send(env.rand_action()[[2, 4]], [2, 4])
+                td = env.recv()
+                assert td["next", "interrupted"].flatten().tolist() == [True, False]
+                assert torch.equal(td["next", "observation"][0], td["observation"][0])
+            else:
+                td, _ = env.step_and_maybe_reset(env.rand_action())
+                assert td["next", "interrupted"].flatten().tolist() == [False, False, True, False, False]
+            assert env.current()["observation"][:, 1].tolist() == [1, 1, 0, 1, 1 + by_send]
+        assert env.statistics().interrupted == env.statistics().worker_losses == 2
+    with RayParallelEnv(N, make_endless, seed=0, resources_per_node={"CPU": 2}) as env:
+        env.reset()
+        os.kill(env.call("pid", env_ids=[2])[0], signal.SIGKILL)
+        with pytest.raises(WorkerLost, match=r"worker 1 .*SIGKILL") as caught:
+            env.step(env.rand_action())
+        assert caught.value.partial["observation"][:, 1].tolist() == [1, 1, 0, 1, 1]
+        resets = env.statistics().resets_per_env
+        with pytest.raises(WorkerLost, match="worker 1 "):
+            env.reset()
+        assert env.statistics().resets_per_env == resets, "no other node has reset its envs"
 
 
 def test_a_factory_that_raises_and_versions_that_differ_are_said(tmp_path):

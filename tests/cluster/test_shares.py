@@ -4,13 +4,8 @@ import numpy as np
 import pytest
 
 from envherd.executor.cluster import ClusterError
-from envherd.executor.cluster.folding import fold, unfolded
+from envherd.executor.cluster.packing import fold, unfolded
 from envherd.executor.cluster.shares import bundles_for, divide
-from envherd.executor.cluster.wire import DriverMemory, WireRows
-from envherd.shm.slab import Slab, Storage, plan_slab, plan_storage
-from envherd.workers.testing import AgentsEnv, CountingEnv
-
-NOBODY = np.zeros(0, np.int64)
 
 
 @pytest.mark.parametrize(
@@ -56,79 +51,6 @@ def test_what_no_node_has_is_refused(num_nodes, per_node):
     with pytest.raises(ClusterError, match="16 CPU, 2 GPU") as caught:
         bundles_for(FREE, 99, num_nodes, per_node)
     assert "got none: 3 living nodes" in str(caught.value)
-
-
-def make_slab(specs):
-    plan = plan_slab(specs, 1, 4)
-    return Slab(plan, np.zeros(plan.nbytes, np.uint8))
-
-
-@pytest.fixture
-def ends():
-    """A share of three envs of two kinds, within a batch of five: the host's end, and the driver's."""
-    two, many = CountingEnv(3).spec, AgentsEnv().spec
-    small, large = make_slab([two, many, two]), make_slab([many, two, two, many, two])
-    rng = np.random.default_rng(0)
-    for slab in (small, large):
-        slab.buffer[slab.plan.bells_offset :] = rng.integers(0, 2, slab.plan.nbytes - slab.plan.bells_offset)
-    return WireRows(small, small.plan), small, WireRows(large, small.plan, 2), large
-
-
-def rows_of(slab, env_id, column):
-    group, row = slab.plan.place(env_id)
-    return {name: array[column, row].copy() for name, array in slab.groups[group].columns.items()}
-
-
-@pytest.mark.parametrize("ids", [None, np.array([0, 2]), np.array([1]), NOBODY])
-def test_rows_cross_to_their_own_places_and_touch_no_other(ends, ids):
-    here, small, there, large = ends
-    before = [[rows_of(large, env_id, column) for column in range(4)] for env_id in range(5)]
-    asked = np.arange(3) if ids is None else ids
-    roots = asked[:1]
-    theirs = 1 if ids is None else np.arange(len(asked)) + 1
-    nexts = here.pack_rows("next", ids, 2 if ids is None else asked * 0 + 2)
-    there.unpack_rows("next", nexts, ids, theirs)
-    there.unpack_rows("root", here.pack_rows("root", roots, roots * 0 + 3), roots, roots * 0)
-    for env_id in range(5):
-        for column in range(4):
-            expected = before[env_id][column]
-            own = env_id - 2
-            if own in asked and column == (1 if ids is None else 1 + asked.tolist().index(own)):
-                expected |= {n: v for n, v in rows_of(small, own, 2).items() if n[0] == "next"}
-            if own in roots and column == 0:
-                expected |= {n: v for n, v in rows_of(small, own, 3).items() if n[0] == "root"}
-            now = rows_of(large, env_id, column)
-            assert all(np.array_equal(now[name], expected[name]) for name in now), (env_id, column)
-
-
-@pytest.mark.parametrize("ids", [None, np.array([0, 2]), np.array([1])])
-def test_inputs_cross(ends, ids):
-    here, small, there, large = ends
-    here.unpack_inputs(there.pack_inputs(ids), ids)
-    for own in range(3) if ids is None else ids.tolist():
-        group, row = small.plan.place(own)
-        home, place = large.plan.place(own + 2)
-        for name, array in small.groups[group].inputs.items():
-            assert np.array_equal(array[row], large.groups[home].inputs[name][place])
-
-
-def test_a_storage_gets_the_step_and_the_root_that_follows(ends):
-    here, small, there, large = ends
-    plan = plan_storage(large.plan, 2)
-    storage = Storage(plan, DriverMemory(plan.nbytes).array().copy())
-    reset = np.array([1])
-    for column in range(2):
-        nexts, roots = here.pack_rows("next", None, column), here.pack_rows("root", reset, column)
-        there.unpack_to_storage(nexts, None, roots, reset, (storage, column))
-    for own in range(3):
-        group, row = large.plan.place(own + 2)
-        for name, array in storage.columns[group].items():
-            told = [rows_of(small, own, column) for column in range(2)]
-            if name[0] == "next":
-                assert all(np.array_equal(array[row, t], told[t][name]) for t in range(2))
-            elif name[0] == "root":
-                source = name if own == 1 else ("next", *name[1:])
-                assert np.array_equal(array[row, 1], told[0][source])
 
 
 def rolled_leaves(rng, num_envs=3, num_steps=7, shape=(5, 4)):
