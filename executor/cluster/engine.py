@@ -278,6 +278,8 @@ class ClusterEngine(Calls):
         self._is_next_in_root[env_ids] = np.isin(env_ids, roots)
         self._outcomes[env_ids] = answer.states[env_ids - first]
         landed = env_ids if call.args[0].op == Op.RESET else np.concatenate([stepped, cut])
+        if call.is_parked and answer.errors:  # `recv` raises their errors, and returns no rows of these envs
+            landed = landed[(self._outcomes[landed] != State.NEEDS_RESET) | np.isin(landed, cut)]
         failed = np.setdiff1d(env_ids, landed)
         self._note_infos(answer, first, env_ids)
         (self.errors if call.is_parked else self._failures).extend(answer.errors)
