@@ -10,6 +10,7 @@ from tests.extras import needs, skip_without
 
 skip_without("torchrl")
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -364,3 +365,17 @@ def test_what_is_unusual_keeps_torchrls_own_code(case: str) -> None:
     assert reason in way
     assert guest.direct is None
     guest.close()
+
+
+def test_envs_that_may_draw_from_torch_keep_their_own_generator() -> None:
+    """C, which does not exchange the states of torch's generator, steps only those that cannot."""
+
+    def noisy(env: Any) -> Any:
+        return gymnasium.wrappers.TransformReward(env, lambda reward: reward + torch.rand(()).item())
+
+    called = []
+    for wrap in (lambda env: env, gymnasium.wrappers.RecordEpisodeStatistics, noisy):
+        adapter = GuestAdapter(Guest(GymWrapper(wrap(gymnasium.make("CartPole-v1")))))
+        called.append(adapter.env_call() is not None)
+        adapter.close()
+    assert called == [True, True, False]

@@ -32,6 +32,7 @@ class EnvCall(NamedTuple):
     """What `Adapter.step` does around its one call of `env.step`, for code that makes this call itself.
 
     `env.step(action)` returns `(observation, reward, terminated, truncated, info)`; `adapter.info` becomes the info.
+    With a `holder`, its attribute `latest` becomes the observation values instead, and `is_ahead` True.
 
     Attributes:
         read: result of `env.step` -> what `Adapter.step` returns; checks it and keeps its info.
@@ -40,6 +41,8 @@ class EnvCall(NamedTuple):
         flatten: native observation -> its values; None if the observation is the only value.
         ready: what `give` returns for the first indices of a Discrete action; may be empty.
         reads_number: whether the reward is one number, of any numeric type; otherwise it is stored unchanged.
+        holder: object whose attribute `env` is stepped; None for the adapter.
+        flags: of each of the last observation leaves, which flag it is: 0 done, 1 terminated, 2 truncated.
     """
 
     read: Callable[[Any], StepValues]
@@ -48,6 +51,8 @@ class EnvCall(NamedTuple):
     flatten: Callable[[Any], list[Any]] | None = None
     ready: Sequence[Any] = ()
     reads_number: bool = True
+    holder: Any = None
+    flags: Sequence[int] = ()
 
 
 _WITHOUT_STATE = (

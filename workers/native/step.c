@@ -32,8 +32,8 @@ typedef struct {
 enum { MOST_ROWS = 64 }; /* of a leaf that is given as its rows */
 enum { SEED_WORDS = 5 }; /* of `seeding.EpisodeSeeds.pool` */
 enum { NUM_FLAGS = 3 }; /* done, terminated, truncated */
-static const char *const NAMES[] = {"env", "step", "info", "reset", "prepared", "last_done", "has_ended"};
-enum { ENV, STEP, INFO, RESET, PREPARED, LAST_DONE, HAS_ENDED, NUM_NAMES };
+static const char *const NAMES[] = {"env", "step", "info", "reset", "prepared", "last_done", "has_ended", "latest", "is_ahead"};
+enum { ENV, STEP, INFO, RESET, PREPARED, LAST_DONE, HAS_ENDED, LATEST, IS_AHEAD, NUM_NAMES };
 
 struct Step {
     PyObject_HEAD
@@ -43,6 +43,7 @@ struct Step {
     PyObject *hand_over;                   /* column, result that is not plain -> observation values */
     PyObject *readers;                     /* tuple of functions that read one leaf of the action each */
     PyObject *give, *build, *flatten;      /* see `adapters.base.EnvCall`; NULL where there is none */
+    PyObject *holder, *flags, *flag_values; /* the same; the last is a tuple of two */
     PyObject *ready;                       /* tuple: what `give` returns for the first indices, or NULL */
     PyObject *array_type, *bool_type, *integer_type, *number_types; /* numpy's; the last is a tuple */
     PyObject *names[NUM_NAMES];
@@ -60,6 +61,7 @@ struct Step {
 static const Fact FACTS[] = {
     FACT(OBJECT, Step, slot), FACT(OBJECT, Step, adapter), FACT(OBJECT, Step, step), FACT(OBJECT, Step, hand_over),
     FACT(OBJECT, Step, readers), FACT(OBJECT, Step, give), FACT(OBJECT, Step, build), FACT(OBJECT, Step, flatten),
+    FACT(OBJECT, Step, holder), FACT(OBJECT, Step, flags), FACT(OBJECT, Step, flag_values),
     FACT(OBJECT, Step, ready), FACT(OBJECT, Step, array_type), FACT(OBJECT, Step, bool_type),
     FACT(OBJECT, Step, integer_type), FACT(OBJECT, Step, number_types), FACT(NUMBER, Step, reads_number),
     FACT(NUMBER, Step, notes_infos), FACT(NUMBER, Step, root_follows), FACT(NUMBER, Step, num_columns),
@@ -289,7 +291,7 @@ static PyObject *call_env(const Step *step, PyObject *action)
 {
     if (!step->calls_env)
         return PyObject_CallFunctionObjArgs(step->step, action, NULL);
-    PyObject *env = PyObject_GetAttr(step->adapter, step->names[ENV]);
+    PyObject *env = PyObject_GetAttr(step->holder == NULL ? step->adapter : step->holder, step->names[ENV]);
     PyObject *result = env == NULL ? NULL : PyObject_CallMethodObjArgs(env, step->names[STEP], action, NULL);
     Py_XDECREF(env);
     return result;
@@ -398,9 +400,21 @@ static int check_flag(const Step *step, PyObject *given, char *flag)
     return is_true >= 0;
 }
 
+/* Append the values of the done leaves that are stored as observation leaves. */
+static int append_flags(const Step *step, PyObject *leaves, const char *flags)
+{
+    for (Py_ssize_t i = 0; step->flags != NULL && i < PyTuple_Size(step->flags); i++) {
+        Py_ssize_t which = PyNumber_AsSsize_t(PyTuple_GetItem(step->flags, i), NULL);
+        PyObject *value = which < 0 || which >= NUM_FLAGS ? NULL : PyTuple_GetItem(step->flag_values, flags[which]);
+        if (value == NULL || PyList_Append(leaves, value) < 0)
+            return -1;
+    }
+    return 0;
+}
+
 /* The observation leaves that a result has, as a list (a new reference), or NULL; with an exception if a signal
  * handler raised it. */
-static PyObject *observation_leaves(const Step *step, PyObject *observation)
+static PyObject *observation_leaves(const Step *step, PyObject *observation, const char *flags)
 {
     PyObject *leaves;
     if (!step->calls_env)
@@ -412,6 +426,8 @@ static PyObject *observation_leaves(const Step *step, PyObject *observation)
         if (leaves != NULL)
             PyList_SetItem(leaves, 0, Py_NewRef(observation));
     }
+    if (leaves != NULL && append_flags(step, leaves, flags) < 0)
+        Py_CLEAR(leaves);
     if (leaves == NULL && PyErr_ExceptionMatches(PyExc_Exception))
         PyErr_Clear(); /* `hand_over` finds it again */
     return leaves;
@@ -469,20 +485,17 @@ static void store_flags(const Leaves *flags, const char *values, i64 column)
 }
 
 /* Store a result if all of it is plain: 1. Else nothing is stored: 0. */
-static int store(const Step *step, i64 column, PyObject *result, PyObject *leaves, char *flags)
+static int store(const Step *step, i64 column, PyObject *result, PyObject *leaves, const char *flags)
 {
     Value *observed = step->values, *rewarded = observed + step->observation.count;
     PyObject *reward = PyTuple_GetItem(result, 1);
-    int is_plain = check_flag(step, PyTuple_GetItem(result, 2), &flags[1])
-        && check_flag(step, PyTuple_GetItem(result, 3), &flags[2])
-        && check_leaves(step, &step->observation, leaves, observed);
+    int is_plain = check_leaves(step, &step->observation, leaves, observed);
     if (is_plain && !step->calls_env)
         is_plain = check_leaves(step, &step->reward, reward, rewarded);
     else if (is_plain)
         is_plain = step->reads_number ? check_number(step, &step->reward.leaf[0], reward, rewarded)
                                       : check_leaf(step, &step->reward.leaf[0], reward, rewarded);
     if (is_plain) {
-        flags[0] = flags[1] | flags[2];
         store_leaves(&step->observation, observed, column);
         store_leaves(&step->reward, rewarded, column);
         store_flags(&step->done, flags, column);
@@ -495,17 +508,38 @@ static int store(const Step *step, i64 column, PyObject *result, PyObject *leave
     return is_plain;
 }
 
+/* Whether a result has values for all of `StepValues`, which Python need not look at, and its flags. */
+static int check_result(const Step *step, PyObject *result, char *flags)
+{
+    int is_plain = PyTuple_CheckExact(result) && PyTuple_Size(result) == (step->calls_env ? 5 : 4)
+        && !has_info(step, result) && check_flag(step, PyTuple_GetItem(result, 2), &flags[1])
+        && check_flag(step, PyTuple_GetItem(result, 3), &flags[2]);
+    flags[0] = flags[1] | flags[2];
+    return is_plain;
+}
+
+/* Keep what the env gave for Python: its info; or for a `holder`, its latest values. */
+static int keep_given(const Step *step, PyObject *result, PyObject *leaves)
+{
+    if (!step->calls_env)
+        return 0;
+    if (step->holder == NULL)
+        return PyObject_SetAttr(step->adapter, step->names[INFO], PyTuple_GetItem(result, 4));
+    if (PyObject_SetAttr(step->holder, step->names[LATEST], leaves) < 0)
+        return -1;
+    return PyObject_SetAttr(step->holder, step->names[IS_AHEAD], Py_True);
+}
+
 /* Step the env once with an action; see `step_once`. */
 static Outcome step_with(Step *step, i64 column, PyObject *action, PyObject **given)
 {
-    char flags[NUM_FLAGS];
-    Py_ssize_t arity = step->calls_env ? 5 : 4;
+    char flags[NUM_FLAGS] = {0};
     PyObject *result = call_env(step, action), *leaves = NULL;
     *given = NULL;
     if (result == NULL)
         return STEP_RAISED;
-    if (PyTuple_CheckExact(result) && PyTuple_Size(result) == arity && !has_info(step, result))
-        leaves = observation_leaves(step, PyTuple_GetItem(result, 0));
+    if (check_result(step, result, flags))
+        leaves = observation_leaves(step, PyTuple_GetItem(result, 0), flags);
     if (leaves == NULL || !store(step, column, result, leaves, flags)) {
         Py_XDECREF(leaves);
         *given = result;
@@ -515,7 +549,7 @@ static Outcome step_with(Step *step, i64 column, PyObject *action, PyObject **gi
     if (flags[0])
         ADD((i64 *)step->ends.buf + step->env_id, 1);
     *given = leaves;
-    int is_noted = !step->calls_env || PyObject_SetAttr(step->adapter, step->names[INFO], PyTuple_GetItem(result, 4)) == 0;
+    int is_noted = keep_given(step, result, leaves) == 0;
     Py_DECREF(result);
     return !is_noted ? STEP_RAISED : flags[0] ? STEP_ENDED : STEP_STORED;
 }

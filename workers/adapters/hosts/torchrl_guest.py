@@ -28,7 +28,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.common import EnvMetaData
 
 from envherd.shm.specs import EnvSpec, Key, LeafSpec, done_leaves
-from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.base import Adapter, EnvCall, StepValues
 from envherd.workers.adapters.common.generators import OwnGenerators
 from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
 from envherd.workers.adapters.registry import register
@@ -385,6 +385,10 @@ class GuestAdapter(Adapter):
                 guest.root = guest.root.exclude(*env.reset_keys)
         observed = [_array(following.get(key)) for key in self._observed]
         return observed, [_array(following.get(key)) for key in self._rewards], has_ended, False
+
+    def env_call(self) -> EnvCall | None:
+        direct = self.env.direct
+        return None if direct is None else direct.env_call()
 
     def close(self) -> None:
         """Close the env."""

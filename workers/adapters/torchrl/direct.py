@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from torchrl.data import Bounded, Categorical, OneHot, TensorSpec, Unbounded
 from torchrl.envs import EnvBase
 
-from envherd.workers.adapters.base import StepValues
+from envherd.workers.adapters.base import EnvCall, StepValues
 from envherd.workers.adapters.torchrl.private_api import new_tensordict, resets_itself
 
 #: A key of TorchRL: a name, or the names on the way to a nested leaf.
@@ -61,6 +61,7 @@ class DirectWay:
 
     Attributes:
         is_ahead: whether the env was stepped since `root` was last called.
+        latest: values of `observed` after the latest step or reset, of ways that keep them.
 
     Raises:
         NotDirect: the env has an option that only TorchRL's own code handles.
@@ -73,7 +74,7 @@ class DirectWay:
         self.torchrl_env = env
         self.inputs, self.observed, self.rewards = inputs, observed, rewards
         self.is_ahead = False
-        self._latest: list[Any] = []
+        self.latest: list[Any] = []
         self._build: Callable[[list[Any]], TensorDict] | None = None
         require(not env.batch_size, "it is a batch")
         require(env.device in (None, torch.device("cpu")), f"its device is {env.device}")
@@ -90,6 +91,10 @@ class DirectWay:
         """Start the next episode as TorchRL does after an end; return values as `step` does."""
         raise NotImplementedError
 
+    def env_call(self) -> EnvCall | None:
+        """Return how C steps the env itself; see `Adapter.env_call`."""
+        return None
+
     def follow(self, root: Any) -> None:
         """Note a root that TorchRL's own code has made; called before a step unless `is_ahead`."""
 
@@ -98,7 +103,7 @@ class DirectWay:
         self.is_ahead = False
         if self._build is None:
             self._build = builder(self.torchrl_env, self.observed)
-        return self._build([torch.from_numpy(np.array(value)) for value in self._latest])
+        return self._build([torch.from_numpy(np.array(value)) for value in self.latest])
 
 
 def require(condition: object, otherwise: str) -> None:

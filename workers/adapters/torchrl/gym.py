@@ -16,12 +16,14 @@ import numpy as np
 from torchrl.data import Categorical
 from torchrl.envs import EnvBase, TransformedEnv
 
-from envherd.workers.adapters.base import StepValues
+from envherd.workers.adapters.base import EnvCall, StepValues
 from envherd.workers.adapters.torchrl.direct import FLAGS, DirectWay, TdKey, action_reader, encoder, require
 from envherd.workers.adapters.torchrl.private_api import converts_actions, wrapped_env
 from envherd.workers.errors import FactoryError
 
 _ENDS = ("done", "terminated", "truncated")
+#: Packages whose envs and wrappers draw from numpy's generators only.
+_WITHOUT_TORCH = ("ale_py", "gymnasium", "minigrid")
 _NOT_ENDED = (FLAGS[False],) * 3
 
 
@@ -63,7 +65,7 @@ class DirectGymLike(DirectWay):
         require(converts_actions(env), "its env takes tensors")
         require(inputs == ["action"] and rewards == ["reward"], f"it has the inputs {inputs} and the rewards {rewards}")
         require(sorted(map(str, observed[-3:])) == sorted(_ENDS), f"its observation and done leaves are {observed}")
-        self.native = wrapped_env(env)
+        self.env = wrapped_env(env)
         action, reward = env.full_action_spec["action"], env.full_reward_spec["reward"]
         require(getattr(action, "mask", None) is None, "its action has a mask")
         require(tuple(reward.shape) == (1,) and reward.dtype.is_floating_point, "its reward is no float")
@@ -78,19 +80,21 @@ class DirectGymLike(DirectWay):
         self._end_order = [_ENDS.index(key) for key in observed[-3:]]
 
     def step(self, action: list[Any]) -> StepValues:
-        observation, reward, terminated, truncated = self._advance(self._as_native(action[0]))
+        return self._values(*self._advance(self._as_native(action[0])))
+
+    def _values(self, observation: Any, reward: Any, terminated: bool, truncated: bool) -> StepValues:  # noqa: FBT001
         values = self._read(observation)
         has_ended = terminated or truncated
         ends = (has_ended, terminated, truncated)
         values += [FLAGS[ends[index]] for index in self._end_order]
-        self._latest = values
+        self.latest = values
         self.is_ahead = True
         if reward.__class__ is not float:
             reward = self._number(reward)
         return values, [reward], has_ended, False
 
     def reset(self) -> list[Any]:
-        self._latest = values = [*self._read(self._begin()), *_NOT_ENDED]
+        self.latest = values = [*self._read(self._begin()), *_NOT_ENDED]
         self.is_ahead = True
         return values
 
@@ -123,30 +127,55 @@ class DirectGym(DirectGymLike):
     """Steps a `GymEnv` or `GymWrapper` of a Gymnasium env that is no vector env."""
 
     def __init__(self, env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]) -> None:
-        gymnasium = sys.modules.get("gymnasium")
-        require(gymnasium is not None and isinstance(wrapped_env(env), gymnasium.Env), "it wraps no Gymnasium env")
+        require(_gymnasium() and isinstance(wrapped_env(env), _gymnasium().Env), "it wraps no Gymnasium env")
         super().__init__(env, inputs, observed, rewards)
 
     def _advance(self, action: Any) -> tuple[Any, Any, bool, bool]:
-        observation, reward, terminated, truncated, _ = self.native.step(action)
+        observation, reward, terminated, truncated, _ = self.env.step(action)
         return observation, reward, bool(terminated), bool(truncated)
 
     def _begin(self) -> Any:
-        return self.native.reset()[0]
+        return self.env.reset()[0]
+
+    def env_call(self) -> EnvCall | None:
+        if not _draws_nothing_from_torch(self.env):  # its draws must be from its own state of the generator
+            return None
+        is_bare = self._encode is not None and isinstance(self.env.observation_space, _gymnasium().spaces.Box)
+        flatten = None if is_bare else self._read
+        return EnvCall(self._accept, give=self._as_native, flatten=flatten, holder=self, flags=self._end_order)
+
+    def _accept(self, result: Any) -> StepValues:
+        observation, reward, terminated, truncated, _ = result
+        return self._values(observation, reward, bool(terminated), bool(truncated))
 
 
 class DirectDMControl(DirectGymLike):
     """Steps a `DMControlEnv` or `DMControlWrapper`."""
 
     def _advance(self, action: Any) -> tuple[Any, Any, bool, bool]:
-        timestep = self.native.step(action)
+        timestep = self.env.step(action)
         if not timestep.last():
             return timestep.observation, timestep.reward, False, False
         is_cut = bool(np.isclose(timestep.discount, 1))
         return timestep.observation, timestep.reward, not is_cut, is_cut
 
     def _begin(self) -> Any:
-        return self.native.reset().observation
+        return self.env.reset().observation
+
+
+def _gymnasium() -> Any:
+    return sys.modules.get("gymnasium")
+
+
+def _draws_nothing_from_torch(env: Any) -> bool:
+    """Return whether an env, with its wrappers, consists of classes and functions of packages that do not use torch."""
+    while True:
+        parts = [type(env), *(value for value in vars(env).values() if callable(value))]
+        if any((getattr(part, "__module__", None) or "").partition(".")[0] not in _WITHOUT_TORCH for part in parts):
+            return False
+        if not isinstance(env, _gymnasium().Wrapper):
+            return True
+        env = env.env
 
 
 def _as_int(value: np.ndarray) -> int:

@@ -83,7 +83,7 @@ class DirectMeltingPot(DirectWay):
             for group, name in self._seen
         ]
         values += (FLAGS[has_ended], FLAGS[has_ended])
-        self._latest = values
+        self.latest = values
         self.is_ahead = True
         return values
 

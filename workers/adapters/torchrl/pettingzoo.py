@@ -89,7 +89,7 @@ class DirectPettingZoo(DirectWay):
             self._arrays["state"][...] = self._encode_state(self.native.state())
 
     def _current(self) -> list[Any]:
-        self._latest = self._values
+        self.latest = self._values
         self.is_ahead = True
         return list(self._values)
 
