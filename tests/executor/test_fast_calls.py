@@ -152,6 +152,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "poisoned views": {"num_workers": 2, "copy": False, "options": ExecutorOptions(poison=True)},
     "on the cpu, any action": {"num_workers": 1, "device": "cpu", "options": ExecutorOptions(check_actions="off")},
     "strict": {"num_workers": 1, "options": ExecutorOptions(check_actions="strict")},
+    "finite": {"num_workers": 1, "options": ExecutorOptions(check_actions="finite")},
 }
 
 
@@ -450,7 +451,12 @@ def of_both(make_env: Any, setting: dict[str, Any], **options: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "setting"),
-    [(name, setting) for name in ENVS for setting in SETTINGS if setting != "strict" or name in ("numbers", "floats")],
+    [
+        (name, setting)
+        for name in ENVS
+        for setting in SETTINGS
+        if setting not in ("strict", "finite") or name in ("numbers", "floats")
+    ],
 )
 def test_every_call_in_c_does_what_it_does_in_python(name, setting, monkeypatch):
     monkeypatch.setattr(WorkerPool, "_must_look", lambda _: False)  # on a slow machine Python would make most receives

@@ -336,7 +336,7 @@ def cases_of(target: int, has_seeds: bool) -> dict[str, Case]:  # noqa: FBT001
     return {
         f"resets after ends, {name}": Case(
             adapters(scripts=TWO, length=2),
-            [(STEP, [1, 2]), *((STEP_RESET, [1, 2], target, column) for column in (0, 1, 0, last, 0, 1))],
+            [(STEP, [1, 2]), *((STEP_RESET, [1, 2], target, column) for column in (0, 1, last, 0, last, 1))],
             options,
             [[1, 2], *[[]] * 6],
         ),
