@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ from envherd.workers.errors import EnvherdError
 from tests.faults.executor_model import Explorer
 from tests.faults.simulated import GOES_ON, Fate, simulated
 from tests.faults.state_trace import StateTrace
-from tests.faults.test_interrupts import Interrupt
+from tests.faults.test_interrupts import Interrupt, InterruptIn, at_each, tracing
 from tests.scale import scaled
 
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.timeout(240)]
@@ -55,38 +53,11 @@ def test_nothing_goes_wrong(name, monkeypatch):
     assert bool(trace.in_c) == (native.load() is not None and name != "restart")
 
 
-class InterruptIn(Interrupt):
-    """Raises KeyboardInterrupt at the n-th line of some functions."""
-
-    def __init__(self, line: int, names: set[str]) -> None:
-        super().__init__(line)
-        self._names = names
-
-    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
-        if event == "line" and frame.f_code.co_name not in self._names:
-            return self
-        return super().__call__(frame, event, argument)
-
-
 def interrupted(call: Callable[[], Any], interrupt: Interrupt) -> bool:
     """Make a call; return whether it was interrupted."""
-    sys.settrace(interrupt)
-    try:
+    with contextlib.suppress(EnvherdError, ValueError), tracing(interrupt):
         call()
-    except (KeyboardInterrupt, EnvherdError, ValueError):
-        pass
-    finally:
-        sys.settrace(None)
     return bool(interrupt.where)
-
-
-def at_each(make: Callable[[int], Interrupt], stride: int = 1) -> Iterator[Interrupt]:
-    """Yield interrupts at later and later lines, until one has not come."""
-    for line in itertools.count(1, stride):
-        interrupt = make(line)
-        yield interrupt
-        if not interrupt.where:
-            return
 
 
 def actions(num_envs: int) -> TensorDict:
@@ -113,7 +84,7 @@ def test_two_interrupts_while_envs_are_sent(monkeypatch):
     """An env of which nobody knows whether it was given its step needs a reset, and its row says so."""
     names, num_in_doubt = {"_submit", "submit", "write"}, 0  # "write": without C
     for line in range(1, 100):
-        for second in at_each(Interrupt, stride=3):
+        for second in at_each(Interrupt, stride=7, first=1 + line % 7):
             with contextlib.closing(simulated(monkeypatch, [[0], [1]], **RESTARTS)) as env:
                 env.reset()
                 was_hit = interrupted(lambda: env.send(actions(2)), InterruptIn(line, names))  # at once
@@ -131,7 +102,7 @@ def test_two_interrupts_while_the_answers_of_a_lost_worker_are_lost(monkeypatch)
     """Its successor does not carry out what was given to it."""
     names = {"declare_lost", "lose_answers_of", "lose_answers"}
     for line in range(1, 100):
-        for second in at_each(Interrupt, stride=scaled(5, full=1)):
+        for second in at_each(Interrupt, stride=scaled(13, full=1), first=1 + line % scaled(13, full=1)):
             with contextlib.closing(simulated(monkeypatch, [[0], [1]], **RESTARTS)) as env:
                 env.reset()
                 env._pool.fates = {0: Fate.DIES_BEFORE, 1: Fate.LATE}
@@ -147,7 +118,7 @@ def test_two_interrupts_while_the_answers_of_a_lost_worker_are_lost(monkeypatch)
 
 def test_an_interrupt_before_a_successor_gets_the_reset_of_a_sent_env(monkeypatch):
     """The successor may serve by the time at which the next call tells it."""
-    for interrupt in at_each(lambda line: InterruptIn(line, {"cut_off_sent"})):
+    for interrupt in at_each(lambda line: InterruptIn(line, {"cut_off_sent"}), least=1):
         with contextlib.closing(simulated(monkeypatch, [[0], [1]], **RESTARTS)) as env:
             env.reset()
             env._pool.fates = {1: Fate.DIES_BEFORE}
@@ -165,8 +136,8 @@ def test_an_interrupt_before_a_successor_gets_the_reset_of_a_sent_env(monkeypatc
 @pytest.mark.parametrize("num_steps", range(1, 4))
 def test_an_interrupt_while_a_row_is_moved_out_of_the_next_column(num_steps, monkeypatch):
     """A step of all overwrites the column in which an env is that was not stepped lately."""
-    lines = 0
-    for interrupt in at_each(lambda line: InterruptIn(line, {"_keep_latest", "_move_latest", "_put", "_put_latest"})):
+    names = {"_keep_latest", "_move_latest", "_put", "_put_latest"}
+    for interrupt in at_each(lambda line: InterruptIn(line, names), least=1):
         with contextlib.closing(simulated(monkeypatch, [[0], [1]])) as env:
             env.reset()
             env.step(actions(2))
@@ -177,5 +148,3 @@ def test_an_interrupt_while_a_row_is_moved_out_of_the_next_column(num_steps, mon
             rows, needs_reset = env.current()["observation"].flatten().tolist(), env._engine.states.needs_reset
             for row, scripted, is_lost in zip(rows, env._pool.envs, needs_reset, strict=True):
                 assert is_lost or row == scripted.latest, interrupt.where
-            lines += 1
-    assert lines > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import linecache
 import os
 import random
@@ -11,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,56 @@ class Interrupt:
             if self.left <= 0 and is_code:
                 self.where = f"{Path(file).name}:{frame.f_lineno}"
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                self.strike()
         return self
+
+    def strike(self) -> None:
+        """Interrupt the code that is traced."""
+        raise KeyboardInterrupt
+
+
+class InterruptIn(Interrupt):
+    """Raises KeyboardInterrupt at the n-th line of some functions, or of a file."""
+
+    def __init__(self, line: int, names: set[str], file: str = "") -> None:
+        super().__init__(line)
+        self._names, self._file = names, file
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        if event == "line" and code.co_name not in self._names and code.co_filename != self._file:
+            return self
+        return super().__call__(frame, event, argument)
+
+
+class SignalIn(InterruptIn):
+    """Sends SIGINT there, which may be put off."""
+
+    def strike(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def at_each(
+    make: Callable[[int], Interrupt], stride: int = 1, *, first: int = 1, least: int = 0
+) -> Iterator[Interrupt]:
+    """Yield interrupts at later and later lines, at `least` ones at least, until one has not come."""
+    for line in itertools.count(first, stride):
+        interrupt = make(line)
+        yield interrupt
+        if not interrupt.where:
+            assert line >= first + least * stride, "the call has fewer lines than expected"
+            return
+
+
+@contextlib.contextmanager
+def tracing(interrupt: Interrupt) -> Iterator[None]:
+    """Interrupt the block, and continue after it."""
+    sys.settrace(interrupt)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            yield
+    finally:
+        sys.settrace(None)
 
 
 def actions(value: int = 1) -> TensorDict:
@@ -126,69 +175,41 @@ def interrupt_every_line(env: Any, name: str) -> None:
     """Repeat a call, interrupted at a later line each time, and check the envs after each."""
     call, stride = CALLS[name]
     env.reset()
-    line = 0
-    while True:
-        line += stride
+    for interrupt in at_each(Interrupt, stride, least=20):
         for env_id in _ended(env):
             env.reset(only(env_id))
-        interrupt = Interrupt(line)
-        sys.settrace(interrupt)
-        try:
+        with tracing(interrupt):
             call(env)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
         _check(env, f"interrupted at {interrupt.where}")
-        if not interrupt.where:
-            break
-    assert line > 20 * stride
 
 
 @pytest.mark.parametrize("in_background", [0, 1])
 def test_at_every_line_of_an_asynchronous_collector(in_background):
     """An interrupted step is a gap in the step numbers: no step is duplicated, and no row joins two episodes."""
     seen: set[tuple[int, int]] = set()
-    stride, line = (1 if in_background else 5), 0  # the caller's own part is short there
+    stride = 1 if in_background else 5  # the caller's own part is short there
     with (
         ParallelEnv(NUM_ENVS, functools.partial(CountingEnv, 4), num_workers=2, seed=0) as env,
         AsyncCollector(env, act, frames_per_batch=6, in_background=in_background, close_env=False) as collector,
     ):
-        while True:
-            line += stride
-            interrupt = Interrupt(line)
+        for interrupt in at_each(Interrupt, stride, least=15):
             batches = []
-            sys.settrace(interrupt)
-            try:
+            with tracing(interrupt):
                 batches.append(collector.collect())
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(None)
             batches += [collector.collect(), collector.collect()]
             for data in batches:
                 _check_rows(data, seen, f"interrupted at {interrupt.where}")
-            if not interrupt.where:
-                break
-    assert line > 15 * stride
 
 
 def test_at_lines_of_the_first_batch_of_a_collector():
     """A row may be full before the collector has seen a whole transition."""
-    line, place = 0, ""
-    while line == 0 or place:
-        line += 11
-        interrupt = Interrupt(line)
+    for interrupt in at_each(Interrupt, stride=11, least=30):
         env = SerialEnv(NUM_ENVS, functools.partial(CountingEnv, 4), seed=0)
         with AsyncCollector(env, act, frames_per_batch=2, layout="flat", max_batch=2) as collector:
-            with contextlib.suppress(KeyboardInterrupt):
-                sys.settrace(interrupt)
+            with tracing(interrupt):
                 collector.collect()
-            sys.settrace(None)
-            place = interrupt.where
             steps = {tuple(map(int, step)) for _ in range(3) for step in _numbers(collector.collect())}
-            assert len(steps) == 6, f"interrupted at {place}"
-    assert line > 300
+            assert len(steps) == 6, f"interrupted at {interrupt.where}"
 
 
 def _numbers(data: Any) -> list[Any]:
@@ -215,34 +236,19 @@ def _check_rows(data: Any, seen: set[tuple[int, int]], when: str) -> None:
     seen |= steps
 
 
-@pytest.mark.parametrize("line", range(1, 9))
-def test_an_interrupt_while_it_is_noted_where_envs_were_stepped_to(line):
+def test_an_interrupt_while_it_is_noted_where_envs_were_stepped_to():
     """The root after a reset is in one column, the step's row in another: a half-written position must not remain."""
-    seen = 0
-
-    def trace(frame, event, _arg):
-        nonlocal seen
-        if frame.f_code.co_name not in {"stepped", "_put", "_put_latest"}:
-            return trace if event == "call" else None
-        seen += event == "line"
-        if seen == line:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return trace
-
     with SerialEnv(NUM_ENVS, functools.partial(CountingEnv, 4), seed=0, options=ExecutorOptions(poison=True)) as env:
-        for _ in range(3):  # frames that are no longer valid are poisoned
+        interrupts = at_each(lambda line: InterruptIn(line, {"stepped", "_put", "_put_latest"}), least=8)
+        for interrupt in interrupts:
+            for _ in range(3):  # frames that are no longer valid are poisoned
+                env.reset()
+                env.step(actions())
             env.reset()
-            env.step(actions())
-        env.reset()
-        env.send(actions())
-        sys.settrace(trace)
-        try:
-            with pytest.raises(KeyboardInterrupt):
+            env.send(actions())
+            with tracing(interrupt):
                 env.recv()
-        finally:
-            sys.settrace(None)
-        _check(env, f"interrupted at line {line} of what notes a step")
+            _check(env, f"interrupted at {interrupt.where}")
 
 
 class Refusing(CountingEnv):
@@ -258,110 +264,63 @@ class Refusing(CountingEnv):
 def test_an_interrupt_while_it_is_noted_that_an_env_which_was_sent_has_raised(make):
     """The env has no row to hand out, whether or not the caller has seen its error."""
     with make(NUM_ENVS, functools.partial(Refusing, 99), seed=0) as env:
-        line, has_hit = 0, True
-        while has_hit:
-            line, seen, has_hit = line + 1, 0, False
-
-            def trace(frame, event, _arg):
-                nonlocal seen, has_hit
-                if frame.f_code.co_name not in {"wait_for", "_settle_sent", "drop", "hand_out", "move", "mark_lost"}:
-                    return trace if event == "call" else None
-                seen += event == "line"
-                if seen == line:  # noqa: B023  # of this turn
-                    has_hit = True
-                    sys.settrace(None)
-                    raise KeyboardInterrupt
-                return trace
-
+        names = {"wait_for", "_settle_sent", "drop", "hand_out", "move", "mark_lost"}
+        for interrupt in at_each(lambda line: InterruptIn(line, names), least=20):
             env.reset()
             env.send(TensorDict({"action": torch.tensor([1, 4, 1])}, [NUM_ENVS]))
-            sys.settrace(trace)
-            with contextlib.suppress(KeyboardInterrupt, EnvError):
+            with contextlib.suppress(EnvError), tracing(interrupt):
                 env.recv()
-            sys.settrace(None)
             while env._engine.states.under_way.any():
                 with contextlib.suppress(EnvError):
-                    assert 1 not in env.recv(1)["env_ids"].tolist(), f"interrupted at line {line}"
-            assert env.current()["truncated"].flatten().tolist()[1], f"interrupted at line {line}"
+                    assert 1 not in env.recv(1)["env_ids"].tolist(), interrupt.where
+            assert env.current()["truncated"].flatten().tolist()[1], interrupt.where
             with pytest.raises(ResetNeeded):
                 env.step(actions())
-    assert line > 20
 
 
 @pytest.mark.broken_pool
 def test_an_interrupt_while_a_successor_is_put_into_service():
     """An abandoned successor must not have answered: the next one's envs are new."""
     options = ExecutorOptions(on_worker_loss="restart")
-    line, has_hit = 0, True
-    while has_hit:
-        line, seen, has_hit = line + 2, 0, False
-
-        def trace(frame, event, _arg):
-            nonlocal seen, has_hit
-            if frame.f_code.co_name not in {"_take_up", "attach", "await_frame"}:
-                return trace if event == "call" else None
-            seen += event == "line"
-            if seen == line:  # noqa: B023  # of this turn
-                has_hit = True
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)  # which may be put off there
-            return trace
-
+    names = {"_take_up", "attach", "await_frame"}
+    for interrupt in at_each(lambda line: SignalIn(line, names), stride=2, least=7):
         with ParallelEnv(NUM_ENVS, functools.partial(CountingEnv, 9), num_workers=3, seed=0, options=options) as env:
             env.reset()
             os.kill(env._pool.pid_of(1), signal.SIGKILL)
             env.send(actions())
-            with contextlib.suppress(KeyboardInterrupt):
-                sys.settrace(trace)
+            with tracing(interrupt):
                 env.recv()
-            sys.settrace(None)
             if env._engine.states.under_way.any():
                 time.sleep(0.01)  # for a successor that was given up, and answers nevertheless
                 env.recv()
             after = env.step(actions())["next"]
-            assert after["observation"][:, 1].tolist() == env.get("num_steps") == [2, 1, 2], f"interrupted at {line}"
-    assert line > 15
+            assert after["observation"][:, 1].tolist() == env.get("num_steps") == [2, 1, 2], interrupt.where
 
 
 @pytest.mark.parametrize("num_forks", [0, 1])
 def test_an_interrupt_while_the_memory_of_rollouts_is_lent_or_dropped(num_forks):
     """No memory is lent twice, and workers map no more of it than before."""
-    line, has_hit = 0, True
     places = {"attach_storage", "detach_storage", "mail", "_send_storage"}
-
-    def trace(frame, event, _arg):
-        nonlocal seen, has_hit
-        is_here = frame.f_code.co_filename == storage.__file__ or frame.f_code.co_name in places
-        if not is_here:
-            return trace if event == "call" else None
-        seen += event == "line"
-        if seen == line:
-            has_hit = True
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return trace
-
+    file, stride = storage.__file__, scaled(11, full=1)
     with ParallelEnv(NUM_ENVS, functools.partial(CountingEnv, 99), num_workers=2, seed=0) as env:
-        while has_hit:
-            line, seen, has_hit = line + scaled(5, full=1), 0, False
+        for interrupt in at_each(
+            lambda line: InterruptIn(line, places, file), stride, first=1 + 5 * num_forks, least=9
+        ):
             dropped = [env.rollout(num_steps, policy) for num_steps in (1, 2)]
             for _ in range(2 * num_forks):
                 storage._count_fork()
             dropped.clear()
-            with contextlib.suppress(KeyboardInterrupt):
-                sys.settrace(trace)
+            with tracing(interrupt):
                 dropped.extend(env.rollout(num_steps, policy) for num_steps in (2, 3, 4, 5))
-            sys.settrace(None)
             dropped.clear()
             held = [env.rollout(num_steps, policy) for num_steps in (2, 3, 2, 3, 2)]
             copies = [data.clone() for data in held]
             env.rollout(2, policy)
-            assert all((data == copy).all() for data, copy in zip(held, copies, strict=True)), f"line {line}"
+            assert all((data == copy).all() for data, copy in zip(held, copies, strict=True)), interrupt.where
             for worker_id in range(2):
                 maps = Path(f"/proc/{env._pool.pid_of(worker_id)}/maps").read_text()
-                assert maps.count("envherd-rollout") <= storage._MAX_ATTACHED, f"line {line}"
+                assert maps.count("envherd-rollout") <= storage._MAX_ATTACHED, interrupt.where
             assert len(env._pool.crew._storages) <= storage._MAX_ATTACHED
-    assert line > 100
 
 
 class HeldReset(CountingEnv):
