@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 _PR_SET_CHILD_SUBREAPER = 36
 
 _STEPS = ("executor/test_stepping.py", "executor/test_exchange.py")
-_LOSSES = ("executor/test_recovery.py", "executor/test_restart.py")
+_LOSSES = ("executor/test_recovery.py", "executor/test_restart.py", "faults/test_matrix.py")
 #: File -> the test files that should notice a change of it, the likeliest first.
 TESTS = {
     "executor/protocol/engine.py": (*_STEPS, "executor/test_quick_step.py", *_LOSSES),

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from envherd.executor import EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
 from envherd.workers.protocol import RING, Op
-from envherd.workers.testing import CountingEnv, FaultyEnv, PairEnv
+from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.gates import Gate, interrupt
 
 pytestmark = pytest.mark.slow
@@ -226,29 +226,6 @@ class TestLosses:
             assert (td["env_ids"].tolist(), flags(td, "interrupted"), counters(td["next"])) == ([0], [True], [0])
             assert counters(env.step(act(env))["next"]) == [1, 1]
 
-    def test_what_a_lost_worker_cannot_do_is_not_begun_by_the_others(self):
-        with ParallelEnv(4, ENDLESS, num_workers=2) as env:
-            env.reset()
-            env.step(act(env))
-            kill(env, 0)
-            with pytest.raises(WorkerLost):
-                env.call("pid")
-            with pytest.raises(WorkerLost):
-                env.reset(only(env, 0, 2))
-            assert env.get("episode", [2, 3]) == [0, 0]
-
-    def test_a_loss_is_logged_at_once_and_raised_after_the_grace_though_another_step_goes_on(self, tmp_path, caplog):
-        make = [functools.partial(FaultyEnv, "kill", step=1), functools.partial(WaitingEnv, tmp_path)]
-        with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(loss_grace_s=0.4)) as env:
-            env.reset()
-            with pytest.raises(WorkerLost, match="SIGKILL") as caught:
-                env.step(act(env))
-            raised_at = time.time()
-            assert caught.value.partial is None
-            assert str(caught.value).splitlines()[0] in caplog.text
-            assert raised_at - caplog.records[0].created > 0.35
-            Gate(tmp_path).open()
-
     @pytest.mark.parametrize("grace_s", [30.0, None])
     def test_a_loss_waits_for_the_others_as_long_as_the_grace_lasts(self, tmp_path, grace_s):
         gate = Gate(tmp_path)
@@ -266,7 +243,7 @@ class TestLosses:
             with pytest.raises(WorkerLost, match="SIGKILL") as caught:
                 env.step(act(env))
             assert (tmp_path / "open").exists()
-            assert counters(caught.value.partial)[1] == 1
+            assert counters(caught.value.partial) == [0, 1]
         thread.join()
 
     def test_a_worker_that_cannot_be_replaced_is_lost_and_its_command_raises(self, monkeypatch):
@@ -305,16 +282,6 @@ class TestLosses:
                     pool.submit(env_ids, Op.RESET, RING, np.array([1, 1]))
                 assert (pool.number, pool.is_idle()) == (number, True)
             assert not pool.outcome.faults
-
-    def test_an_env_that_is_a_batch_is_reset_whole_when_it_was_lost(self):
-        with ParallelEnv(2, PairEnv, num_workers=2, options=RESTART) as env:
-            env.reset()
-            env.step(act(env))
-            kill(env, 0)
-            mask = torch.tensor([[True, False], [False, False]])
-            root = env.reset(TensorDict({"_reset": mask}, [2, 2]))
-            assert counters(root) == [[0, 0], [1, 1]]
-            assert env.call("state") == [[0, 0], [1, 1]]
 
     def test_storages_given_back_while_a_worker_is_replaced(self):
         with ParallelEnv(2, ENDLESS, num_workers=2, options=RESTART) as env:

@@ -35,25 +35,30 @@ def undisturbed(num_steps):
         return env.rollout(num_steps, act)
 
 
-def test_rows_of_a_lost_worker_are_interrupted(tmp_path):
-    expected = undisturbed(6)
+@pytest.mark.parametrize("call", ["steps", "rollout"])
+def test_rows_of_a_lost_worker_are_interrupted(tmp_path, call):
+    expected = undisturbed(8)
     with ParallelEnv(NUM_ENVS, factories(tmp_path), num_workers=2, seed=0, options=RESTART) as env:
-        root = env.reset()
-        for step in range(6):
-            td, root = env.step_and_maybe_reset(act(root))
-            lost = [False, False, step == 2, step == 2]
-            now = td["next"]
-            assert now["interrupted"].squeeze(-1).tolist() == lost
-            assert now["truncated"].squeeze(-1).tolist() == lost
-            assert now["done"].squeeze(-1).tolist() == lost
-            assert not now["terminated"].any()
-            for key in ("observation", "reward"):
-                assert torch.equal(now[key][:2], expected["next", key][:2, step])
-            if step == 2:
-                assert now["reward"][2:].tolist() == [[0.0]] * 2
-                assert torch.equal(now["observation"][2:], td["observation"][2:])
-                assert root["observation"][:, 1].tolist() == [3, 3, 0, 0]
-                assert not root["done"].any()
+        if call == "rollout":
+            data = env.rollout(8, act, break_when_any_done=False)
+        else:
+            root, rows = env.reset(), []
+            for _ in range(8):
+                td, root = env.step_and_maybe_reset(act(root))
+                rows.append(td)
+            data = torch.stack(rows, 1)
+        lost = [False, False, True] + [False] * 5
+        for key in ("interrupted", "truncated", "done"):
+            assert data["next", key].squeeze(-1).tolist() == [[False] * 8] * 2 + [lost] * 2
+        assert not data["next", "terminated"].any()
+        for key in ("observation", "reward"):
+            assert torch.equal(data["next", key][:2], expected["next", key][:2])
+        assert data["next", "reward"][2:, 2].tolist() == [[0.0]] * 2
+        assert torch.equal(data["next", "observation"][2:, 2], data["observation"][2:, 2])
+        assert data["observation"][2:, :, 1].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]] * 2
+        assert data["next", "observation"][2:, :, 1].tolist() == [[1, 2, 2, 1, 2, 3, 4, 5]] * 2
+        assert not env.current()["done"].any()
+        assert env.rollout(2, act, auto_reset=False)["observation"][:, 0, 1].tolist() == [8, 8, 5, 5]
         counted = env.statistics()
     assert (counted.worker_losses, counted.interrupted) == (1, 2)
     assert [worker.generation for worker in counted.workers] == [0, 1]
@@ -67,18 +72,6 @@ def test_a_plain_step_leaves_the_reset_to_the_caller(tmp_path):
         root = env.reset(mask)
         assert root["observation"][:, 1].tolist() == [1, 1, 0, 0]
         assert env.step(act(root))["next", "observation"][:, 1].tolist() == [2, 2, 1, 1]
-
-
-def test_in_a_rollout(tmp_path):
-    expected = undisturbed(8)
-    with ParallelEnv(NUM_ENVS, factories(tmp_path), num_workers=2, seed=0, options=RESTART) as env:
-        data = env.rollout(8, act, break_when_any_done=False)
-        assert torch.equal(data["next", "observation"][:2], expected["next", "observation"][:2])
-        lost = [False, False, True] + [False] * 5
-        assert data["next", "interrupted"].squeeze(-1).tolist() == [[False] * 8] * 2 + [lost] * 2
-        assert data["observation"][2:, :, 1].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]] * 2
-        assert data["next", "observation"][2:, :, 1].tolist() == [[1, 2, 2, 1, 2, 3, 4, 5]] * 2
-        assert env.rollout(2, act, auto_reset=False)["observation"][:, 0, 1].tolist() == [8, 8, 5, 5]
 
 
 def test_when_sent(tmp_path):

@@ -122,6 +122,7 @@ QUICK = {
     Cell("kill", "step", "raise", "spawn"),
     Cell("term", "rollout"),
     Cell("kill", "render"),
+    Cell("gil", "build"),
     Cell("stop", "step"),
     Cell("gil", "step"),
     Cell("spin", "step"),
