@@ -23,6 +23,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
+import envherd.workers.adapters.hosts.light_tensorboard  # noqa: F401  # before a test imports Stable-Baselines3
 from tests.scale import IS_FULL
 from tests.script_host import ScriptHost
 
