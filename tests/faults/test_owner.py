@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from tests.gates import Gate, interrupt
 pytestmark = pytest.mark.slow
 
 _OWNER = """
-import functools, os, sys, time
+import functools, os, signal, sys, threading, time
 from envherd.executor import ParallelEnv, ExecutorOptions
 from envherd.workers.testing import CountingEnv, FaultyEnv, ParentEnv
 envs = {{"idle": CountingEnv, "parent": ParentEnv, "hung": functools.partial(FaultyEnv, "gil")}}
@@ -27,25 +28,16 @@ td = env.rand_action(env.reset())
 pids = [w.pid for w in env.statistics().workers]
 pids += env.get("child") if {kind!r} == "parent" else []
 print(*pids, flush=True)
+end = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
 if {kind!r} == "hung":
+    threading.Timer(0.5, end).start()
     for _ in range(3):
         td = env.rand_action(env.step_and_maybe_reset(td)[1])
 {ending}
 """
 
-ENDINGS = {
-    "waits": "time.sleep(60)",
-    "returns": "",
-    "exits": "os._exit(0)",
-    "raises": "raise RuntimeError('over')",
-}
-
-
-def run_owner(kind, ending):
-    code = _OWNER.format(kind=kind, ending=ENDINGS[ending])
-    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    pids = list(map(int, owner.stdout.readline().split()))
-    return owner, pids
+ENDINGS = {"is killed": "end()", "returns": "", "exits": "os._exit(0)", "raises": "raise RuntimeError('over')"}
+ENDS = [*((kind, "is killed") for kind in ("idle", "parent", "hung")), *(("idle", how) for how in [*ENDINGS][1:])]
 
 
 def all_gone(pids, within_s):
@@ -64,23 +56,14 @@ def _runs(pid):
         return False
 
 
-@pytest.mark.parametrize("kind", ["idle", "parent", "hung"])
-def test_a_killed_owner_leaves_nothing(kind):
-    owner, pids = run_owner(kind, "waits")
-    if kind == "hung":
-        time.sleep(0.5)
-    owner.kill()
-    owner.wait()
-    owner.stdout.close()
+@pytest.mark.parametrize(("kind", "ending"), ENDS)
+def test_an_owner_that_ends_without_closing_leaves_nothing(kind, ending, script_host, tmp_path):
+    script = tmp_path / "owner.py"
+    script.write_text(_OWNER.format(kind=kind, ending=ENDINGS[ending]))
+    done = script_host.run(script, folder=tmp_path, output=tmp_path)
+    assert done.returncode == {"is killed": -signal.SIGKILL, "raises": 1}.get(ending, 0)
+    pids = list(map(int, done.stdout.split()))
     assert len(pids) == (4 if kind == "parent" else 2)
-    assert all_gone(pids, 5.0)
-
-
-@pytest.mark.parametrize("ending", ["returns", "exits", "raises"])
-def test_an_owner_that_ends_without_closing_leaves_nothing(ending):
-    owner, pids = run_owner("idle", ending)
-    owner.wait(30)
-    owner.stdout.close()
     assert all_gone(pids, 5.0)
 
 
