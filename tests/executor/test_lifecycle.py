@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from unittest.mock import Mock
@@ -213,11 +211,9 @@ while not (env.statistics().env_steps or len(env.engine.pool.outstanding())):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step_s", [0, 0.01, 60])
-def test_a_program_that_ends_while_a_thread_is_in_a_call_reports_no_loss(step_s, tmp_path):
+def test_a_program_that_ends_while_a_thread_is_in_a_call_reports_no_loss(step_s, script_host, tmp_path):
     """The thread gets `Closed`, and nothing is logged."""
     script = tmp_path / "ends.py"
     script.write_text(_ENDS_IN_A_CALL)
-    done = subprocess.run(
-        [sys.executable, script, str(step_s)], capture_output=True, text=True, timeout=100, check=True
-    )
-    assert (done.stdout, done.stderr) == ("Closed\n", "")
+    done = script_host.run(script, str(step_s), folder=tmp_path, output=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Closed\n", "")

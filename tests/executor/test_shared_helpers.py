@@ -7,8 +7,6 @@ import functools
 import importlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -277,7 +275,8 @@ def test_orphans_of_envs_end_with_their_executor():
 
 
 _PROGRAM = """
-import os, signal, sys, time
+import os, signal, sys, time, warnings
+warnings.simplefilter("always")
 from envherd.executor import ParallelEnv
 from envherd.executor.pools import zygote
 from tests.executor.seeing_env import Seeing
@@ -302,11 +301,10 @@ print(*pids, flush=True)
     ],
     ids=["open, returns", "idle, returns", "idle, exits at once", "idle, is killed", "open, is killed"],
 )
-def test_a_program_that_ends_leaves_nothing(use, end):
-    code = _PROGRAM.format(use=use, end=end)
-    done = subprocess.run(
-        [sys.executable, "-Wall", "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+def test_a_program_that_ends_leaves_nothing(use, end, script_host, tmp_path):
+    script = tmp_path / "ends.py"
+    script.write_text(_PROGRAM.format(use=use, end=end))
+    done = script_host.run(script, folder=tmp_path, output=tmp_path)
     pids = list(map(int, done.stdout.split()))
     assert len(pids) == 2
     assert done.stderr == ""
