@@ -37,6 +37,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR2)
 _LONG = (
     "tests/cluster",
     "tests/test_examples.py",
+    "tests/faults/test_interrupts.py",
+    "tests/faults/test_executor_model.py",
     "tests/executor/facades/test_torchrl_parallel.py",
     "tests/executor/facades/test_torchrl_use.py",
     "tests/executor/facades/test_torchrl_limits.py",

@@ -20,24 +20,13 @@ from tensordict import TensorDict
 from envherd.executor import EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
 from envherd.workers.protocol import RING, Op
 from envherd.workers.testing import CountingEnv, FaultyEnv
+from tests.faults.envs import HaltingEnv
 from tests.gates import Gate, interrupt
 
 pytestmark = pytest.mark.slow
 
 ENDLESS = functools.partial(CountingEnv, 1_000_000)
 RESTART = ExecutorOptions(on_worker_loss="restart")
-
-
-class WaitingEnv(CountingEnv):
-    """Waits at a gate in its steps."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(1_000_000)
-        self._gate = Gate(folder)
-
-    def step(self, action: list[Any]) -> Any:
-        self._gate.pass_through()
-        return super().step(action)
 
 
 def act(env: Any) -> TensorDict:
@@ -68,29 +57,20 @@ def flags(td: Any, key: str) -> list[bool]:
 
 
 class TestFaults:
-    def test_a_failed_fused_step_knows_who_was_reset(self):
+    @pytest.mark.parametrize(("call", "ended"), [("step", (0, 1)), ("step_and_maybe_reset", (0,))])
+    def test_a_failed_step_leaves_those_that_must_be_reset_to_the_caller(self, call, ended):
         make = [functools.partial(FaultyEnv, "value_error"), functools.partial(CountingEnv, 2), ENDLESS]
         with ParallelEnv(3, make, num_workers=1) as env:
             env.reset()
             env.step_and_maybe_reset(act(env))
             with pytest.raises(EnvError) as caught:
-                env.step_and_maybe_reset(act(env))
+                getattr(env, call)(act(env))
             assert counters(caught.value.partial) == [1, 2, 2]
-            assert counters(env.reset(only(env, 0))) == [0, 0, 2]
-            _, root = env.step_and_maybe_reset(act(env))
-            assert counters(root) == [1, 1, 3]
-
-    def test_a_failed_plain_step_leaves_those_that_ended_to_the_caller(self):
-        make = [functools.partial(FaultyEnv, "value_error"), functools.partial(CountingEnv, 2), ENDLESS]
-        with ParallelEnv(3, make, num_workers=1) as env:
-            env.reset()
-            env.step(act(env))
-            with pytest.raises(EnvError):
-                env.step(act(env))
-            with pytest.raises(ResetNeeded) as caught:
-                env.step(act(env))
-            assert caught.value.env_ids == (0, 1)
-            assert counters(env.reset(only(env, 0, 1))) == [0, 0, 2]
+            with pytest.raises(ResetNeeded) as refused:
+                getattr(env, call)(act(env))
+            assert refused.value.env_ids == ended
+            assert counters(env.reset(only(env, *ended))) == [0, 0, 2]
+            assert counters(env.step_and_maybe_reset(act(env))[1]) == [1, 1, 3]
 
     def test_a_failed_reset_leaves_the_others_reset(self):
         make = [ENDLESS, functools.partial(FaultyEnv, "value_error", at="reset", episode=1)]
@@ -235,7 +215,7 @@ class TestLosses:
             time.sleep(0.4)  # usually the loss is noticed in this time
             gate.open()
 
-        make = [functools.partial(FaultyEnv, "kill", step=1), functools.partial(WaitingEnv, tmp_path)]
+        make = [functools.partial(FaultyEnv, "kill", step=1), functools.partial(HaltingEnv, gate, 1)]
         thread = threading.Thread(target=let_through)
         with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(loss_grace_s=grace_s)) as env:
             env.reset()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd.executor import ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, SpecError, WorkerLost
+from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv, SpecError, WorkerLost
 from envherd.workers.testing import CountingEnv, FaultyEnv
 
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool]
@@ -72,31 +72,6 @@ def test_a_plain_step_leaves_the_reset_to_the_caller(tmp_path):
         root = env.reset(mask)
         assert root["observation"][:, 1].tolist() == [1, 1, 0, 0]
         assert env.step(act(root))["next", "observation"][:, 1].tolist() == [2, 2, 1, 1]
-
-
-def test_when_sent(tmp_path):
-    with ParallelEnv(NUM_ENVS, factories(tmp_path, step=1), num_workers=2, seed=0, options=RESTART) as env:
-        env.send(act(env.reset()))
-        interrupted = {}
-        while len(interrupted) < NUM_ENVS:
-            td = env.recv(1)
-            interrupted[int(td["env_ids"])] = bool(td["next", "interrupted"])
-        neighbour_was_faster = not interrupted.pop(2)
-        assert interrupted == {0: False, 1: False, 3: True}
-        assert env.current([0, 1, 3])["observation"][:, 1].tolist() == [1, 1, 0]
-        if neighbour_was_faster:
-            with pytest.raises(ResetNeeded):
-                env.send(act(env.current([2])))
-
-
-def test_what_is_sent_after_a_lost_step_is_not_interrupted(tmp_path):
-    with ParallelEnv(NUM_ENVS, factories(tmp_path, step=1), num_workers=2, seed=0, options=RESTART) as env:
-        td, root = env.step_and_maybe_reset(act(env.reset()))
-        assert td["next", "interrupted"].any()
-        env.send(act(root))
-        now = env.recv()["next"]
-        assert not now["interrupted"].any()
-        assert sorted(now["observation"][:, 1].tolist()) == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("policy", ["raise", "restart"])

@@ -244,6 +244,8 @@ def _step_on(env: Any, env_ids: list[int]) -> str:
         counts = {i: int(env.current([i])["observation"][0, 1]) for i in env_ids}
         env.send(actions(len(env_ids)), env_ids)
         td = env.recv()
+        _check_rows(td)
+        assert not _interrupted(td).any()
         for env_id, row in zip(td["env_ids"].tolist(), td["next", "observation"].tolist(), strict=True):
             assert row[1:] == [counts[env_id] + 1, 1], f"env {env_id} went from {counts[env_id]} to {row}"
     return said
@@ -303,7 +305,11 @@ def _step(env: Any) -> None:
 def _send_and_receive(env: Any) -> None:
     env.send(actions())
     while env._engine.states.under_way.any():
-        _check_rows(env.recv(1))
+        data = env.recv(1)
+        _check_rows(data)
+        if _interrupted(data).any():
+            now = env.current(data["env_ids"])
+            assert now["done"].all() or not now["observation"][:, 1].any()  # it must be reset, or its successor was
 
 
 def _roll(env: Any) -> None:

@@ -101,8 +101,9 @@ def test_two_interrupts_while_envs_are_sent(monkeypatch):
 def test_two_interrupts_while_the_answers_of_a_lost_worker_are_lost(monkeypatch):
     """Its successor does not carry out what was given to it."""
     names = {"declare_lost", "lose_answers_of", "lose_answers"}
+    stride = scaled(13, full=1)  # fewer than the lines of these, so that every later line is met
     for line in range(1, 100):
-        for second in at_each(Interrupt, stride=scaled(13, full=1), first=1 + line % scaled(13, full=1)):
+        for second in at_each(Interrupt, stride, first=1 + line % stride):
             with contextlib.closing(simulated(monkeypatch, [[0], [1]], **RESTARTS)) as env:
                 env.reset()
                 env._pool.fates = {0: Fate.DIES_BEFORE, 1: Fate.LATE}

@@ -1,7 +1,6 @@
 """However the owner ends, nothing is left; after any interrupt, no stale data are returned."""
 
 import functools
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from envherd.executor import Closed, ParallelEnv, ResetNeeded
+from envherd.executor import ParallelEnv, ResetNeeded
 from envherd.workers.testing import CountingEnv
 from tests.faults.envs import HaltingEnv
 from tests.gates import Gate, interrupt
@@ -124,19 +123,3 @@ def test_ctrl_c_during_recv_loses_nothing(tmp_path):
         received = env.recv()
         assert sorted(received["env_ids"].tolist()) == [0, 1]
         assert received["next", "observation"][:, 1].tolist() == [1, 1]
-
-
-def test_a_forked_copy_is_not_the_owner():
-    with ParallelEnv(2, CountingEnv, num_workers=2) as env:
-        env.reset()
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                env.reset()
-            except Closed:
-                env.close()
-                code = 0
-            os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert env.reset()["observation"].shape == (2, 3)
