@@ -1,8 +1,6 @@
 """Names of envs that a script or its imports have registered are known in workers."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -145,17 +143,23 @@ env.close()
 """
 
 
-def run(script, folder):
-    command = [sys.executable, "-W", "ignore", "-", str(folder)]
-    done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=200, check=False, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture
+def run(script_host, tmp_path):
+    def run_script(text):
+        script = tmp_path / "script" / "script.py"
+        script.parent.mkdir()
+        script.write_text(text)
+        done = script_host.run(script, str(tmp_path), folder=tmp_path, output=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run_script
 
 
 @needs("gymnasium")
 @pytest.mark.slow
-def test_gymnasium(tmp_path):
-    known, refused = run(GYMNASIUM, tmp_path)
+def test_gymnasium(run):
+    known, refused = run(GYMNASIUM)
     assert {name: parallel for name, (_, parallel) in known.items()} == {
         name: here for name, (here, _) in known.items()
     }
@@ -171,8 +175,8 @@ def test_gymnasium(tmp_path):
 
 @needs("dm-control")
 @pytest.mark.slow
-def test_dm_control(tmp_path):
-    added, domain, missing = run(DM_CONTROL, tmp_path)
+def test_dm_control(run):
+    added, domain, missing = run(DM_CONTROL)
     assert (added, domain) == (300, 200)
     assert "Domain 'missing' does not exist" in missing
     assert "preload=('my_envs',)" in missing
@@ -180,8 +184,8 @@ def test_dm_control(tmp_path):
 
 @needs("torchrl", "gymnasium")
 @pytest.mark.slow
-def test_torchrl(tmp_path):
-    assert run(TORCHRL, tmp_path) == [2, 3, 3]
+def test_torchrl(run):
+    assert run(TORCHRL) == [2, 3, 3]
 
 
 @needs("gymnasium")
