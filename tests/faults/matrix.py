@@ -270,8 +270,8 @@ def _check_states(cell: Cell, env: Any) -> None:
     if cell.policy == "restart" and is_given:
         broken += [Event.RESET, Event.ANSWERED]  # by the successor
     events = {NEIGHBOUR: undisturbed if cell.kind == "raises" else broken, VICTIM: broken, BYSTANDER: undisturbed}
-    if cell.kind == "raises" and not is_given:
-        events[VICTIM] = []  # a request that raises leaves the episode as it is
+    if not is_given and (cell.kind == "raises" or cell.policy == "restart"):
+        events = dict.fromkeys(events, undisturbed)  # the next command takes up a loss
     if cell.state in ("sent", "idle"):  # some may have answered before the loss, or were not given the command
         events = {VICTIM: broken}
     for env_id, happened in events.items():
