@@ -590,10 +590,10 @@ class BatchedEnv:
             ValueError: another section, or the executor drops infos (the default of `ExecutorOptions.infos`).
         """
         self._guard.check()
-        if self.options.infos == "drop":
+        if self.options.info_policy == "drop":
             raise ValueError(
-                'infos failed: expected options=ExecutorOptions(infos="plain") (or "pickle"), got infos="drop", which '
-                "discards the envs' infos."
+                'infos failed: expected options=ExecutorOptions(infos="plain") (or "pickle"), got '
+                f"infos={self.options.infos!r}, which discards the dicts."
             )
         if section not in ("next", "root"):
             raise ValueError(f"infos failed: expected section 'next' or 'root', got {section!r}.")
@@ -665,5 +665,5 @@ def _need_name(call: str, name: Any) -> None:
 
 def _crossed(answer: dict[str, Any]) -> Any:
     if "pickled" in answer:
-        return pickle.loads(answer["pickled"])  # only with options.pickle_replies
+        return pickle.loads(answer["pickled"])  # only with infos="pickle"
     return answer["plain"]

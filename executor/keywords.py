@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -65,8 +65,13 @@ def no_attribute(owner: object, name: str) -> AttributeError:
     return AttributeError(text if advice is None else f"{text}. {advice}", name=name, obj=owner)
 
 
-def names_right_keyword(call: Callable[P, T]) -> Callable[P, T]:
-    """Make a constructor or method refuse an unknown keyword with a message that suggests the right one."""
+def names_right_keyword(call: Callable[P, T], instead_of: Mapping[str, str] | None = None) -> Callable[P, T]:
+    """Make a constructor or method refuse an unknown keyword with a message that suggests the right one.
+
+    Args:
+        call: the constructor or method.
+        instead_of: keyword that it had in earlier versions -> advice.
+    """
     names = [name for name in inspect.signature(call).parameters if name != "self"]
 
     @functools.wraps(call)
@@ -75,7 +80,9 @@ def names_right_keyword(call: Callable[P, T]) -> Callable[P, T]:
             if name not in names:
                 what = type(args[0]).__name__ if call.__name__ == "__init__" else call.__name__
                 options = getattr(call, "__globals__", {}).get("ExecutorOptions") if "options" in names else None
-                advice = _advice(name, names, getattr(options, "__dataclass_fields__", ()))
+                advice = (instead_of or {}).get(name) or _advice(
+                    name, names, getattr(options, "__dataclass_fields__", ())
+                )
                 raise TypeError(f"{what} failed: it has no argument {name!r}. {advice}")
         return call(*args, **kwargs)
 

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from envherd.executor.keywords import names_right_keyword
 from envherd.workers.block.info_leaves import check_keys
-from envherd.workers.options import BlockOptions, EnvType, InfoKeys, InfoPolicy
+from envherd.workers.options import BlockOptions, EnvType, InfoKeys, InfoPolicy, Infos
 
-StartMethod = Literal["zygote", "spawn", "fork"]
+StartMethod = Literal["zygote", "spawn"]
 LossPolicy = Literal["raise", "restart"]
 ActionCheck = Literal["strict", "finite", "off"]
 WorkerOutput = Literal["capture", "inherit"]
@@ -27,8 +27,8 @@ class ExecutorOptions:
     Attributes:
         start_method: "zygote" forks workers from a helper process that has imported `preload`
             (fast, memory shared), and that executors with the same modules share; "spawn" executes
-            a fresh interpreter for each worker; "fork" forks the helper without preloading anything.
-        preload: modules that the helper imports before it forks. None: those that the factories
+            a fresh interpreter for each worker.
+        preload: modules that the helper imports before it forks; `()` for none. None: those that the factories
             refer to and those of the env family.
         worker_threads: threads for OMP, MKL, OpenBLAS and torch in a worker; None does not set them.
         worker_output: "capture" keeps workers' output (errors quote its last lines, and `worker_output(worker_id)`
@@ -61,14 +61,13 @@ class ExecutorOptions:
         poison: overwrite the rows of a `copy=False` batch with NaN and the largest integers as soon as they are no
             longer valid, so that late uses show at once.
         affinity: CPU ids for the workers, worker i gets `affinity[i % len]`; None leaves them free.
-        nice: added to the workers' niceness.
         env_vars: further environment variables for the workers: a dict, or pairs of names and values.
-        infos: how to handle the envs' infos: "drop", "plain" (see
-            `BatchedEnv.infos`; entries that are not plain data are left out) or "pickle" (as they are;
-            entries that cannot be pickled are left out). Entries that are left out are logged once by name.
-        info_keys: entries of the infos that become leaves: `("info", NAME)`, and `("info", "_NAME")` for
-            whether the env returned it. Names, a dict from names to example values (or types), "all" or None. For names
-            and "all", shapes are read from an additional env, reset and stepped once.
+        infos: which of the envs' infos leave the workers. "drop": none. Names, a dict from names to example values (or
+            types), or "all": these entries become leaves `("info", NAME)`, with `("info", "_NAME")` for whether the
+            env returned it. For names and "all", shapes are read from an additional env, reset and stepped once.
+            "plain": `BatchedEnv.infos` returns the dicts, without entries that are not plain data. "pickle": the same
+            with any object that can be pickled, also from `call` and `get`; the workers must then be trusted. Entries
+            that are left out are logged once by name.
         episode_statistics: put return, length and time of the episode so far into every batch, in the root and in
             `next`: `("episode", "return")`, `"length"`, `"time"`; of a group `("agents", "episode", "return")`. In a
             `next` with `done`, they cover the whole episode. The facades of Gymnasium and SB3 put them into
@@ -78,8 +77,6 @@ class ExecutorOptions:
         env_type: what the envs take and return. "auto" decides by their class; "torch" declares that envs of no known
             torch family are batched simulators with Gymnasium's methods on torch tensors; "numpy" declares that they
             are not.
-        pickle_replies: allow `call` and `get` to return arbitrary objects by pickle; off by default. Plain data and
-            arrays always work.
         reset_ahead: give every env two instances in two processes: while one is stepped, the other is reset for the
             next episode, and takes over at the next reset. The data are the same. Costs twice the processes and twice
             the envs' memory, and uses otherwise idle processors; worth it if resets are long and cores are free. See
@@ -115,14 +112,11 @@ class ExecutorOptions:
     ring_frames: int = 4
     poison: bool = False
     affinity: tuple[int, ...] | None = None
-    nice: int = 0
     env_vars: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
-    infos: InfoPolicy = "drop"
-    info_keys: InfoKeys | None = None
+    infos: InfoPolicy | InfoKeys | Infos = "drop"
     episode_statistics: bool = False
     episode_seeds: bool = True
     env_type: EnvType = "auto"
-    pickle_replies: bool = False
     reset_ahead: bool = False
     env_threads: bool = False
     first_env_id: int = 0
@@ -132,7 +126,7 @@ class ExecutorOptions:
         return BlockOptions(
             isolate_rng=self.isolate_rng,
             check_finite=self.check_finite,
-            infos=self.infos,
+            infos=self.info_policy,
             info_keys=self.info_keys,
             episode_statistics=self.episode_statistics,
             episode_seeds=self.episode_seeds,
@@ -142,6 +136,22 @@ class ExecutorOptions:
             env_threads=self.env_threads,
             limits_resets=self.reset_timeout_s is not None,
         )
+
+    @property
+    def info_policy(self) -> InfoPolicy:
+        """What `infos` says about dicts."""
+        return self._read_infos().policy
+
+    @property
+    def info_keys(self) -> InfoKeys | None:
+        """What `infos` says about leaves."""
+        return self._read_infos().keys
+
+    def _read_infos(self) -> Infos:
+        infos: Any = self.infos
+        if isinstance(infos, Infos):
+            return infos
+        return Infos(policy=infos) if infos in _INFO_POLICIES else Infos(keys=infos)
 
     def _check_ahead(self) -> None:
         if self.reset_ahead and not self.episode_seeds:
@@ -179,15 +189,16 @@ class ExecutorOptions:
             ValueError, TypeError: with the name, the expected values and the actual one.
         """
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise _refusal(name, f"one of {allowed}", getattr(self, name))
+            if (value := getattr(self, name)) not in allowed:
+                raise _refusal(name, f"one of {allowed}", value, _INSTEAD_OF.get(f"{name}={value!r}", ""))
         for name, limit in _NUMBERS.items():
             limit.check(name, getattr(self, name))
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise _refusal(name, "True or False", getattr(self, name))
         self._check_lists()
-        check_keys(self.info_keys)
+        if not isinstance(self.infos, Infos) and self.infos not in _INFO_POLICIES:
+            check_keys(self.infos)
         self._check_ahead()
         self._check_threads()
 
@@ -217,7 +228,16 @@ class ExecutorOptions:
             raise _refusal("env_vars", "a dict of names and values, or pairs of them, all texts", self.env_vars)
 
 
-ExecutorOptions.__init__ = names_right_keyword(ExecutorOptions.__init__)  # type: ignore[method-assign]
+#: An option, or value of one, that earlier versions had -> what to do instead.
+_INSTEAD_OF = {
+    "info_keys": 'Use infos=("NAME", ...).',
+    "nice": "Call os.setpriority(os.PRIO_PROCESS, 0, N) in the factory.",
+    "pickle_replies": 'Use infos="pickle".',
+    "start_method='fork'": 'Use start_method="zygote" with preload=().',
+}
+_INFO_POLICIES = get_args(InfoPolicy)
+
+ExecutorOptions.__init__ = names_right_keyword(ExecutorOptions.__init__, _INSTEAD_OF)  # type: ignore[method-assign]
 
 
 def _is_list_of(kind: type, value: Any) -> bool:
@@ -229,14 +249,12 @@ class _Number(NamedTuple):
 
     Attributes:
         least: the lowest value; with `is_above`, values must be above it.
-        most: the highest value.
         is_whole: whether it must be an integer.
         is_optional: whether None is allowed.
     """
 
     least: float
     is_above: bool = False
-    most: float = math.inf
     is_whole: bool = False
     is_optional: bool = False
 
@@ -246,16 +264,15 @@ class _Number(NamedTuple):
             return
         kinds: Any = numbers.Integral if self.is_whole else numbers.Real
         is_kind = isinstance(value, kinds) and not isinstance(value, bool)
-        if is_kind and self.least <= value <= self.most and not (self.is_above and value == self.least):
+        if is_kind and self.least <= value < math.inf and not (self.is_above and value == self.least):
             return
         kind = "an integer" if self.is_whole else "a number"
         lowest = f"above {self.least:g}" if self.is_above else f"of at least {self.least:g}"
-        highest = "" if self.most == math.inf else f" and at most {self.most:g}"
-        raise _refusal(name, f"{kind} {lowest}{highest}{', or None' if self.is_optional else ''}", value)
+        raise _refusal(name, f"{kind} {lowest}{', or None' if self.is_optional else ''}", value)
 
 
-def _refusal(name: str, expected: str, got: Any) -> ValueError:
-    return ValueError(f"ExecutorOptions failed: expected {name} to be {expected}, got {got!r}.")
+def _refusal(name: str, expected: str, got: Any, advice: str = "") -> ValueError:
+    return ValueError(f"ExecutorOptions failed: expected {name} to be {expected}, got {got!r}. {advice}".rstrip())
 
 
 #: An env's latest step, the root of a second reset in a row, and its next step are in different frames; see
@@ -277,7 +294,6 @@ _NUMBERS = {
     "recycle_after": _COUNT_OR_NONE,
     "max_worker_memory": _COUNT_OR_NONE,
     "ring_frames": _Number(2, is_whole=True),
-    "nice": _Number(-20, most=19, is_whole=True),
     "first_env_id": _Number(0, is_whole=True),
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -285,7 +301,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "worker_output": get_args(WorkerOutput),
     "on_worker_loss": get_args(LossPolicy),
     "check_actions": get_args(ActionCheck),
-    "infos": get_args(InfoPolicy),
     "env_type": get_args(EnvType),
 }
 _SWITCHES = (
@@ -294,7 +309,6 @@ _SWITCHES = (
     "poison",
     "episode_statistics",
     "episode_seeds",
-    "pickle_replies",
     "reset_ahead",
     "env_threads",
 )

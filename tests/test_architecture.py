@@ -30,7 +30,7 @@ READERS = {
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
 BUDGET = {
     "shm/*": 1469,
-    "workers/*": 2374,
+    "workers/*": 2385,
     "workers/adapters": 966,
     "workers/adapters/common": 485,
     "workers/adapters/dm_env": 353,

@@ -50,7 +50,6 @@ class Build:
         env_kwargs: keyword arguments for each factory call.
         root_seed: seeds the global generators before each factory runs, and the episodes.
         block: how the envs are run.
-        pickle_replies: whether answers to calls may be pickled.
     """
 
     worker_id: int
@@ -59,7 +58,6 @@ class Build:
     env_kwargs: tuple[dict[str, Any], ...]
     root_seed: int
     block: BlockOptions
-    pickle_replies: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

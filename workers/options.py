@@ -16,6 +16,19 @@ InfoPolicy = Literal["drop", "plain", "pickle"]
 InfoKeys = Literal["all"] | Sequence[str | tuple[str, ...]] | Mapping[str | tuple[str, ...], Any]
 
 
+@dataclass(frozen=True)
+class Infos:
+    """Leaves and dicts of infos at the same time, for facades whose host reports infos in any case.
+
+    Attributes:
+        policy: how infos are handled.
+        keys: entries that become leaves.
+    """
+
+    policy: InfoPolicy = "drop"
+    keys: InfoKeys | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockOptions:
     """How a worker runs its envs.

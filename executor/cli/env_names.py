@@ -94,7 +94,7 @@ def is_only_looked_up(name: str) -> bool:
     if key in ("gymnasium", "gymnasium_vec"):
         env_id = rest if key == "gymnasium" else _split_rows(rest)[0]
         return env_id.rpartition(":")[0] in ("", *GYMNASIUM_PLUG_INS)
-    return "/" in rest if key == "pettingzoo" else FAMILIES[key].names is not None
+    return "/" in rest if key == "pettingzoo" else key in FAMILIES and FAMILIES[key].names is not None
 
 
 def limited(name: str, max_steps: int, *, with_frames: bool = False) -> tuple[Factory, dict[str, Any]]:

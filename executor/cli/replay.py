@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: The options of a stored rollout that a replay uses. They change data, and can run no code.
 _OPTIONS = (
-    *("first_env_id", "episode_seeds", "episode_statistics", "info_keys", "isolate_rng", "env_type", "check_actions"),
+    *("first_env_id", "episode_seeds", "episode_statistics", "infos", "isolate_rng", "env_type", "check_actions"),
 )
 #: Leaves that two runs cannot have in common.
 _NOT_COMPARED = {("interrupted",), ("episode", "time")}
@@ -103,6 +103,8 @@ class Replay:
         env = facts["env"] if self.env is None else self.env
         kwargs = facts["env_kwargs"] if self.env_kwargs is None else read_keyword_arguments(self.env_kwargs)
         kept = {name: value for name, value in facts["options"].items() if name in _OPTIONS}
+        if kept.get("infos") in ("plain", "pickle"):  # dicts are not stored, and pickles run code
+            del kept["infos"]
         try:
             options = ExecutorOptions(**kept)
         except (TypeError, ValueError) as error:

@@ -136,8 +136,6 @@ def draw(
     if preload is None:
         named = dict.fromkeys(m for f in factories for m in modules_of(f) if _is_worth_preloading(m))
         preload = tuple(dict.fromkeys([*named, *(_BROUGHT_IN[m] for m in named if _is_brought_in(m))]))
-    if options.start_method == "fork":
-        preload = ()
     return Blueprint(
         factories=tuple(pickled[id(factory)] for factory in factories),
         env_kwargs=kwargs,

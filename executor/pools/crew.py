@@ -130,7 +130,6 @@ class Crew:
             env_kwargs=tuple(self.blueprint.env_kwargs[i] for i in env_ids),
             root_seed=self.root_seed,
             block=self.options.for_block(),
-            pickle_replies=self.options.pickle_replies,
         )
         process.root_seed = self.root_seed
         process.channel.queue_message(messages.Register(entries=self._registered))

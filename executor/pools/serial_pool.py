@@ -221,7 +221,7 @@ class SerialPool(SlabPool):
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         self._note_change()
         message = messages.Ask(what=what, env_ids=tuple(env_ids), **question)
-        reply = self._block.ask(message, pickle_replies=self.options.pickle_replies)
+        reply = self._block.ask(message)
         if reply["kind"] == "fault":
             raise env_error([reply], 0, os.getpid())
         return dict(zip(env_ids, reply["values"], strict=True))

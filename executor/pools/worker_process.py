@@ -162,4 +162,4 @@ def worker_config(options: ExecutorOptions, worker_id: int) -> dict[str, Any]:
     affinity = None
     if options.affinity:
         affinity = [options.affinity[worker_id % len(options.affinity)]]
-    return {"output": options.worker_output, "affinity": affinity, "nice": options.nice}
+    return {"output": options.worker_output, "affinity": affinity}

@@ -62,7 +62,7 @@ class Engine(Calls):
         mover = None
         if device is not None and device.type != "cpu":
             mover = Mover(pool.slab.buffer, device, pool.plan.num_frames)
-        self.side = SideData(self.specs, options.infos)
+        self.side = SideData(self.specs, options.info_policy)
         lends = copy and mover is None and not options.poison
         loans = make_loans(pool.slab, pool.lendable) if lends else None
         self.positions = Positions(pool.slab, self.side, options, mover=mover, loans=loans)

@@ -125,7 +125,7 @@ class Flights:
         self.num_errors = 0
         self._recycler = recycler
         self.losses = Losses(pool, positions, self.states, options)
-        self._has_infos = options.infos != "drop"
+        self._has_infos = options.info_policy != "drop"
         self._num_settled = 0  # number of the pool's losses handled while envs were sent
 
     # ---- begin -------------------------------------------------------------------------------

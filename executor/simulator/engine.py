@@ -106,11 +106,11 @@ class SimulatorEngine(Calls):
             is_copy=copy,
         )
         self.states = EnvStates(1)
-        self.side = SideData(self.specs, options.infos)
+        self.side = SideData(self.specs, options.info_policy)
         self.sent: Sent | None = None
         self._intake = TensorIntake(pool.slab.groups[0], options.check_actions)
         self.read_inputs, self.input_leaves = self._intake.tensors, self._intake.leaves
-        self._pack_info = packer(options.infos)
+        self._pack_info = packer(options.info_policy)
         self._words = {name: array.data for name, array in pool.slab.words.items()}
         self._phase, self._infos, self._left_out = "step", dict[str, bytes | None](), set[str]()
         self._row: Row | None = None

@@ -133,7 +133,7 @@ def test_what_cannot_be_is_refused(how, message):
     ("how", "message"),
     [
         ({"policies": 3}, "PerPlayer failed: expected a callable or None for a policy, got 3"),
-        ({"options": {"nice": 1}}, "options failed: expected an ExecutorOptions"),
+        ({"options": {"poison": True}}, "options failed: expected an ExecutorOptions"),
         ({"primer": 3}, "evaluate failed: expected primer as a dict of tensors by key or None, got 3"),
     ],
 )

@@ -191,7 +191,7 @@ def test_executors_come_and_go():
             assert env._engine.batches.mover.is_pinned
 
 
-@pytest.mark.parametrize("start_method", ["zygote", "spawn", "fork"])
+@pytest.mark.parametrize("start_method", ["zygote", "spawn"])
 def test_workers_start_after_the_caller_has_used_the_gpu(start_method):
     torch.zeros(1, device="cuda")
     options = ExecutorOptions(start_method=start_method)

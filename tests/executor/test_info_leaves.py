@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import ExecutorOptions, FactoryError, ParallelEnv, SerialEnv, SpecError
+from envherd.workers.options import Infos
 from envherd.workers.testing import check_env_contract
 
 pytestmark = pytest.mark.preloads()
@@ -120,7 +121,7 @@ def make(what="good", kind="serial", **options):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_are_looked_up_and_become_leaves_of_rollouts(kind):
-    with make(kind=kind, info_keys=("lives", "place", ("level", "depth"))) as env:
+    with make(kind=kind, infos=("lives", "place", ("level", "depth"))) as env:
         data = env.rollout(4, break_when_any_done=False)
     assert data["info", "lives"].tolist() == [[3, 2, 1, 3]] * NUM_ENVS
     assert data["next", "info", "lives"].tolist() == [[2, 1, 0, 2]] * NUM_ENVS
@@ -133,7 +134,7 @@ def test_names_are_looked_up_and_become_leaves_of_rollouts(kind):
 
 
 def test_what_comes_later_is_said_beforehand():
-    with make(info_keys={("episode", "r"): float, ("episode", "l"): 0, "never": np.zeros(3, np.float32)}) as env:
+    with make(infos={("episode", "r"): float, ("episode", "l"): 0, "never": np.zeros(3, np.float32)}) as env:
         data = env.rollout(3)["next", "info"]
     assert data["episode", "r"][0].tolist() == [0.0, 0.0, 1.5]
     assert data["episode", "_l"][0].tolist() == [False, False, True]
@@ -143,7 +144,7 @@ def test_what_comes_later_is_said_beforehand():
 
 
 def test_all_numbers():
-    with make(info_keys="all") as env:
+    with make(infos="all") as env:
         keys = {"/".join(leaf.key) for leaf in env.observation_spec}
         assert keys >= {"info/lives", "info/level/depth", "info/place", "info/won", "info/_won"}
         assert not any("word" in key or "name" in key for key in keys)
@@ -152,7 +153,7 @@ def test_all_numbers():
 
 
 def test_a_partial_reset_tells_of_its_own_rows():
-    with make(info_keys=("lives",)) as env:
+    with make(infos=("lives",)) as env:
         env.reset()
         env.step(actions())
         root = env.reset(TensorDict({"_reset": torch.tensor([True, False])}, [NUM_ENVS]))
@@ -160,7 +161,7 @@ def test_a_partial_reset_tells_of_its_own_rows():
 
 
 def test_what_no_longer_fits_counts_as_not_given(caplog):
-    with make("changing", info_keys={"lives": int, "place": np.zeros(1)}) as env:
+    with make("changing", infos={"lives": int, "place": np.zeros(1)}) as env:
         data = env.rollout(3)["next", "info"]
     assert data["lives"][0].tolist() == [1, 0, 0]
     assert data["_lives"][0].tolist() == [True, False, False]
@@ -177,7 +178,7 @@ def test_what_no_longer_fits_counts_as_not_given(caplog):
 @pytest.mark.parametrize("infos", ["plain", "pickle"])
 def test_no_info_costs_a_step(what, infos):
     keys = {"lives": int, "bad": np.zeros(1)}
-    options = ExecutorOptions(infos=infos, info_keys=keys, check_finite=True)
+    options = ExecutorOptions(infos=Infos(infos, keys), check_finite=True)
     with SerialEnv(NUM_ENVS, functools.partial(Telling, what), seed=0, options=options) as env:
         _check(env, what, infos)
 
@@ -188,7 +189,7 @@ def test_no_info_costs_a_worker():
     names = [*BAD, "mean", "list"]
     factories = [functools.partial(Telling, what) for what in names]
     for infos in ("plain", "pickle"):
-        options = ExecutorOptions(infos=infos, info_keys={"lives": int})
+        options = ExecutorOptions(infos=Infos(infos, {"lives": int}))
         with ParallelEnv(len(names), factories, num_workers=2, seed=0, options=options) as env:
             env.reset()
             for count in (1, 2, 3, 1):
@@ -219,16 +220,16 @@ def test_a_name_that_is_not_there_is_refused():
     with pytest.raises(
         SpecError, match=r"expected 'deth' in the infos of the first reset and step, which have numbers"
     ) as caught:
-        SerialEnv(1, Telling, options=ExecutorOptions(info_keys=("deth",)))
-    assert "info_keys={'deth': float}" in str(caught.value)
+        SerialEnv(1, Telling, options=ExecutorOptions(infos=("deth",)))
+    assert "infos={'deth': float}" in str(caught.value)
     with pytest.raises((SpecError, FactoryError), match=r"expected 'word' in the infos"):
-        ParallelEnv(1, Telling, num_workers=1, options=ExecutorOptions(info_keys=("word",)))
+        ParallelEnv(1, Telling, num_workers=1, options=ExecutorOptions(infos=("word",)))
 
 
-@pytest.mark.parametrize("keys", ["lives", 3, ("",), (3,), {"x": "text"}, {"x": object}])
+@pytest.mark.parametrize("keys", ["lives", None, 3, ("",), (3,), {"x": "text"}, {"x": object}])
 def test_keys_that_are_none_are_refused(keys):
     with pytest.raises(ValueError, match="ExecutorOptions failed"):
-        ExecutorOptions(info_keys=keys)
+        ExecutorOptions(infos=keys)
 
 
 def test_looking_up_changes_nothing():
@@ -239,7 +240,7 @@ def test_looking_up_changes_nothing():
         built.append(gymnasium.make("CartPole-v1"))
         return built[-1]
 
-    with SerialEnv(3, build, seed=5, options=ExecutorOptions(info_keys="all")) as env:
+    with SerialEnv(3, build, seed=5, options=ExecutorOptions(infos="all")) as env:
         with_leaves = env.rollout(20, break_when_any_done=False)
         assert len(built) == 4
     with SerialEnv(3, build, seed=5) as env:
@@ -253,7 +254,7 @@ def test_an_observation_of_this_name_is_refused():
         observation_space = gymnasium.spaces.Dict({"info": Telling.observation_space})
 
     with pytest.raises(SpecError, match="expected an env without an observation named 'info'"):
-        SerialEnv(1, Clash, options=ExecutorOptions(info_keys={"lives": int}))
+        SerialEnv(1, Clash, options=ExecutorOptions(infos={"lives": int}))
 
 
 def test_the_contract_holds():
@@ -280,7 +281,7 @@ def test_rows_of_a_vector_env_tell_of_themselves(mode):
         return gymnasium.vector.SyncVectorEnv([Telling, Long], autoreset_mode=mode)
 
     keys = {"lives": int, ("episode", "r"): float}
-    with SerialEnv(1, make_env, seed=0, options=ExecutorOptions(info_keys=keys)) as env:
+    with SerialEnv(1, make_env, seed=0, options=ExecutorOptions(infos=keys)) as env:
         data = env.rollout(5, break_when_any_done=False)[0]
     assert data["info", "lives"].tolist() == [[3, 3], [2, 2], [1, 1], [3, 0], [2, 3]]
     assert data["next", "info", "lives"].tolist() == [[2, 2], [1, 1], [0, 0], [2, -1], [1, 2]]

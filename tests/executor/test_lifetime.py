@@ -217,9 +217,9 @@ def test_a_missing_attribute_harms_nobody(make):
 def test_what_is_not_plain_does_not_cross(make):
     from envherd.executor import EnvError
 
-    with make(1, CountingEnv) as env, pytest.raises(EnvError, match="pickle_replies=True"):
+    with make(1, CountingEnv) as env, pytest.raises(EnvError, match='infos="pickle"'):
         env.get("episode_length")
-    with make(1, CountingEnv, options=ExecutorOptions(pickle_replies=True)) as env:
+    with make(1, CountingEnv, options=ExecutorOptions(infos="pickle")) as env:
         assert env.get("spec")[0] == env.spec
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,9 @@ FIELDS = {field.name: field for field in dataclasses.fields(ExecutorOptions)}
         ({"worker_threads": 0}, "an integer of at least 1, or None, got 0"),
         ({"max_restarts": 1.5}, "an integer of at least 0, got 1.5"),
         ({"max_restarts": True}, "an integer of at least 0, got True"),
-        ({"nice": 40}, "an integer of at least -20 and at most 19, got 40"),
         ({"ring_frames": 1}, "an integer of at least 2, got 1"),
         ({"poison": 1}, "True or False, got 1"),
-        ({"infos": "all"}, "one of ('drop', 'plain', 'pickle'), got 'all'"),
+        ({"check_actions": "loose"}, "one of ('strict', 'finite', 'off'), got 'loose'"),
         ({"env_vars": {"A": 1}}, "a dict of names and values, or pairs of them, all texts, got {'A': 1}"),
         ({"env_vars": ("A",)}, "a dict of names and values, or pairs of them, all texts, got ('A',)"),
         ({"preload": "numpy"}, "a sequence of module names, or None, got 'numpy'"),
@@ -48,7 +46,7 @@ def test_what_cannot_work_is_refused_by_name(options, expected):
 
 
 def test_every_option_is_checked():
-    lists = {"preload", "affinity", "env_vars", "info_keys"}
+    lists = {"preload", "affinity", "env_vars", "infos"}
     assert {*_NUMBERS, *_CHOICES, *_SWITCHES, *lists} == FIELDS.keys()
 
 
@@ -58,17 +56,18 @@ def test_what_does_not_fit_the_machine_is_refused_before_anything_starts(options
         ParallelEnv(1, CountingEnv, options=ExecutorOptions(**options))
 
 
-class _Priority(CountingEnv):
-    def priority(self):
-        return os.getpriority(os.PRIO_PROCESS, 0)
-
-
-def test_workers_have_the_niceness_that_was_asked_for():
-    here = os.getpriority(os.PRIO_PROCESS, 0)
-    asked = min(5, 19 - here)
-    with ParallelEnv(2, _Priority, num_workers=2, options=ExecutorOptions(nice=asked)) as env:
-        assert env.call("priority") == [here + asked] * 2
-    assert os.getpriority(os.PRIO_PROCESS, 0) == here
+@pytest.mark.parametrize(
+    ("options", "error", "advice"),
+    [
+        ({"nice": 5}, TypeError, "Call os.setpriority(os.PRIO_PROCESS, 0, N) in the factory."),
+        ({"info_keys": ("lives",)}, TypeError, 'Use infos=("NAME", ...).'),
+        ({"pickle_replies": True}, TypeError, 'Use infos="pickle".'),
+        ({"start_method": "fork"}, ValueError, 'Use start_method="zygote" with preload=().'),
+    ],
+)
+def test_options_of_earlier_versions_are_refused_with_what_to_do_instead(options, error, advice):
+    with pytest.raises(error, match=f"ExecutorOptions failed: .* {re.escape(advice)}$"):
+        ExecutorOptions(**options)
 
 
 def test_the_page_has_every_option_with_its_default():

@@ -147,8 +147,8 @@ def assert_true(env: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
         (Walking, {}, f"{SEND}the inputs are not one array: [('action', 'x'), ('action', 'y')]"),
         (
             Lively,
-            {"info_keys": ("lives",), "check_actions": "off"},
-            f"{CALLS}neither an int64 nor an array with values: [('info', '_lives')] and info_keys=('lives',)",
+            {"infos": ("lives",), "check_actions": "off"},
+            f"{CALLS}neither an int64 nor an array with values: [('info', '_lives')] and infos=('lives',)",
         ),
         (Driving, {"check_actions": "strict"}, SEND + "check_actions='strict'"),
         (PairEnv, {}, f"{CALLS}{ROWS}; send and recv in Python, because {ROWS}"),

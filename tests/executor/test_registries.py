@@ -70,7 +70,7 @@ names = "Imported-v0 Class-v0 Text-v0 Function-v1 Wrapped-v0 Doubled-v0 CartPole
 for name in names.split():
     found[name] = k_of(SerialEnv, name), k_of(ParallelEnv, name)
 found["spec"] = k_of(SerialEnv, spec), k_of(ParallelEnv, spec)
-for method in ("zygote", "spawn", "fork"):
+for method in ("zygote", "spawn"):
     found[method] = k_of(SerialEnv, "Class-v0"), k_of(ParallelEnv, "Class-v0", later, start_method=method)
 with ParallelEnv(1, lambda: gymnasium.make_vec("Vector-v0", 3, vectorization_mode="vector_entry_point")) as env:
     found["vector"] = [1, 3], list(env.reset().batch_size)

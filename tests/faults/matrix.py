@@ -97,8 +97,8 @@ def _all_cells() -> list[Cell]:
     cells = [Cell(fault, state) for fault in FAULTS for state in STATES]
     mending = [state for state in STATES if state not in ("build", "close")]
     cells += [Cell(fault, state, "restart") for fault in (*_ENDS, *HANGS, "stop") for state in mending]
-    for method in ("spawn", "fork"):  # the start method affects how workers end, not what envs raise
-        cells += [Cell(fault, state, "raise", method) for fault in ("segfault", "kill", "gil") for state in STATES]
+    # the start method affects how workers end, not what envs raise
+    cells += [Cell(fault, state, "raise", "spawn") for fault in ("segfault", "kill", "gil") for state in STATES]
     return [cell for cell in cells if cell.is_possible]
 
 
@@ -118,7 +118,7 @@ QUICK = {
     Cell("segfault", "step"),
     Cell("abort", "step"),
     Cell("exit", "reset"),
-    Cell("kill", "sent", "raise", "fork"),
+    Cell("kill", "sent", "raise"),
     Cell("kill", "step", "raise", "spawn"),
     Cell("term", "rollout"),
     Cell("kill", "render"),

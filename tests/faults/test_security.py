@@ -31,7 +31,7 @@ UNPICKLES = {
     "workers/registries.py": "registered names of envs, which came with such a message",
     "executor/facades/sb3/factory.py": "the same",
     "workers/adapters/hosts/torchrl_guest.py": "the same",
-    "executor/batched.py": "answers of workers, with options.pickle_replies",
+    "executor/batched.py": "answers of workers, with options.infos='pickle'",
     "workers/infos.py": "infos of workers, with options.infos='pickle' (facades of Gymnasium and SB3)",
     "executor/facades/gymnasium/worker.py": "values of spaces that are no arrays (facade of Gymnasium)",
     "workers/adapters/hosts/torchrl_crossing.py": "specs and odd leaves (facade of TorchRL)",
@@ -191,7 +191,7 @@ def test_what_a_worker_sends_is_not_unpickled(tmp_path):
         env.set("secret", Payload(tmp_path / "ran in the worker"))  # downwards: our own code, for our own child
         assert (tmp_path / "ran in the worker").exists()
         (tmp_path / "ran in the worker").unlink()
-        with pytest.raises(EnvError, match="pickle_replies"):
+        with pytest.raises(EnvError, match='infos="pickle"'):
             env.get("echo")
         assert not list(tmp_path.iterdir())
 

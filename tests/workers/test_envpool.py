@@ -65,7 +65,7 @@ def test_rows_are_those_of_a_plain_loop_over_pools_of_one(config):
 
 def test_ten_thousand_steps_hold_no_step_that_was_a_reset():
     num_steps, num_wrong = 50, 0
-    with SerialEnv(1, lambda: pool(num_envs=20), seed=0, options=ExecutorOptions(info_keys=("elapsed_step",))) as env:
+    with SerialEnv(1, lambda: pool(num_envs=20), seed=0, options=ExecutorOptions(infos=("elapsed_step",))) as env:
         for _ in range(10):
             data = env.rollout(num_steps, break_when_any_done=False)
             before, after = data["info", "elapsed_step"], data["next", "info", "elapsed_step"]
@@ -120,7 +120,7 @@ def test_a_time_limit_is_a_truncation_and_a_fall_is_not(env_type):
 
 
 def test_infos_are_those_of_all_rows_after_a_partial_reset():
-    with SerialEnv(1, pool, seed=0, options=ExecutorOptions(info_keys=("elapsed_step",))) as env:
+    with SerialEnv(1, pool, seed=0, options=ExecutorOptions(infos=("elapsed_step",))) as env:
         td = env.step(env.rand_action(env.reset()))["next"]
         td = env.reset(td.clone().set("_reset", torch.tensor([[[False], [True], [False]]])))
     assert td["info", "elapsed_step"].tolist() == [[1, 0, 1]]

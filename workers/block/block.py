@@ -75,6 +75,7 @@ class Block:
         self._first_env_id = options.first_env_id
         self.use_root_seed(root_seed)
         self._pack_info = packer(options.infos)
+        self._pickles = options.infos == "pickle"
         self._words: dict[str, memoryview] = {}
         self._unpacked: dict[int, tuple[int, int, int, int]] = {}
 
@@ -120,7 +121,7 @@ class Block:
         """
         own = {
             "isolate_rng=True": self._isolate_rng,
-            f"info_keys={reprlib.repr(self._info_keys)}": slot.adapter.on_left_out is not None,
+            f"infos={reprlib.repr(self._info_keys)}": slot.adapter.on_left_out is not None,
         }
         return [*why_not_stored(slot), *(why for why, applies in own.items() if applies)]
 
@@ -147,10 +148,10 @@ class Block:
         """Keep the extras of an env's next command."""
         self.slots[message.env_id].prepared = message
 
-    def ask(self, message: Ask, *, pickle_replies: bool) -> dict[str, Any]:
+    def ask(self, message: Ask) -> dict[str, Any]:
         """Do something with envs that is not a step; return the answer."""
         adapters = {env_id: slot.adapter for env_id, slot in self.slots.items()}
-        reply = answer(message, adapters, pickle_replies=pickle_replies, passes=self._passes)
+        reply = answer(message, adapters, pickles=self._pickles, passes=self._passes)
         for env_id in message.env_ids:
             slot = self.slots[env_id]
             if message.what in UNGUARDS:

@@ -1,8 +1,8 @@
 """Chosen entries of an env's infos as leaves of its observation.
 
-    ParallelEnv(8, make_env, options=ExecutorOptions(info_keys=("lives",)))                # shapes are read from an env
-    ... info_keys={"lives": int, "position": np.zeros(3), ("episode", "r"): float}          # or given
-    ... info_keys="all"                                                                    # every number there is
+    ParallelEnv(8, make_env, options=ExecutorOptions(infos=("lives",)))          # shapes are read from an env
+    ... infos={"lives": int, "position": np.zeros(3), ("episode", "r"): float}   # or given
+    ... infos="all"                                                              # every number there is
 
 An entry `lives` becomes `("info", "lives")`. The bool `("info", "_lives")` is True if the env returned the entry;
 otherwise the leaf is 0. An entry of a dict inside the info is a path, `("episode", "r")`, and becomes
@@ -68,7 +68,7 @@ class InfoLeaves(Wrapping):
     def __init__(self, inner: Adapter, fields: Iterable[Field]) -> None:
         self._fields = tuple(fields)
         leaves = [leaf for field in self._fields for leaf in (field.leaf, field.mask)]
-        super().__init__(inner, leaves, [(_ROOT,)] if leaves else [], "info_keys")
+        super().__init__(inner, leaves, [(_ROOT,)] if leaves else [], "infos")
         self._batch_shape = inner.spec.batch_shape
         self._values: list[Any] = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
 
@@ -164,7 +164,7 @@ def check_keys(keys: Any) -> None:
     Raises:
         ValueError: says what was expected.
     """
-    if keys is None or keys == "all":
+    if keys == "all":
         return
     problem = None
     if isinstance(keys, str) or not isinstance(keys, (Sequence, Mapping)):
@@ -174,8 +174,8 @@ def check_keys(keys: Any) -> None:
         problem = f"the name {bad[0]!r}." if bad else None
     if problem is not None:
         raise ValueError(
-            f'ExecutorOptions failed: expected info_keys to be None, "all", names, or a dict of names and values like '
-            f"theirs, got {problem}"
+            f'ExecutorOptions failed: expected infos to be "drop", "plain", "pickle", "all", names, or a dict of names '
+            f"and values like theirs, got {problem}"
         )
     if isinstance(keys, Mapping):
         for name, like in keys.items():
@@ -195,10 +195,10 @@ def _like(name: str | Path, like: Any) -> np.ndarray:
         is_type = isinstance(like, (type, np.dtype))
         array = np.zeros((), like) if is_type else _as_array(like)
     except Exception as error:
-        raise SpecError(f"info_keys[{name!r}]: {explain(error)}.") from None
+        raise SpecError(f"infos[{name!r}]: {explain(error)}.") from None
     if array.dtype.kind not in "biufc":
         raise SpecError(
-            f"info_keys[{name!r}]: expected a number, an array of numbers, or int, float, bool or a numpy dtype, "
+            f"infos[{name!r}]: expected a number, an array of numbers, or int, float, bool or a numpy dtype, "
             f"got {type(like).__name__}."
         )
     return array
@@ -269,6 +269,6 @@ def _not_found(wanted: Path, known: list[str], failure: str) -> str:
     has = f"numbers called {', '.join(known[:20])}" if known else "no numbers at all"
     name = wanted[0] if len(wanted) == 1 else wanted
     return (
-        f"info_keys failed: expected {_show(wanted)!r} in the infos of the first reset and step, which have {has}"
-        f"{failure}. If it comes later (or is None at first), say what it will be: info_keys={{{name!r}: float}}."
+        f"infos failed: expected {_show(wanted)!r} in the infos of the first reset and step, which have {has}"
+        f"{failure}. If it comes later (or is None at first), say what it will be: infos={{{name!r}: float}}."
     )

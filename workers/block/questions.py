@@ -15,20 +15,18 @@ from envherd.workers.reply import Fault
 Passes = tuple[type[BaseException], ...]
 
 
-def answer(
-    message: Ask, adapters: Mapping[int, Adapter], *, pickle_replies: bool, passes: Passes = ()
-) -> dict[str, Any]:
+def answer(message: Ask, adapters: Mapping[int, Adapter], *, pickles: bool, passes: Passes = ()) -> dict[str, Any]:
     """Return the answer: the number, and one value per env in the order of the request, or the first fault."""
-    reply = _answer(message, adapters, pickle_replies=pickle_replies, passes=passes)
+    reply = _answer(message, adapters, pickles=pickles, passes=passes)
     return {**reply, "number": message.number}
 
 
-def _answer(message: Ask, adapters: Mapping[int, Adapter], *, pickle_replies: bool, passes: Passes) -> dict[str, Any]:
+def _answer(message: Ask, adapters: Mapping[int, Adapter], *, pickles: bool, passes: Passes) -> dict[str, Any]:
     values = []
     for position, env_id in enumerate(message.env_ids):
         try:
             value = _answer_one(message, adapters[env_id], position)
-            values.append(_cross(value, message, pickle_replies=pickle_replies))
+            values.append(_cross(value, message, pickles=pickles))
         except passes:
             raise
         except BaseException as error:  # an env's method may raise anything
@@ -93,15 +91,15 @@ def _layers(env: Any) -> list[list[str]]:
         env = inner
 
 
-def _cross(value: Any, message: Ask, *, pickle_replies: bool) -> Any:
+def _cross(value: Any, message: Ask, *, pickles: bool) -> Any:
     """Return a value in the form in which it is sent: unchanged if plain, else pickled if that is allowed."""
     try:
         plain.encode(value)
     except plain.NotPlain as error:
-        if pickle_replies:
+        if pickles:
             return {"pickled": dumps(value)}  # by value where the class came so with the factory
         raise TypeError(
             f"{message.what} {message.name!r} failed: {error}. Return numbers, text, arrays or lists and dicts of "
-            f"them, or allow pickles with ExecutorOptions(pickle_replies=True)."
+            'them, or allow pickles with ExecutorOptions(infos="pickle").'
         ) from None
     return {"plain": value}

@@ -116,8 +116,6 @@ def _apply(config: dict[str, Any]) -> None:
     affinity = config.get("affinity")
     if affinity:
         os.sched_setaffinity(0, affinity)
-    if config.get("nice"):
-        os.nice(config["nice"])
 
 
 class Worker:
@@ -233,8 +231,7 @@ class Worker:
 
     def _on_ask(self, message: messages.Ask) -> None:
         assert self._block is not None
-        assert self._build is not None
-        reply = self._block.ask(message, pickle_replies=self._build.pickle_replies)
+        reply = self._block.ask(message)
         if not message.is_silent:
             self._channel.send_plain(reply)
         elif isinstance(self._block, AheadBlock):

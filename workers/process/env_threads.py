@@ -144,20 +144,18 @@ class ThreadedBlock(Block):
         """Note that the calling thread is in no call of an env."""
         self._phase[self.worker_id] = 0
 
-    def ask(self, message: Ask, *, pickle_replies: bool) -> dict[str, Any]:
+    def ask(self, message: Ask) -> dict[str, Any]:
         """Ask the envs, each on its thread and all at once."""
         ask_one = super().ask
         asked = []
         for position, env_id in enumerate(message.env_ids):
             args = (message.args[position],) if message.what in PER_ENV else message.args
             one = replace(message, env_ids=(env_id,), args=args)
-            asked.append(
-                self.threads.begin(env_id, lambda one=one: ask_one(one, pickle_replies=pickle_replies))  # type: ignore[misc]
-            )
+            asked.append(self.threads.begin(env_id, lambda one=one: ask_one(one)))  # type: ignore[misc]
         replies: list[dict[str, Any]] = [future.result() for future in asked]
         fault = next((reply for reply in replies if reply["kind"] == "fault"), None)
         if fault is not None or not replies:
-            return fault or ask_one(message, pickle_replies=pickle_replies)
+            return fault or ask_one(message)
         return {**replies[0], "values": [value for reply in replies for value in reply["values"]]}
 
     def _with_own_rng(self, slot: Slot, phase: str, call: Callable[[], Any]) -> Any:  # noqa: ARG002

@@ -63,7 +63,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
 
     def _options(self, options: ExecutorOptions | None) -> ExecutorOptions:
         """Return options changed for Gymnasium's behaviour: all infos, and the envs' own seeding."""
-        return replace(checked_options(options), infos="pickle", info_keys=None, episode_seeds=False)
+        return replace(checked_options(options), infos="pickle", episode_seeds=False)
 
     def _host(self, executor: BatchedEnv, check: Callable[[Description], None] = lambda _: None) -> None:
         """Take over an executor; close it if its envs do not fit together."""

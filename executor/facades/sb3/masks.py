@@ -32,7 +32,7 @@ class ActionMasks:
         """Return a reader of the envs' masks; None if they have none.
 
         Masks are the leaf `action_mask` of a group of agents (PettingZoo), or the entry `action_mask` of infos that
-        `ExecutorOptions(info_keys=("action_mask",))` makes a leaf.
+        `ExecutorOptions(infos=("action_mask",))` makes a leaf.
         """
         specs = [group.spec for group in positions.slab.groups]
         key, given = _mask_key(specs[0])

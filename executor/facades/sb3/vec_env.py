@@ -48,6 +48,7 @@ from envherd.executor.serial import SerialEnv
 from envherd.workers.adapters import find_adapter
 from envherd.workers.build import check_factory
 from envherd.workers.errors import ActionError, Busy, EnvError, EnvherdError, FactoryError
+from envherd.workers.options import Infos
 from envherd.workers.protocol import Op
 
 EnvFn = Callable[[], Any]
@@ -297,7 +298,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         """Return which actions are legal now, bool `[num_envs, actions]`, own memory; for sb3-contrib's `MaskablePPO`.
 
         They are the agents' `action_mask` (PettingZoo), the entry `action_mask` of infos that
-        `ExecutorOptions(info_keys=("action_mask",))` selects, or the result of the envs' own `action_masks()`. The
+        `ExecutorOptions(infos=("action_mask",))` selects, or the result of the envs' own `action_masks()`. The
         first two are read from shared memory, without a request to the workers.
 
         Raises:
@@ -483,13 +484,13 @@ def _as_sb3(options: ExecutorOptions, start_method: str | None) -> ExecutorOptio
     """Return the options with those that SB3's protocol requires."""
     if start_method is not None:
         multiprocessing.get_context(start_method)  # raises ValueError for an unknown method
-        ours: dict[str, StartMethod] = {"forkserver": "zygote", "spawn": "spawn", "fork": "fork"}
-        options = dataclasses.replace(options, start_method=ours[start_method])
+        ours: dict[str, StartMethod] = {"forkserver": "zygote", "fork": "zygote", "spawn": "spawn"}
+        preload = () if start_method == "fork" else options.preload
+        options = dataclasses.replace(options, start_method=ours[start_method], preload=preload)
     return dataclasses.replace(
         options,
-        infos="pickle",
+        infos=Infos("pickle", options.info_keys),
         episode_seeds=False,
-        pickle_replies=True,
         check_actions="off",
         poison=False,
     )

@@ -37,7 +37,6 @@ _REFUSED = {
     "env_threads": "each TorchRL env has its own state of torch's generator, which the threads of a process share. Use "
     "more num_processes, or envherd.ParallelEnv.",
     "infos": _READERS,
-    "info_keys": _READERS,
 }
 
 
@@ -87,7 +86,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
 
     Raises:
         FactoryError: an env instead of a factory, or a factory that cannot be pickled, raised or returned no env.
-        ValueError: options with `env_threads`, `infos` or `info_keys`.
+        ValueError: options with `env_threads` or `infos`.
     """
 
     def __init__(

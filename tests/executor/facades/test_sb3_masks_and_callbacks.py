@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*precision l
 
 TWO_WORKERS = functools.partial(SubprocVecEnv, num_workers=2)
 BOTH = pytest.mark.parametrize("make", [DummyVecEnv, TWO_WORKERS], ids=["dummy", "subproc"])
-FROM_INFOS = functools.partial(SubprocVecEnv, num_workers=1, options=ExecutorOptions(info_keys=("action_mask",)))
+FROM_INFOS = functools.partial(SubprocVecEnv, num_workers=1, options=ExecutorOptions(infos=("action_mask",)))
 
 
 @pytest.fixture(autouse=True)

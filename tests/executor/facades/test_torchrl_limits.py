@@ -271,7 +271,7 @@ env.close()
     [
         ("env_threads", True, "env_threads=False, got True: .* Use more num_processes"),
         ("infos", "plain", "infos=drop, got plain: .* auto_register_info_dict"),
-        ("info_keys", "all", "info_keys=None, got all: .* auto_register_info_dict"),
+        ("infos", "all", "infos=drop, got all: .* auto_register_info_dict"),
     ],
 )
 def test_options_without_a_place_in_torchrl_are_refused_before_anything_is_started(name, value, expected):
