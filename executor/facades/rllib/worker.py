@@ -8,9 +8,8 @@ Guarantees:
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -30,18 +29,6 @@ OBSERVED, REWARDED, TERMINATED, TRUNCATED = _BITS = 1, 2, 4, 8
 ALL = "__all__"
 
 _RLLIB = "ray.rllib.env.multi_agent_env.MultiAgentEnv"
-
-
-class Context(dict[str, Any]):
-    """The entries and attributes of RLlib's `EnvContext`, in workers that have not imported RLlib: it takes seconds."""
-
-
-def with_context(make_env: Callable[[Any], Any], entries: Mapping[str, Any], attributes: Mapping[str, Any]) -> Any:
-    """Build an env that takes RLlib's context, which is an `EnvContext` where `make_env` has imported RLlib."""
-    rllib = sys.modules.get("ray.rllib.env.env_context")
-    context = Context(entries) if rllib is None else rllib.EnvContext(dict(entries), attributes["worker_index"])
-    vars(context).update(attributes)
-    return make_env(context)
 
 
 class AgentsGuest(ParallelGuest):
