@@ -71,7 +71,7 @@ class ClusterEngine(Calls):
         self.hosts, self.device = pool, device
         self.batches = self.positions = self
         self.states = EnvStates(self.num_envs)
-        self.side = SideData(self.specs, options.infos)
+        self.side = SideData(self.specs, options.info_policy)
         self._is_replacing = options.on_worker_loss == "restart"
         self._places = places = Places(pool.plan)
         groups = [GroupBatch(one, 1, None, has_interrupted=self._is_replacing) for one in pool.slab.groups]
