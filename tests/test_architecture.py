@@ -24,7 +24,6 @@ HOPS = [
 READERS = {
     "executor/protocol/flight.py",
     "executor/protocol/losses.py",
-    "executor/cluster/host.py",
 }
 #: Lines of Python and C of each sub-package, as `python -m tests.architecture --budget` prints them. Not a limit but a
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.

@@ -410,7 +410,6 @@ def test_a_rollout_whose_process_was_killed_is_refused_and_can_be_replaced():
         ["rollout", COUNTING, "--json", "."],
         ["evaluate", COUNTING, "--json", "none/found.json"],
         ["record", COUNTING, "--mp4", "none/film.mp4"],
-        ["evaluate", COUNTING, "--plot", "none/chart.png"],
         ["size", COUNTING, "--yaml", "none/setting.yaml"],
         ["bench", "--json", "none/bench.json"],
         ["replay", ".", "--png", "none/sheet.png"],

@@ -232,7 +232,6 @@ def test_what_cannot_be_sized_is_exit_code_2():
     for arguments, said in (
         (["gymnasium:CartPol-v1"], "Did you mean CartPole-v1"),
         (["gymnasium:CartPole-v1", "--memory", "lots"], "expected a number and a unit"),
-        (["gymnasium:CartPole-v1", "--cluster", "auto", "--cpus", "2"], "expected none of what is for one machine"),
     ):
         done = size(*arguments, columns=200)
         assert done.exit_code == 2
