@@ -62,6 +62,7 @@ ALLOWED = {
     "benchmarks/*": {"numpy", "torch", "tensordict", "gymnasium", "rich"}
     | {"envherd.shm", "envherd.workers", "envherd.executor", "benchmarks"},
     "benchmarks/__main__.py": {"typer"},
+    "benchmarks/benchmarl.py": {"benchmarl"},
     "benchmarks/rllib.py": {"ray"},
     "benchmarks/cluster.py": {"psutil", "ray", "torchrl"},
     "benchmarks/asynchronous.py": {"torchrl"},
