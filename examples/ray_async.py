@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
-from ray_step import some_cluster  # type: ignore[import-not-found]  # it is beside this script
+from ray_step import some_cluster  # type: ignore[import-not-found]  # in the same folder
 
 from envherd.executor.cluster import RayParallelEnv
 

@@ -14,7 +14,7 @@ import itertools
 
 import gymnasium
 import torch
-from ray_step import some_cluster  # type: ignore[import-not-found]  # it is beside this script
+from ray_step import some_cluster  # type: ignore[import-not-found]  # in the same folder
 from tensordict import TensorDictBase
 from torch import nn
 

@@ -67,7 +67,6 @@ GROUPS = {
 #: Tests of `--above`, below `tests/`: oldest and newest differ most in TorchRL and Gymnasium.
 RUN_ABOVE = (
     "executor/facades/test_torchrl_parallel.py",
-    "executor/facades/test_torchrl_serial.py",
     "executor/facades/test_torchrl_private.py",
     "executor/facades/test_gymnasium_equality.py",
     "executor/facades/test_gymnasium_spaces.py",

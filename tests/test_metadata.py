@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.compat import GROUPS, RUN_ABOVE
 from tests.test_docs import LINK, ROOT
 
 URL = "https://git.example.org/owner/envherd"
@@ -87,3 +88,8 @@ def test_an_address_that_is_not_https_is_refused(tmp_path, url):
     done = build(tmp_path, url)
     assert done.returncode != 0
     assert "building failed: expected ENVHERD_URL as https://HOST/OWNER/NAME, got" in done.stderr
+
+
+@pytest.mark.parametrize("pattern", [*RUN_ABOVE, *(pattern for patterns in GROUPS.values() for pattern in patterns)])
+def test_the_tests_for_other_versions_of_the_libraries_exist(pattern):
+    assert list((ROOT / "tests").glob(pattern)), f"tests.compat runs tests/{pattern}, which is not there"
