@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
-# ruff: noqa: FBT003 - flags among the values of a step
 import gc
+
+# ruff: noqa: FBT003 - flags among the values of a step
+import operator
 import sys
 import threading
 import weakref
@@ -168,7 +170,7 @@ RESULTS: dict[str, Callable[[Any], Any]] = {
     "no info of its own": put(4, SubDict()),
     "info that cannot be packed": put(4, {"lock": threading.Lock()}),
     **{
-        f"as {dtype}": with_observation(lambda array, dtype=dtype: array.astype(dtype))
+        f"as {dtype}": with_observation(operator.methodcaller("astype", dtype))
         for dtype in ("float64", "float32", "float16", "int64", "int8", "bool", "complex", "object")
     },
     "swapped bytes": with_observation(lambda array: array.astype(array.dtype.newbyteorder())),

@@ -69,7 +69,8 @@ def melting_pot(name: str, *transforms: Any, **kwargs: Any) -> EnvBase:
     episodes = Episodes(env._env)
     episodes.seed_next(7)
     if cap is not None:
-        episodes._settings()["maxEpisodeLengthFrames"] = str(cap)
+        settings: Any = episodes._settings()
+        settings["maxEpisodeLengthFrames"] = str(cap)
     return TransformedEnv(env, Compose(*transforms)) if transforms else env
 
 
@@ -371,7 +372,7 @@ def test_envs_that_may_draw_from_torch_keep_their_own_generator() -> None:
     """C, which does not exchange the states of torch's generator, steps only those that cannot."""
 
     def noisy(env: Any) -> Any:
-        return gymnasium.wrappers.TransformReward(env, lambda reward: reward + torch.rand(()).item())
+        return gymnasium.wrappers.TransformReward(env, lambda reward: float(reward) + torch.rand(()).item())
 
     called = []
     for wrap in (lambda env: env, gymnasium.wrappers.RecordEpisodeStatistics, noisy):

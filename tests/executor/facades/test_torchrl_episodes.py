@@ -185,12 +185,13 @@ def test_they_are_those_of_the_executor() -> None:
         closing(herd(2, [walk, functools.partial(walk, 4)], options=ON)) as env,
     ):
         env.set_seed(0)
+        both: tuple[Any, ...] = (native, env)
         roots, ends = [native.reset(), env.reset()], 0
         for i in range(40):
             for td in roots:
                 td["action"] = torch.tensor([i % 3, (i + 1) % 3])
             (one, roots[0]), (other, roots[1]) = (
-                each.step_and_maybe_reset(td) for each, td in zip((native, env), roots, strict=True)
+                each.step_and_maybe_reset(td) for each, td in zip(both, roots, strict=True)
             )
             for mine, theirs in ((other["next"], one["next"]), (roots[1], roots[0])):
                 assert mine["episode"].keys() == theirs["episode"].keys()

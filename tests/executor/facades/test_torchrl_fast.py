@@ -118,9 +118,10 @@ def test_what_is_not_plain_takes_the_general_way() -> None:
 def test_a_closed_env_and_a_moved_one_are_compiled_again() -> None:
     with started(cartpole, is_fast=True) as (env, _):
         env.close()
-        assert env.__dict__["_shells"] is None
+        parts = env.__dict__
+        assert parts.get("_shells") is None
         td = env.step(env.rand_action(env.reset()))
-        assert env.__dict__["_shells"].fast_steps
+        assert parts["_shells"].fast_steps
         assert td["next"].device is None
         with pytest.warns(UserWarning, match="re-seeding"):
             env.to("cpu")

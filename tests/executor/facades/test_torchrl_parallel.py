@@ -293,7 +293,8 @@ def test_state_given_to_reset_is_honoured() -> None:
 def test_what_is_no_factory_is_refused_at_once() -> None:
     with pytest.raises(FactoryError, match="lambda: CountingEnv"):
         ParallelEnv(2, own.CountingEnv())
-    for argument in ({"create_env_fn": [own.CountingEnv]}, {"create_env_kwargs": [{}]}):
+    arguments: list[dict[str, Any]] = [{"create_env_fn": [own.CountingEnv]}, {"create_env_kwargs": [{}]}]
+    for argument in arguments:
         with pytest.raises(RuntimeError, match="and num_workers mismatch"):
             ParallelEnv(2, **{"create_env_fn": own.CountingEnv, **argument})
     lock = __import__("threading").Lock()
