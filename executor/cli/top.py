@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import select
 import sys
-import termios
 import time
-import tty
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,10 +19,10 @@ from rich.text import Text
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
 
 if TYPE_CHECKING:
-    from envherd.executor.monitor.watching import ExecutorView, Watch, WorkerView
+    from envherd.executor.monitor.statistics import WorkerStatistics
+    from envherd.executor.monitor.watching import ExecutorView, Watch
 
-SCHEMA = "envherd.top/1"
-_KEYS = {"\x1b[A": "up", "k": "up", "\x1b[B": "down", "j": "down", "s": "stack", "q": "quit"}
+SCHEMA = "envherd.top/2"
 #: Seconds in a phase other than idle after which it is shown in red.
 _LONG_S = 5.0
 
@@ -36,7 +31,7 @@ _LONG_S = 5.0
 class Top:
     """Watch this user's running executors: speed, load, memory and current command of each worker.
 
-    Keys: up and down select a worker, s shows its Python stack, q quits.
+    Ctrl-C ends it.
     """
 
     once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False
@@ -52,16 +47,24 @@ class Top:
     def run(self) -> int:
         """Show the running executors; return the exit code."""
         console = Console()
-        with contextlib.closing(Watcher(self.pid)) as watcher:
+        with contextlib.closing(Watcher(self.pid)) as watcher, contextlib.ExitStack() as until_end:
+            if refusal := self._refusal(watcher.look()):
+                Console(stderr=True).print(f"error: top failed: {refusal}", soft_wrap=True, highlight=False)
+                return EXIT_USAGE
+            live: Live | None = None
+            if not (self.once or self.json):
+                live = until_end.enter_context(Live(console=console, screen=console.is_terminal, auto_refresh=False))
             try:
-                if refusal := self._refusal(watcher.look()):
-                    Console(stderr=True).print(f"error: top failed: {refusal}", soft_wrap=True, highlight=False)
-                    return EXIT_USAGE
-                if not (self.once or self.json):
-                    return self._live(watcher, console)
                 while True:
                     time.sleep(self.interval)
-                    self._print(watcher.look(), console)
+                    views = watcher.look()
+                    stack = _stack(views, self.stack)
+                    if self.json:
+                        self._print_json(views, stack)
+                    elif live is None:
+                        console.print(screen(views, stack, console.width))
+                    else:
+                        live.update(screen(views, stack, console.width), refresh=True)
                     if self.once:
                         return 0
             except KeyboardInterrupt:
@@ -78,36 +81,11 @@ class Top:
             return f"expected a worker for --stack {self.stack}, got none: no executor with workers is running."
         return f"expected --stack as a row of the table, 0 to {num_workers - 1}, got {self.stack}."
 
-    def _print(self, views: list[ExecutorView], console: Console) -> None:
-        stack = _stack(views, self.stack)
-        if not self.json:
-            console.print(screen(views, selected=-1, stack=stack, width=console.width))
-            return
+    def _print_json(self, views: list[ExecutorView], stack: str) -> None:
         plain: dict[str, Any] = {"schema": SCHEMA, "executors": [view.to_plain() for view in views]}
         plain |= {"stack": stack} if stack else {}
         sys.stdout.write(json.dumps(plain, indent=2 if self.once else None) + "\n")
         sys.stdout.flush()
-
-    def _live(self, watcher: Watcher, console: Console) -> int:
-        selected = self.stack or 0
-        with _keys() as read_key, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
-            views = watcher.look()
-            stack = _stack(views, self.stack)
-            next_look = time.monotonic()
-            while True:
-                if time.monotonic() >= next_look:
-                    views = watcher.look()
-                    next_look = time.monotonic() + self.interval
-                num_rows = sum(len(view.workers) for view in views)
-                selected = max(0, min(selected, num_rows - 1))
-                live.update(screen(views, selected=selected, stack=stack, width=console.width), refresh=True)
-                key = read_key(max(0.0, next_look - time.monotonic()))
-                if key == "quit":
-                    return 0
-                if key == "stack":
-                    stack = "" if stack else _stack(views, selected)
-                if key in ("up", "down"):
-                    selected, stack = selected + (1 if key == "down" else -1), ""  # hide that of the previous worker
 
 
 class Watcher:
@@ -119,13 +97,7 @@ class Watcher:
 
     def look(self) -> list[ExecutorView]:
         """Return the activity of each executor since the previous call; that of a new executor is empty."""
-        self.find()
-        return [watch.look() for watch in self._watches.values()]
-
-    def find(self) -> None:
-        """Begin to watch new executors, and forget those that have closed."""
-        from envherd.executor.monitor.running import listings
-        from envherd.executor.monitor.watching import Watch
+        from envherd.executor.monitor.watching import Watch, listings
 
         found = {(one.pid, one.inode): one for one in listings() if self._pid is None or one.pid == self._pid}
         for key in [key for key in self._watches if key not in found]:
@@ -134,6 +106,7 @@ class Watcher:
             if key not in self._watches:
                 with contextlib.suppress(OSError):  # it closed in the meantime
                     self._watches[key] = Watch(listing)
+        return [watch.look() for watch in self._watches.values()]
 
     def close(self) -> None:
         """Stop watching all executors."""
@@ -141,67 +114,33 @@ class Watcher:
             watch.close()
 
 
-def _stack(views: list[ExecutorView], worker: int | None) -> str:
+def _stack(views: list[ExecutorView], row: int | None) -> str:
+    """Return the Python stack of the worker in a row of the table; empty without a row, or if there is no such row."""
     from envherd.executor.monitor.watching import stack_of
 
-    rows = [one for view in views for one in view.workers]
-    if worker is None or not 0 <= worker < len(rows):
+    workers = [one for view in views for one in view.workers]
+    if row is None or not 0 <= row < len(workers):
         return ""
-    return stack_of(rows[worker].load.pid)
+    worker = workers[row]
+    return f"Stack of worker {worker.worker_id}, pid {worker.pid}\n{stack_of(worker.pid)}"
 
 
-@contextlib.contextmanager
-def _keys() -> Iterator[Any]:
-    """Yield a function that waits for a key and returns its meaning; without a terminal, it only sleeps."""
-    if not sys.stdin.isatty():
-
-        def wait(seconds: float) -> str:
-            time.sleep(seconds)
-            return ""
-
-        yield wait
-        return
-    fd = sys.stdin.fileno()
-    before = termios.tcgetattr(fd)
-    tty.setcbreak(fd)
-
-    def read(seconds: float) -> str:
-        if not select.select([fd], [], [], seconds)[0]:
-            return ""
-        return _KEYS.get(os.read(fd, 8).decode(errors="replace"), "")
-
-    try:
-        yield read
-    finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
-
-
-def screen(views: list[ExecutorView], *, selected: int, stack: str, width: int = 200) -> RenderableType:
+def screen(views: list[ExecutorView], stack: str, width: int) -> RenderableType:
     """Return the executors as tables of at most `width` characters; a narrow table lacks the columns of `_DROPPED`."""
     if not views:
         return Text("no executor of this user is running (`SerialEnv` has no workers to show)", "dim")
-    parts: list[RenderableType] = []
-    row = 0
-    for view in views:
-        parts.append(_executor(view, selected - row, width))
-        if stack and 0 <= selected - row < len(view.workers):  # below its executor, as others may fill the screen
-            load = view.workers[selected - row].load
-            parts += [Text(f"Stack of worker {load.worker_id}, pid {load.pid}", "bold"), Text(stack)]
-        row += len(view.workers)
-    if stack and selected < 0:
-        parts.append(Text(stack))
-    return Group(*parts)
+    return Group(*([Text(stack)] if stack else []), *(_executor(view, width) for view in views))
 
 
 #: The columns of a table, and those that a narrow terminal drops, in the order in which they are dropped.
 _COLUMNS = (
-    *("worker", "pid", "envs", "steps/s", "busy", "reset", "wait", "p50", "p99", "resets", "restarts", "USS", "RSS"),
+    *("worker", "pid", "envs", "steps/s", "busy", "reset", "wait", "p50", "p99", "resets", "restarts", "USS", "PSS"),
     *("cpu", "at"),
 )
-_DROPPED = ("RSS", "p50", "cpu", "restarts", "reset", "p99", "resets", "wait")
+_DROPPED = ("PSS", "p50", "cpu", "restarts", "reset", "p99", "resets", "wait")
 
 
-def _executor(view: ExecutorView, selected: int, width: int) -> Table:
+def _executor(view: ExecutorView, width: int) -> Table:
     one = view.listing
     title = f"{one.env} x {one.num_envs}, process {one.pid}: {view.steps_per_s:,.0f} env-steps/s   {one.command[:60]}"
     rows = [dict(zip(_COLUMNS, _cells(worker), strict=True)) for worker in view.workers]
@@ -213,8 +152,8 @@ def _executor(view: ExecutorView, selected: int, width: int) -> Table:
     table = Table(title=heading, caption=one.path, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
     for name in names:
         table.add_column(name, justify="left" if name == "at" else "right", no_wrap=name != "at")
-    for index, row in enumerate(rows):
-        table.add_row(*(row[name] for name in names), style="reverse" if index == selected else "")
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
     return table
 
 
@@ -223,28 +162,27 @@ def _width_of(names: list[str], rows: list[dict[str, Any]]) -> int:
     return sum(3 + max(len(name), *(len(row[name]) for row in rows), 0) for name in names) + 2
 
 
-def _cells(worker: WorkerView) -> list[Any]:
+def _cells(worker: WorkerStatistics) -> list[Any]:
     from envherd.executor.cli.sizing_report import size_text
 
-    load = worker.load
-    at = load.phase if load.phase_env_id is None else f"{load.phase} of env {load.phase_env_id}"
-    is_long = load.phase != "idle" and load.phase_s > _LONG_S
+    at = worker.phase if worker.phase_env_id is None else f"{worker.phase} of env {worker.phase_env_id}"
+    is_long = worker.phase != "idle" and worker.phase_s > _LONG_S
     return [
-        str(load.worker_id),
-        str(load.pid or "-"),
+        str(worker.worker_id),
+        str(worker.pid or "-"),
         str(len(worker.env_ids)),
         f"{worker.steps_per_s:,.0f}",
         f"{worker.busy_share:.0%}",
         f"{worker.reset_share:.0%}",
         f"{worker.wait_share:.0%}",
-        _time(load.step_p50_s),
-        _time(load.step_p99_s),
-        f"{load.resets:,}",
-        str(load.restarts),
+        _time(worker.step_p50_s),
+        _time(worker.step_p99_s),
+        f"{worker.resets:,}",
+        str(worker.generation),
         size_text(worker.uss_bytes),
-        size_text(worker.rss_bytes),
+        size_text(worker.pss_bytes),
         "-" if worker.cpu is None else str(worker.cpu),
-        Text(f"{at}, {load.phase_s:,.1f} s", "bold red" if is_long else ""),
+        Text(f"{at}, {worker.phase_s:,.1f} s", "bold red" if is_long else ""),
     ]
 
 

@@ -1,47 +1,57 @@
-"""Statistics of an executor, as frozen values."""
+"""Statistics of an executor, as frozen values, and how they are read from the words of its slab.
+
+Reading does not slow the workers down. `watching` reads the words of executors of other processes in the same way.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from envherd.executor.monitor.loads import read_loads
 from envherd.executor.monitor.memory_log import MemoryLog
-from envherd.executor.pools.base import Pool
+from envherd.executor.pools.base import Pool, WorkerFigures
+from envherd.shm.slab import NUM_BINS, bin_middle
 from envherd.shm.specs import EnvSpec
+from envherd.workers.protocol import describe_phase
+
+_MIDDLES = np.array([bin_middle(index) for index in range(NUM_BINS)]) / 1e9
 
 
 @dataclass(frozen=True)
 class WorkerStatistics:
     """One worker process.
 
+    Shares and rates are those of the time since the executor was ready; in `envherd top`, since its last reading.
+
     Attributes:
         worker_id: stays the same when the worker is replaced.
-        pid: process id (of this process for a `SerialEnv`).
+        pid: process id (of this process for a `SerialEnv`); 0 until it has started.
         env_ids: the envs it runs.
         generation: how often it was replaced.
         busy_s: seconds it spent on commands since it was started.
-        busy_share: of the time since the executor was ready, 0..1.
+        busy_share: of the time, 0..1.
         uss_bytes: memory that would be freed if it ended, including that of processes started by its envs (except for a
             `SerialEnv`).
         pss_bytes: the same plus its part of shared memory.
         cpu_s: processor seconds, user and system, of the worker alone.
         env_steps: `env.step` calls of its envs that returned.
         resets: of its envs.
-        reset_share: of the time since the executor was ready, spent on commands with a reset; estimated from samples.
-        wait_share: of that time, spent waiting for commands.
+        reset_share: of the time, spent on commands with a reset; estimated from samples.
+        wait_share: of the time, spent waiting for commands.
         step_p50_s, step_p99_s: of sampled steps, to 10 %; None if there was none, as for a `SerialEnv`.
         phase: "idle", "step" or "reset", now.
         phase_env_id: the env that it works on, or None.
         phase_s: seconds for which it has been at work, or idle.
-        cpu: the processor that it runs on, or ran on last; None for a worker of another machine.
         growth_per_reset: bytes of private memory per reset of its envs, between the first and the latest call of
             `statistics()` since it was started; None if there was no reset between them. An env that leaks shows here.
+        cpu: the processor that it runs on, or ran on last; None for a worker of another machine.
+        reset_s: of `busy_s`, on commands with a reset; estimated from samples.
+        steps_per_s: `env.step` calls per second.
     """
 
     worker_id: int
@@ -49,10 +59,10 @@ class WorkerStatistics:
     env_ids: tuple[int, ...]
     generation: int
     busy_s: float
-    busy_share: float
-    uss_bytes: int
-    pss_bytes: int
-    cpu_s: float
+    busy_share: float = 0.0
+    uss_bytes: int = 0
+    pss_bytes: int = 0
+    cpu_s: float = 0.0
     env_steps: int = 0
     resets: int = 0
     reset_share: float = 0.0
@@ -64,6 +74,33 @@ class WorkerStatistics:
     phase_s: float = 0.0
     growth_per_reset: float | None = None
     cpu: int | None = None
+    reset_s: float = 0.0
+    steps_per_s: float = 0.0
+
+    def over(
+        self, span_s: float, busy_s: float, reset_s: float, env_steps: int, figures: WorkerFigures
+    ) -> WorkerStatistics:
+        """Return these statistics with the shares and rates of a time, and with the figures of the process.
+
+        Args:
+            span_s: seconds of the time.
+            busy_s: spent on commands in it.
+            reset_s: spent on commands with a reset in it.
+            env_steps: made in it.
+            figures: of its process.
+        """
+        busy_share = min(1.0, max(0.0, busy_s / span_s))
+        return replace(
+            self,
+            busy_share=busy_share,
+            reset_share=min(busy_share, max(0.0, reset_s / span_s)),
+            wait_share=1 - busy_share,
+            steps_per_s=max(0, env_steps) / span_s,
+            uss_bytes=figures.uss_bytes,
+            pss_bytes=figures.pss_bytes,
+            cpu_s=figures.cpu_s,
+            cpu=figures.cpu,
+        )
 
 
 @dataclass(frozen=True)
@@ -128,6 +165,51 @@ class Tally(NamedTuple):
     frames_lent: int = 0
 
 
+def read_workers(
+    words: Mapping[str, np.ndarray], blocks: Sequence[Sequence[int]], now_ns: int
+) -> tuple[WorkerStatistics, ...]:
+    """Return what the words of a slab say of each worker. If two workers have the same env, both show its counts.
+
+    Args:
+        words: of a slab.
+        blocks: env ids of each worker.
+        now_ns: of the monotonic clock.
+    """
+    workers = []
+    for worker_id, env_ids in enumerate(blocks):
+        ids = list(env_ids)
+        bins = words["step_bins"][worker_id * NUM_BINS : (worker_id + 1) * NUM_BINS].copy()
+        phase, env_id = describe_phase(int(words["phase"][worker_id]))
+        since_ns = int(words["since_ns"][worker_id])
+        workers.append(
+            WorkerStatistics(
+                worker_id=worker_id,
+                pid=int(words["pid"][worker_id]),
+                env_ids=tuple(ids),
+                generation=max(0, int(words["starts"][worker_id]) - 1),
+                busy_s=float(words["busy_ns"][worker_id]) / 1e9,
+                reset_s=float(words["reset_ns"][worker_id]) / 1e9,
+                env_steps=int(words["env_steps"][ids].sum()),
+                resets=int(words["resets"][ids].sum()),
+                step_p50_s=quantile(bins, 0.5),
+                step_p99_s=quantile(bins, 0.99),
+                phase=phase,
+                phase_env_id=env_id,
+                phase_s=max(0.0, (now_ns - since_ns) / 1e9) if since_ns else 0.0,
+            )
+        )
+    return tuple(workers)
+
+
+def quantile(bins: np.ndarray, share: float) -> float | None:
+    """Return a quantile of a histogram in seconds; None if it is empty."""
+    total = int(bins.sum())
+    if total == 0:
+        return None
+    index = int(np.searchsorted(bins.cumsum(), share * total))
+    return float(_MIDDLES[min(index, NUM_BINS - 1)])
+
+
 def count(pool: Pool, memory: MemoryLog, tally: Tally) -> Statistics:
     """Read the counters of a pool and the memory of its processes (recorded in `memory`)."""
     figures = pool.figures()
@@ -135,36 +217,16 @@ def count(pool: Pool, memory: MemoryLog, tally: Tally) -> Statistics:
     wall_s = max(time.monotonic() - tally.ready_at, 1e-9)
     agents = np.array([num_agents(spec) for spec in pool.specs])
     steps = words["env_steps"]
-    blocks = pool.blueprint.blocks
     workers = []
-    for load, env_ids in zip(read_loads(words, blocks, time.monotonic_ns()), blocks, strict=True):
-        pid = pool.pid_of(load.worker_id)
-        uss, pss, cpu_s, cpu = figures[load.worker_id]
-        generation = pool.generation_of(load.worker_id)
-        memory.note(load.worker_id, generation, load.resets, uss)
-        busy_share = min(1.0, load.busy_s / wall_s)
+    for one in read_workers(words, pool.blueprint.blocks, time.monotonic_ns()):
+        worker_id, generation = one.worker_id, pool.generation_of(one.worker_id)
+        memory.note(worker_id, generation, one.resets, figures[worker_id].uss_bytes)
         workers.append(
-            WorkerStatistics(
-                worker_id=load.worker_id,
-                pid=pid,
-                env_ids=env_ids,
+            replace(
+                one.over(wall_s, one.busy_s, one.reset_s, one.env_steps, figures[worker_id]),
+                pid=pool.pid_of(worker_id),
                 generation=generation,
-                busy_s=load.busy_s,
-                busy_share=busy_share,
-                uss_bytes=uss,
-                pss_bytes=pss,
-                cpu_s=cpu_s,
-                env_steps=load.env_steps,
-                resets=load.resets,
-                reset_share=min(busy_share, load.reset_s / wall_s),
-                wait_share=1 - busy_share,
-                step_p50_s=load.step_p50_s,
-                step_p99_s=load.step_p99_s,
-                phase=load.phase,
-                phase_env_id=load.phase_env_id,
-                phase_s=load.phase_s,
-                cpu=cpu,
-                growth_per_reset=memory.growth_per_reset(load.worker_id),
+                growth_per_reset=memory.growth_per_reset(worker_id),
             )
         )
     serving, spares = split(workers, pool.serving)
@@ -194,7 +256,9 @@ def split(
 ) -> tuple[tuple[WorkerStatistics, ...], tuple[WorkerStatistics, ...]]:
     """Return the serving workers and the spares, in the order of their envs; counts of envs go to the serving ones."""
     others = sorted((one for one in workers if one.worker_id not in serving), key=lambda one: one.env_ids)
-    return tuple(workers[i] for i in serving), tuple(replace(one, env_steps=0, resets=0) for one in others)
+    return tuple(workers[i] for i in serving), tuple(
+        replace(one, env_steps=0, resets=0, steps_per_s=0.0) for one in others
+    )
 
 
 def num_agents(spec: EnvSpec) -> int:

@@ -1,4 +1,9 @@
-"""Watch executors of other processes through read-only maps of their slabs, which does not slow them down."""
+"""Find and watch this user's running executors through read-only maps of their slabs, which does not slow them down.
+
+Guarantees: no registry is written, so executors that have ended leave nothing behind. Executors of other users and of
+other containers are not found.
+Platforms: Linux.
+"""
 
 from __future__ import annotations
 
@@ -6,56 +11,102 @@ import contextlib
 import mmap
 import os
 import signal
+import sys
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from envherd.executor.monitor.loads import Load, read_loads
-from envherd.executor.monitor.running import Listing
+from envherd.executor.monitor.statistics import WorkerStatistics, read_workers
+from envherd.executor.pools.base import WorkerFigures
+from envherd.executor.pools.slab_plate import LABEL, SCHEMA, namespace
+from envherd.shm import nameplate
 from envherd.shm.interrupts import ignoring_refusals
-from envherd.workers.processes import cpu_of, memory_of, resident_bytes
+from envherd.shm.nameplate import Plate
 
 #: Seconds for a worker to have written its stack.
 _STACK_WAIT_S = 1.0
 
 
-@dataclass(frozen=True)
-class WorkerView:
-    """One worker between two samples.
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """A running executor.
 
     Attributes:
-        load: of the second sample.
-        steps_per_s: env-steps of its envs per second in between.
-        busy_share, reset_share, wait_share: of the time in between; resets are part of busy, waiting is the rest.
-        uss_bytes, rss_bytes: memory; 0 if it has ended.
-        env_ids: its envs.
-        cpu: the processor that it runs on, or ran on last; None if it has ended.
+        pid: process that made it.
+        made_at: seconds since the epoch.
+        command: the command line of that process.
+        env: family of its envs.
+        blocks: env ids of each worker.
+        slab_path: where the slab can be opened.
+        inode: of the slab; identifies it.
+        path: which calls are made in C; see `Statistics.path`. Empty if nobody has written it.
+        words: word -> (offset in bytes, length).
+        nbytes: of the part of the slab that holds the words.
     """
 
-    load: Load
-    steps_per_s: float
-    busy_share: float
-    reset_share: float
-    wait_share: float
-    uss_bytes: int
-    rss_bytes: int
-    env_ids: tuple[int, ...]
-    cpu: int | None
+    pid: int
+    made_at: float
+    command: str
+    env: str
+    blocks: tuple[tuple[int, ...], ...]
+    path: str
+    slab_path: str
+    inode: int
+    words: Mapping[str, tuple[int, int]]
+    nbytes: int
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return it as documented in docs/sizing.md."""
-        plain = {name: value for name, value in vars(self).items() if name != "load"}
-        return {**asdict(self.load), **plain, "env_ids": list(self.env_ids)}
+    @property
+    def num_envs(self) -> int:
+        """The number of envs; with resets ahead, two workers have each."""
+        return len({env_id for block in self.blocks for env_id in block})
+
+
+def listings() -> Iterator[Listing]:
+    """Yield this user's running executors, the oldest first."""
+    if sys.platform != "linux":
+        return
+    found = [listing for plate in nameplate.find(LABEL) if (listing := _listed(plate)) is not None]
+    yield from sorted(found, key=lambda one: one.made_at)
+
+
+def _listed(plate: Plate) -> Listing | None:
+    """Return the listing in a nameplate; None if it is of another process, version or container."""
+    content = plate.content
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError), ignoring_refusals():
+        if content["schema"] != SCHEMA or content["pid"] != plate.pid or content["namespace"] != namespace():
+            return None
+        command = Path(f"/proc/{plate.pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
+        return Listing(
+            pid=plate.pid,
+            made_at=float(content["made_at"]),
+            command=command.decode(errors="replace"),
+            env=str(content["env"]),
+            blocks=tuple(tuple(map(int, block)) for block in content["blocks"]),
+            path=str(content.get("path", "")).strip(),
+            slab_path=plate.path,
+            inode=plate.inode,
+            words={name: (int(offset), int(length)) for name, (offset, length) in content["words"].items()},
+            nbytes=int(content["nbytes"]),
+        )
+    return None
 
 
 @dataclass(frozen=True)
 class ExecutorView:
-    """One executor between two samples."""
+    """One executor between two readings.
+
+    Attributes:
+        listing: of the executor.
+        workers: their shares and rates are those of the time between the readings.
+        span_s: seconds between the readings.
+    """
 
     listing: Listing
-    workers: tuple[WorkerView, ...]
+    workers: tuple[WorkerStatistics, ...]
     span_s: float
 
     @property
@@ -75,12 +126,12 @@ class ExecutorView:
             "running_s": time.time() - self.listing.made_at,
             "span_s": self.span_s,
             "steps_per_s": self.steps_per_s,
-            "workers": [worker.to_plain() for worker in self.workers],
+            "workers": [asdict(worker) for worker in self.workers],
         }
 
 
 class Watch:
-    """Samples one executor; `look` returns the changes since the previous call.
+    """Reads one executor; `look` returns the changes since the previous call.
 
     Raises:
         OSError: the executor has ended.
@@ -98,8 +149,8 @@ class Watch:
         self._words = {
             name: np.frombuffer(self._map, np.int64, length, offset) for name, (offset, length) in listing.words.items()
         }
-        self._loads = self._read()
         self._seen_ns = time.monotonic_ns()
+        self._workers = read_workers(self._words, listing.blocks, self._seen_ns)
 
     def close(self) -> None:
         """Unmap the slab. Idempotent."""
@@ -111,30 +162,18 @@ class Watch:
         """Return the changes since the previous call."""
         now_ns = time.monotonic_ns()
         span_s = max(1e-9, (now_ns - self._seen_ns) / 1e9)
-        before, self._loads, self._seen_ns = self._loads, self._read(), now_ns
-        pairs = zip(before, self._loads, self.listing.blocks, strict=True)
-        return ExecutorView(self.listing, tuple(_view(*pair, span_s) for pair in pairs), span_s)
-
-    def _read(self) -> tuple[Load, ...]:
-        return read_loads(self._words, self.listing.blocks, time.monotonic_ns())
+        before, self._seen_ns = self._workers, now_ns
+        self._workers = read_workers(self._words, self.listing.blocks, now_ns)
+        pairs = zip(before, self._workers, strict=True)
+        return ExecutorView(self.listing, tuple(_between(*pair, span_s) for pair in pairs), span_s)
 
 
-def _view(before: Load, now: Load, env_ids: tuple[int, ...], span_s: float) -> WorkerView:
+def _between(before: WorkerStatistics, now: WorkerStatistics, span_s: float) -> WorkerStatistics:
     busy_s = now.busy_s - before.busy_s
     if now.phase != "idle":  # the current command is not counted yet
         busy_s += min(span_s, now.phase_s)
-    busy = min(1.0, max(0.0, busy_s / span_s))
-    return WorkerView(
-        load=now,
-        steps_per_s=max(0, now.env_steps - before.env_steps) / span_s,
-        busy_share=busy,
-        reset_share=min(busy, max(0.0, (now.reset_s - before.reset_s) / span_s)),
-        wait_share=1 - busy,
-        uss_bytes=memory_of(now.pid)["uss"] if now.pid else 0,
-        rss_bytes=resident_bytes(now.pid) if now.pid else 0,
-        env_ids=env_ids,
-        cpu=cpu_of(now.pid) if now.pid else None,
-    )
+    figures = WorkerFigures.of(now.pid) if now.pid else WorkerFigures(0, 0, 0.0, None)
+    return now.over(span_s, busy_s, now.reset_s - before.reset_s, now.env_steps - before.env_steps, figures)
 
 
 def stack_of(pid: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.monitor.loads import read_loads
+from envherd.executor.monitor.statistics import read_workers
 from envherd.executor.sizing.settings import Mode
 
 #: Number of batches of random actions that are drawn in advance and used cyclically.
@@ -89,8 +89,8 @@ class Driver:
     def _counters(self) -> tuple[int, float]:
         """Return resets and the workers' busy seconds as in `statistics()`, without reading the processes."""
         pool = self._env.engine.pool
-        loads = read_loads(pool.slab.words, pool.blueprint.blocks, time.monotonic_ns())
-        return int(pool.slab.words["resets"].sum()), sum(one.busy_s for one in loads if one.worker_id in pool.serving)
+        workers = read_workers(pool.slab.words, pool.blueprint.blocks, time.monotonic_ns())
+        return int(pool.slab.words["resets"].sum()), sum(one.busy_s for one in workers if one.worker_id in pool.serving)
 
     def _act(self, td: TensorDictBase, env_ids: Any) -> TensorDictBase:
         """Set actions, after the policy's time."""

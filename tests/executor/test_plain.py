@@ -14,7 +14,7 @@ import tensordict
 import torch
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv, doctor
-from envherd.executor.monitor.running import listings
+from envherd.executor.monitor.watching import listings
 from envherd.executor.pools import slab_plate
 from envherd.executor.protocol import plain
 from envherd.shm import nameplate

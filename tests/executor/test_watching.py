@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from envherd.executor import ParallelEnv, SerialEnv
-from envherd.executor.monitor.loads import quantile
-from envherd.executor.monitor.running import listings
-from envherd.executor.monitor.watching import Watch, stack_of
+from envherd.executor.monitor.statistics import quantile
+from envherd.executor.monitor.watching import Watch, listings, stack_of
 from envherd.executor.pools.slab_plate import LABEL
 from envherd.executor.show.exporting import PrometheusCollector, to_scalars
 from envherd.shm.nameplate import create_named, find
@@ -55,15 +54,15 @@ def test_statistics_and_a_watch_from_outside_agree():
         view, inside = watch.look(), env.statistics()
         watch.close()
         for seen, told in zip(view.workers, inside.workers, strict=True):
-            assert (seen.load.pid, seen.load.env_steps, seen.load.resets) == (told.pid, told.env_steps, told.resets)
-            assert seen.load.env_steps == 60 * len(seen.env_ids)
-            assert seen.load.step_p50_s == told.step_p50_s
+            same = ("pid", "env_ids", "generation", "env_steps", "resets", "step_p50_s", "step_p99_s", "phase")
+            assert [getattr(seen, name) for name in same] == [getattr(told, name) for name in same]
+            assert seen.env_steps == 60 * len(seen.env_ids)
             assert 0 < told.step_p50_s <= told.step_p99_s < 1
             assert 0 < told.reset_share <= told.busy_share <= 1
             assert told.busy_share + told.wait_share == pytest.approx(1)
-            assert (seen.load.phase, seen.load.restarts) == ("idle", 0)
-            assert seen.steps_per_s > 0
-            assert 0 < seen.uss_bytes <= seen.rss_bytes
+            assert (seen.phase, seen.generation) == ("idle", 0)
+            assert seen.steps_per_s > told.steps_per_s > 0  # the executor was ready before the watch began
+            assert 0 < seen.uss_bytes <= seen.pss_bytes
         assert "loop.py" in stack_of(inside.workers[0].pid)
     assert own_listings() == []
 
@@ -81,10 +80,10 @@ def test_a_restarted_worker_is_seen(tmp_path):
         rolled(env, 3)
         (listing,) = own_listings()
         watch = Watch(listing)
-        load = watch.look().workers[1].load
+        seen = watch.look().workers[1]
         watch.close()
-        assert load.restarts == 1
-        assert load.pid == env.statistics().workers[1].pid != before
+        assert seen.generation == 1
+        assert seen.pid == env.statistics().workers[1].pid != before
 
 
 def test_nameplates_that_are_not_of_executors_are_left_out():
@@ -115,7 +114,7 @@ def test_executors_of_other_processes_are_found_until_they_end():
         assert (listing.num_envs, listing.env) == (2, "plain")
         assert "CountingEnv" in listing.command
         watch = Watch(listing)
-        assert watch.look().workers[0].load.phase == "idle"
+        assert watch.look().workers[0].phase == "idle"
         watch.close()
     finally:
         other.kill()
@@ -152,7 +151,7 @@ def test_top_once_as_a_table_and_as_json():
             assert "expected --stack as a row of the table, 0 to 1, got 9" in done.stderr
     done = runner.invoke(app, ["top", "--once", "--json", "--interval", "0.1"])
     shown = json.loads(done.stdout)
-    assert shown["schema"] == "envherd.top/1"
+    assert shown["schema"] == "envherd.top/2"
     assert os.getpid() not in {one["pid"] for one in shown["executors"]}  # other processes may have some
 
 
