@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -57,6 +56,11 @@ class Finding:
     fix: str = ""
 
 
+def _judged(name: str, found: str, fix: str, *, is_ok: bool, otherwise: Level = "warn") -> Finding:
+    """Return the finding of a check that passed, or else one with a fix."""
+    return Finding(name, "ok", found) if is_ok else Finding(name, otherwise, found, fix)
+
+
 def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding]:
     """Yield all findings, in the order of the report.
 
@@ -95,10 +99,8 @@ def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding
 
 def _python() -> Iterator[Finding]:
     found = f"{platform.python_implementation()} {platform.python_version()} on {platform.platform()}"
-    if sys.platform != "linux":
-        yield Finding("python", "fail", found, "worker processes need Linux; SerialEnv works anywhere")
-    else:
-        yield Finding("python", "ok", found)
+    fix = "worker processes need Linux; SerialEnv works anywhere"
+    yield _judged("python", found, fix, is_ok=sys.platform == "linux", otherwise="fail")
 
 
 def _packages() -> Iterator[Finding]:
@@ -111,21 +113,16 @@ def _packages() -> Iterator[Finding]:
             continue
         wrong = list(unmet(name, installed))
         fix = "install the versions of constraints.txt: pip install -c constraints.txt -e '.[all]'"
-        found = "; ".join([installed, *wrong])
-        yield Finding(name, "fail", found, fix) if wrong else Finding(name, "ok", found)
+        yield _judged(name, "; ".join([installed, *wrong]), fix, is_ok=not wrong, otherwise="fail")
     families = [f"{name} {version}" for name in _OPTIONAL if (version := version_of(name)) is not None]
     yield Finding("env families", "ok", ", ".join(families) or "none installed")
 
 
 def plain_steps() -> Iterator[Finding]:
     """Report whether the C extension or Python makes plain steps, and why."""
-    found = native.describe()
-    is_wanted = os.environ.get(native.SWITCH, "1") != "0"
-    if native.load() is not None or not is_wanted:
-        yield Finding("plain steps", "ok", found)
-    else:
-        fix = "install a C compiler, then envherd again; in a checkout: python setup.py build_ext --inplace"
-        yield Finding("plain steps", "warn", found, fix)
+    is_ok = native.load() is not None or os.environ.get(native.SWITCH, "1") == "0"
+    fix = "install a C compiler, then envherd again; in a checkout: python setup.py build_ext --inplace"
+    yield _judged("plain steps", native.describe(), fix, is_ok=is_ok)
 
 
 def steps_of(name: str, make_env: Factory) -> Iterator[Finding]:
@@ -146,36 +143,14 @@ def version_of(name: str) -> str | None:
 
 def unmet(name: str, installed: str) -> Iterator[str]:
     """Yield the requirements of envherd, torchrl and tensordict that the installed version of `name` does not meet."""
+    from packaging.requirements import Requirement  # tensordict requires it
+
     for wanting in ("envherd", "torchrl", "tensordict"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            for line in importlib.metadata.requires(wanting) or []:
-                requirement, _, marker = line.partition(";")
-                match = re.match(r"\s*([A-Za-z0-9_.-]+)\s*\(?([^)]*)\)?", requirement)
-                if match is None or match.group(1).lower() != name or "extra" in marker:
-                    continue
-                if not satisfies(installed, match.group(2)):
-                    yield f"{wanting} wants {match.group(2).strip()}"
-
-
-def satisfies(installed: str, wanted: str) -> bool:
-    """Return whether a version fits, e.g. `1.2.3` fits `>=1.0,<2`. Conditions that cannot be parsed are ignored."""
-    have = _numbers(installed)
-    for part in wanted.split(","):
-        match = re.fullmatch(r"\s*(>=|<=|==|<|>)\s*([\d.]+)(\.\*)?\s*", part)
-        if match is None:
-            continue
-        sign, limit = match.group(1), _numbers(match.group(2))
-        cut = have[: len(limit)] if sign == "==" else have
-        width = max(len(cut), len(limit))
-        left, right = ((numbers + [0] * width)[:width] for numbers in (cut, limit))
-        fits = {">=": left >= right, "<=": left <= right, "==": left == right, "<": left < right, ">": left > right}
-        if not fits[sign]:
-            return False
-    return True
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
+            for one in map(Requirement, importlib.metadata.requires(wanting) or []):
+                is_extra = one.marker is not None and not one.marker.evaluate({"extra": ""})
+                if one.name == name and not is_extra and not one.specifier.contains(installed, prereleases=True):
+                    yield f"{wanting} wants {one.specifier}"
 
 
 def _dmlab2d() -> Iterator[Finding]:
@@ -197,34 +172,30 @@ def _meltingpot() -> Iterator[Finding]:
         yield Finding("meltingpot", "ok", "not installed", 'pip install "envherd[meltingpot]", if it is wanted')
         return
     substrates, scenarios = len(substrate_names()), len(scenario_names())
-    level: Level = "ok" if substrates else "fail"
-    yield Finding("meltingpot", level, f"{version}, {substrates} substrates", "" if substrates else "reinstall it")
-    models = _saved_models()
-    if models:
-        yield Finding("scenarios", "ok", f"{scenarios} scenarios, models of {models} bots")
-    else:
-        fix = (
-            "pip install --force-reinstall --no-deps --no-cache-dir dm-meltingpot, where its archive can be downloaded "
-            "or meltingpot-assets-2.3.0.tar.gz is in the temporary directory"
-        )
-        found = f"the models of the bots are not installed: {scenarios} scenarios cannot run"
-        yield Finding("scenarios", "warn", found, fix)
-
-
-def _saved_models() -> int:
+    found = f"{version}, {substrates} substrates"
+    yield _judged("meltingpot", found, "reinstall it", is_ok=substrates > 0, otherwise="fail")
     spec = importlib.util.find_spec("meltingpot")
     places = [Path(place) for place in (spec.submodule_search_locations or [])] if spec is not None else []
-    return sum(1 for place in places for _ in (place / "assets" / "saved_models").glob("*/*/saved_model.pb"))
+    models = sum(1 for place in places for _ in (place / "assets" / "saved_models").glob("*/*/saved_model.pb"))
+    found = f"{scenarios} scenarios, models of {models} bots"
+    if not models:
+        found = f"the models of the bots are not installed: {scenarios} scenarios cannot run"
+    fix = (
+        "pip install --force-reinstall --no-deps --no-cache-dir dm-meltingpot, where its archive can be downloaded "
+        "or meltingpot-assets-2.3.0.tar.gz is in the temporary directory"
+    )
+    yield _judged("scenarios", found, fix, is_ok=models > 0)
 
 
 def _rendering() -> Iterator[Finding]:
     if version_of("mujoco") is None:
         return
-    if "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ:
-        yield Finding("rendering", "ok", f"MUJOCO_GL={os.environ.get('MUJOCO_GL', '')!r}")
-    else:
-        fix = "export MUJOCO_GL=egl (a GPU or Mesa) or osmesa; `envherd rollout --gif` does so by itself"
-        yield Finding("rendering", "warn", "no display, and MUJOCO_GL is not set: MuJoCo cannot draw", fix)
+    has_display = "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ
+    found = f"MUJOCO_GL={os.environ.get('MUJOCO_GL', '')!r}"
+    if not has_display:
+        found = "no display, and MUJOCO_GL is not set: MuJoCo cannot draw"
+    fix = "export MUJOCO_GL=egl (a GPU or Mesa) or osmesa; `envherd rollout --gif` does so by itself"
+    yield _judged("rendering", found, fix, is_ok=has_display)
 
 
 # ---- machine ---------------------------------------------------------------------------------------
@@ -234,13 +205,9 @@ def _shared_memory() -> Iterator[Finding]:
     if not HAS_MEMFD:
         yield Finding("shared memory", "fail", "no memfd_create", "a Linux kernel from 3.17 on is needed")
         return
-    segment = Segment.create(_MIB, "envherd-doctor")
-    try:
+    with contextlib.closing(Segment.create(_MIB, "envherd-doctor")) as segment:
         segment.array()[:] = 1
-        size = segment.nbytes
-    finally:
-        segment.close()
-    yield Finding("shared memory", "ok", f"memfd, sealed; {size // _MIB} MiB written")
+        yield Finding("shared memory", "ok", f"memfd, sealed; {segment.nbytes // _MIB} MiB written")
 
 
 def _starter(name: Any) -> Callable[[], Iterator[Finding]]:
@@ -265,19 +232,17 @@ def cores(machine: Machine) -> Iterator[Finding]:
     found += f", {threads} of them hyper-threads" if threads else ""
     quota = machine.cgroup.cpu_quota
     if quota is not None and quota < len(machine.cpus):
-        fix = "raise the quota (docker --cpus, limits.cpu, CPUQuota=), or use one worker"
-        level: Level = "warn" if quota < 1 else "ok"
-        yield Finding("cores", level, f"{found}: a CPU quota of {quota:g}", fix if level == "warn" else "")
+        found += f": a CPU quota of {quota:g}"
     elif len(machine.cpus) < machine.num_cpus:
-        yield Finding("cores", "ok", f"{found}: affinity or a cpuset")
-    else:
-        yield Finding("cores", "ok", found)
-    busy = machine.cpu_pressure if machine.cpu_pressure is not None else 0.0
+        found += ": affinity or a cpuset"
+    fix = "raise the quota (docker --cpus, limits.cpu, CPUQuota=), or use one worker"
+    yield _judged("cores", found, fix, is_ok=quota is None or quota >= 1)
+    busy = machine.cpu_pressure or 0.0
+    found = f"{machine.load:.2f} processes want a processor"
     if busy > _BUSY:
-        fix = "stop what else runs, or measure later: timings made now say little"
-        yield Finding("load", "warn", f"something waited for a processor in {busy:.0%} of the last 10 s", fix)
-    else:
-        yield Finding("load", "ok", f"{machine.load:.2f} processes want a processor")
+        found = f"something waited for a processor in {busy:.0%} of the last 10 s"
+    fix = "stop what else runs, or measure later: timings made now say little"
+    yield _judged("load", found, fix, is_ok=busy <= _BUSY)
 
 
 def torch_threads(machine: Machine) -> Iterator[Finding]:
@@ -286,11 +251,11 @@ def torch_threads(machine: Machine) -> Iterator[Finding]:
 
     num_threads, free = torch.get_num_threads(), max(0.0, machine.cores - machine.load)
     found = f"{num_threads}, with {free:.1f} of {machine.cores:g} processors free"
-    if num_threads > max(1.0, free + 0.5):  # a machine is never quite idle
-        fix = "export OMP_NUM_THREADS=1, or torch.set_num_threads(1) in your script: threads that wait for a processor "
-        yield Finding("torch threads", "warn", found, fix + "make small networks up to 10 times slower")
-    else:
-        yield Finding("torch threads", "ok", found)
+    fix = (
+        "export OMP_NUM_THREADS=1, or torch.set_num_threads(1) in your script: threads that wait for a processor make "
+        "small networks up to 10 times slower"
+    )
+    yield _judged("torch threads", found, fix, is_ok=num_threads <= max(1.0, free + 0.5))  # it is never quite idle
 
 
 def memory(machine: Machine) -> Iterator[Finding]:
@@ -298,10 +263,8 @@ def memory(machine: Machine) -> Iterator[Finding]:
     found = f"{machine.memory_available / _GIB:.1f} of {machine.memory_total / _GIB:.1f} GiB available"
     if machine.cgroup.memory_limit is not None:
         found += f", a limit of {machine.cgroup.memory_limit / _GIB:.1f} GiB"
-    if machine.memory_available < _LEAST_MEMORY:
-        yield Finding("memory", "warn", found, "ask `envherd size ENV` how many envs fit; raise the limit")
-    else:
-        yield Finding("memory", "ok", found)
+    fix = "ask `envherd size ENV` how many envs fit; raise the limit"
+    yield _judged("memory", found, fix, is_ok=machine.memory_available >= _LEAST_MEMORY)
     if machine.cgroup.oom_kills:
         found = f"the kernel has killed {machine.cgroup.oom_kills} processes for the memory limit so far"
         yield Finding("killed for memory", "warn", found, "fewer envs (`envherd size ENV`), or a higher limit")
@@ -317,11 +280,8 @@ def limits(machine: Machine) -> Iterator[Finding]:
     else:
         yield Finding("open files", "ok", "no limit" if left is None else f"{left:,} left")
     room = machine.processes_left
-    if room is not None and room < 64:
-        fix = "ulimit -u, docker --pids-limit, TasksMax="
-        yield Finding("processes", "warn", f"{room} more processes and threads are allowed", fix)
-    else:
-        yield Finding("processes", "ok", "no limit" if room is None else f"{room:,} more are allowed")
+    found = "no limit" if room is None else f"{room:,} more processes and threads are allowed"
+    yield _judged("processes", found, "ulimit -u, docker --pids-limit, TasksMax=", is_ok=room is None or room >= 64)
     space = machine.limits.get("as")
     if space is not None:
         found = f"{space / _GIB:.1f} GiB of address space: libraries reserve far more than they use"
@@ -330,15 +290,10 @@ def limits(machine: Machine) -> Iterator[Finding]:
 
 def dev_shm(machine: Machine) -> Iterator[Finding]:
     """Check /dev/shm, which envherd does not use but other libraries need."""
-    if machine.shm_total is None:
-        yield Finding("/dev/shm", "warn", "there is none", "mount it, for torch's DataLoader and other libraries")
-        return
-    found = f"{(machine.shm_free or 0) / _MIB:,.0f} of {machine.shm_total / _MIB:,.0f} MiB free"
-    if machine.shm_total < _LEAST_SHM:
-        fix = "docker --shm-size=1g; envherd itself does not use it (memfd), torch's DataLoader does"
-        yield Finding("/dev/shm", "warn", found, fix)
-    else:
-        yield Finding("/dev/shm", "ok", found)
+    total = machine.shm_total or 0
+    found = f"{(machine.shm_free or 0) / _MIB:,.0f} of {total / _MIB:,.0f} MiB free" if total else "there is none"
+    fix = "mount it, or docker --shm-size=1g; envherd itself does not use it (memfd), torch's DataLoader does"
+    yield _judged("/dev/shm", found, fix, is_ok=total >= _LEAST_SHM)
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:
@@ -351,15 +306,9 @@ def gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def _left_behind() -> Iterator[Finding]:
-    orphans = [process.pid for process in orphans_of(os.getuid())]
-    if orphans:
-        listed = " ".join(map(str, orphans))
-        yield Finding("left behind", "fail", f"workers whose owner has gone: {listed}", f"kill -9 {listed}")
-    names = [path.name for path in Path("/dev/shm").glob("envherd*")] if Path("/dev/shm").is_dir() else []
-    if names:
-        yield Finding("left behind", "warn", f"/dev/shm: {', '.join(names)}", "remove them if nothing runs")
-    if not (orphans or names):
-        yield Finding("left behind", "ok", "nothing")
+    orphans = " ".join(str(process.pid) for process in orphans_of(os.getuid()))
+    found = f"workers whose owner has gone: {orphans}" if orphans else "nothing"
+    yield _judged("left behind", found, f"kill -9 {orphans}", is_ok=not orphans, otherwise="fail")
 
 
 def orphans_of(user: int) -> Iterator[psutil.Process]:

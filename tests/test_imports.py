@@ -41,11 +41,10 @@ ALLOWED = {
     "executor/*": {"numpy", "torch", "tensordict", "psutil", "envherd.shm", "envherd.workers", "envherd.executor"},
     "executor/cli/*": {"typer", "rich"},
     "executor/cli/bench.py": {"gymnasium", "stable_baselines3", "torchrl"},
-    "executor/cli/filming.py": {"matplotlib"},
     "executor/cli/env_template.py": {"envherd"},  # a file of the user
     "executor/cli/media.py": {"PIL"},
+    "executor/doctor.py": {"packaging"},
     "executor/show/video.py": {"imageio", "imageio_ffmpeg"},
-    "executor/cli/config.py": {"yaml"},
     "executor/show/exporting.py": {"prometheus_client"},
     "executor/progress.py": {"tqdm"},
     "executor/sizing/plotting.py": {"matplotlib"},
