@@ -58,6 +58,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard */native/*.[ch]) constraints.txt .c
 
 rollout: $(STAMP)
 	@mkdir -p $(dir $(ROLLOUT_NAME))
+	rm -rf $(ROLLOUT_NAME)
 	$(BIN)/envherd rollout $(ROLLOUT_ENV) --envs $(ROLLOUT_ENVS) --steps $(ROLLOUT_STEPS) --seed 0 \
 		--out $(ROLLOUT_NAME) --gif $(ROLLOUT_NAME).gif --png $(ROLLOUT_NAME).png
 

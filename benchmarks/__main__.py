@@ -108,7 +108,7 @@ def _refuse(text: str) -> None:
 
 def _known(lists: list[str] | None, known: tuple[str, ...], option: str) -> tuple[str, ...]:
     """Return the names in comma-separated lists; refuse unknown names."""
-    from envherd.workers.build import closest  # imported here, as numpy takes 0.1 s
+    from envherd.workers.errors import closest
 
     names = [name.strip() for one in lists or () for name in one.split(",")]
     for name in names:

@@ -8,7 +8,6 @@ an env that the factory did not build itself.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import pickle
 import re
@@ -255,9 +254,3 @@ def _describe_result(env: Any) -> str:
 
 def _type_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def closest(name: str, known: list[str]) -> str:
-    """Return ` Did you mean ...?` for a misspelt name, or an empty string."""
-    matches = difflib.get_close_matches(name, known, n=3)
-    return f" Did you mean {', '.join(matches)}?" if matches else ""

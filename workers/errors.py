@@ -19,6 +19,7 @@ survives pickling as its own type.
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 
@@ -104,3 +105,9 @@ class Closed(EnvherdError, RuntimeError):
 
 class InternalError(EnvherdError, RuntimeError):
     """A bug of envherd's own; please report it."""
+
+
+def closest(name: str, known: list[str]) -> str:
+    """Return ` Did you mean ...?` for a misspelt name, or an empty string."""
+    matches = difflib.get_close_matches(name, known, n=3)
+    return f" Did you mean {', '.join(matches)}?" if matches else ""

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from envherd.executor.cli.exit_codes import EXIT_FAILED
-from envherd.executor.cli.option_values import EnvKwargs, Json, Quiet, read_keyword_arguments
+from envherd.executor.cli.option_values import EnvKwargs, Json, Quiet
 
 SCHEMA = "envherd.bench/2"
 #: Starts envs and, at its end, ends them; gives a function that makes a step of all of them.
@@ -61,8 +61,7 @@ class Bench:
         from envherd.executor.machine.machine import usable_cores
         from envherd.workers.errors import FactoryError
 
-        kwargs = read_keyword_arguments(self.env_kwargs)
-        name = full_name(self.env)
+        kwargs, name = self.env_kwargs, full_name(self.env)
         factory, family = factory_for(name), name.partition(":")[0]
         if family not in ("gymnasium", "python", "meltingpot"):
             raise FactoryError(
@@ -207,14 +206,18 @@ def _measure(
     import torch
 
     import envherd.workers.adapters.hosts.light_tensorboard  # noqa: F401  # keeps SB3, TorchRL from TensorFlow
+    from envherd.executor.cli.commands import noting_interrupt
 
     torch.set_num_threads(1)
     order, rates, failures = random.Random(0), dict[str, list[float]](), dict[str, str]()
     steps: dict[str, Callable[[], object]] = {}
     with contextlib.ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the other libraries
+        # An interrupt while a process is forked would be lost.
+        pressed = stack.enter_context(noting_interrupt())
         stack.callback(_kill_children)
         for name, start in contenders.items():
+            _end_if(pressed)
             say(f"starting {name}")
             try:
                 steps[name] = stack.enter_context(_ended_quietly(start))
@@ -225,12 +228,18 @@ def _measure(
         for number in range(num_rounds):
             say(f"round {number + 1} of {num_rounds}")
             for name in order.sample(list(steps), len(steps)):
+                _end_if(pressed)
                 try:
                     rates.setdefault(name, []).append(num_envs * _calls_per_s(steps[name], seconds))
                 except Exception as error:
                     failures[name] = f"{type(error).__name__}: {error}"
                     del steps[name], rates[name]
     return rates, failures
+
+
+def _end_if(pressed: list[int]) -> None:
+    if pressed:
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

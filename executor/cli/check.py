@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from envherd.executor.cli.exit_codes import EXIT_FAILED
-from envherd.executor.cli.option_values import Env, EnvKwargs, read_keyword_arguments
+from envherd.executor.cli.option_values import Env, EnvKwargs
 
 if TYPE_CHECKING:
     from envherd.workers.testing.contract import Contract
@@ -40,12 +40,11 @@ class Check:
         from envherd.executor.cli.env_names import factory_for
         from envherd.workers.testing.contract import Contract
 
-        kwargs = read_keyword_arguments(self.env_kwargs)
         return carry_out(
             lambda: factory_for(self.env),
             lambda factory: self._check(
                 Contract(
-                    functools.partial(factory, **kwargs),
+                    functools.partial(factory, **self.env_kwargs or {}),
                     num_steps=self.steps,
                     seed=self.seed,
                     is_deterministic=not self.random,

@@ -5,29 +5,29 @@ Guarantees: `carry_out` prints expected errors (see `carry_out`) and returns an 
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import inspect
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.cli.env_names import Factory, factory_for, limited
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.storing import StoreError
 from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.show.camera import MediaError
+from envherd.workers.adapters.named import named_callable
 from envherd.workers.errors import EnvherdError
 
 Prepared = TypeVar("Prepared")
-#: A factory, and the keyword arguments for its calls.
-Made = tuple[Factory, dict[str, Any]]
 
 
 def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int], *, searches_here: bool = True) -> int:
@@ -68,6 +68,26 @@ def complain(console: Console, error: Exception) -> None:
         console.print(Text(f"\nin the worker:\n{remote}", "dim"), soft_wrap=True)
 
 
+@contextlib.contextmanager
+def noting_interrupt() -> Iterator[list[int]]:
+    """Yield a list to which the first Ctrl-C adds an item, so that a loop can end after a whole step.
+
+    The second Ctrl-C raises KeyboardInterrupt. For the main thread, to which Python delivers signals.
+    """
+    pressed: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  # Python passes both to handlers
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def write_text(path: str | None, text: str) -> None:
     """Write a text to a file, or to standard output if `path` is `-`. If it is None, write nothing."""
     if path == "-":
@@ -76,27 +96,22 @@ def write_text(path: str | None, text: str) -> None:
         Path(path).write_text(text)
 
 
-def make(name: str, max_steps: int | None, kwargs: dict[str, Any], *, with_frames: bool = False) -> Made:
-    """Return the factory of the named env, and its keyword arguments.
+def display_options(*, is_drawn: bool) -> ExecutorOptions:
+    """Return the options of an executor: to draw without a display, MuJoCo needs MUJOCO_GL when workers start."""
+    has_display = "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ
+    needs_egl = is_drawn and sys.platform == "linux" and not has_display
+    return ExecutorOptions(env_vars={"MUJOCO_GL": "egl"} if needs_egl else {})
+
+
+def policy_maker(name: str | None, option: str = "--policy") -> Callable[[BatchedEnv], Any] | None:
+    """Return what makes the policy that an option MODULE:FACTORY names, from an executor; None without the option.
+
+    The factory may take the executor, or nothing.
 
     Raises:
-        FactoryError: no such env, or its family takes no `max_steps`.
+        FactoryError: there is no such factory.
     """
-    if max_steps is None:
-        return factory_for(name, with_frames=with_frames), kwargs
-    factory, limit = limited(name, max_steps, with_frames=with_frames)
-    return factory, {**limit, **kwargs}
-
-
-def with_display(options: ExecutorOptions, *, is_drawn: bool) -> ExecutorOptions:
-    """Return the options for envs that are drawn: without a display, MuJoCo needs MUJOCO_GL when workers start."""
-    has_display = "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ
-    if not (is_drawn and sys.platform == "linux" and not has_display):
-        return options
-    return dataclasses.replace(options, env_vars={"MUJOCO_GL": "egl", **dict(options.env_vars)})
-
-
-def call_maker(make_policy: Any, executor: BatchedEnv) -> Any:
-    """Return `make_policy(executor)`, or `make_policy()` if it takes nothing."""
-    takes_env = len(inspect.signature(make_policy).parameters) > 0
-    return make_policy(executor) if takes_env else make_policy()
+    if name is None:
+        return None
+    factory = named_callable(name, f"{option} {name}")
+    return factory if inspect.signature(factory).parameters else lambda _env: factory()

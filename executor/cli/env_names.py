@@ -11,9 +11,9 @@
     torchrl:MODULE:CALLABLE    torchrl:my_envs:make_env               returns a TorchRL env
     python:MODULE:CALLABLE     python:my_envs:make_env                returns an env of any family
 
-A name without its family (`CartPole-v1`, `clean_up`, `my_envs:make_env`) belongs to the first family of `LISTED` that
-knows it. If none does, it is a callable in a module, or an env that another package registers with Gymnasium. The
-prefixes `gymnasium_vec:`, `envpool:` and `torchrl:` are required.
+A name without its family is a callable if it has a colon (`my_envs:make_env`). Others (`CartPole-v1`, `clean_up`)
+belong to the first family of `LISTED` that knows them, or else are envs that another package registers with Gymnasium.
+The prefixes `gymnasium_vec:`, `envpool:` and `torchrl:` are required.
 
 Names are checked in the caller's process. An unknown name is refused at once, with the closest known ones. The check
 imports the package of the family (except Melting Pot) or the named module. It builds no env.
@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,20 +32,20 @@ from envherd.workers.adapters.named import (
     FAMILIES,
     GYMNASIUM_PLUG_INS,
     NamedFactory,
+    import_named,
     named_callable,
     plug_in_ids,
     registered_by_plug_ins,
 )
-from envherd.workers.build import closest
-from envherd.workers.errors import FactoryError
+from envherd.workers.errors import FactoryError, closest
 
 Factory = Callable[..., Any]
+#: A factory, and the keyword arguments for its calls.
+Made = tuple[Factory, dict[str, Any]]
 
 FORMS = tuple(family.form for family in FAMILIES.values())
 #: The families whose envs have names, in the order of the lookup.
 LISTED = tuple(name for name, family in FAMILIES.items() if family.is_listed)
-#: Other name of a family -> its name here.
-_NAMES_ELSEWHERE = {"gym": "gymnasium", "dmc": "dm_control", "dm-control": "dm_control"}
 
 
 def factory_for(name: str, *, with_frames: bool = False) -> Factory:
@@ -59,21 +59,51 @@ def factory_for(name: str, *, with_frames: bool = False) -> Factory:
         FactoryError: no such family, env, module or callable, with the closest names; or a missing package.
     """
     name = full_name(name)
-    key, colon, rest = name.partition(":")
-    if not colon or not rest:
+    key, _, rest = name.partition(":")
+    if not rest:
         raise FactoryError(_no_family(name, []))
     family = FAMILIES[key]
     if family.package:
         _require(family.package)
     rest, rows = _split_rows(rest) if family.has_rows else (rest, {})
     if family.names is None:
-        callable_at(rest, name)
+        named_callable(rest, name)
     elif key == "pettingzoo" and "/" not in rest:
         _check_module(rest, name)
-    elif family.what:
+    elif family.package:
         rest = _listed(key, rest, name)
     factory: Any = family.factory(rest, **rows) if family.factory else NamedFactory(key, rest, **rows)
     return replace(factory, render_mode="rgb_array") if with_frames and family.renders else factory
+
+
+def made_for(
+    name: str, env_kwargs: Mapping[str, Any] | None, max_steps: int | None, *, with_frames: bool = False
+) -> Made:
+    """Return the factory that a name stands for, and the keyword arguments for its calls.
+
+    Args:
+        name: see `factory_for`.
+        env_kwargs: keyword arguments of the env.
+        max_steps: most steps of an episode; None leaves it to the env.
+        with_frames: see `factory_for`.
+
+    Raises:
+        FactoryError: no such env, or a family whose envs take no limit.
+    """
+    factory: Any = factory_for(name, with_frames=with_frames)
+    kwargs = dict(env_kwargs or {})
+    if max_steps is None:
+        return factory, kwargs
+    limit = FAMILIES[full_name(name).partition(":")[0]].limit
+    if limit is None:
+        known = ", ".join(one for one, family in FAMILIES.items() if family.limit)
+        raise FactoryError(
+            f"--max-steps failed: expected an env of one of {known}, got {name}. Set the limit in the env, or by "
+            f"--env-kwargs."
+        )
+    if hasattr(factory, limit):
+        return replace(factory, **{limit: max_steps}), kwargs
+    return factory, {limit: max_steps, **kwargs}
 
 
 def full_name(name: str) -> str:
@@ -82,7 +112,24 @@ def full_name(name: str) -> str:
     Raises:
         FactoryError: the name has no family, and no family knows it.
     """
-    return name if name.partition(":")[0] in FAMILIES else _with_family(name)
+    if name.partition(":")[0] in FAMILIES:
+        return name
+    module, colon, rest = name.partition(":")
+    if colon and rest.replace(".", "").isidentifier() and _is_there(module):
+        return f"python:{name}"
+    known: list[str] = []
+    for family in () if colon else LISTED:
+        with contextlib.suppress(FactoryError):
+            names = known_names(family)
+            if name in names:
+                return f"{family}:{name}"
+            known += names
+    with contextlib.suppress(ImportError):
+        found = plug_in_ids()
+        if name in found:
+            return f"gymnasium:{found[name]}:{name}"
+        known += found
+    raise FactoryError(_no_family(name, known))
 
 
 def is_only_looked_up(name: str) -> bool:
@@ -95,28 +142,6 @@ def is_only_looked_up(name: str) -> bool:
         env_id = rest if key == "gymnasium" else _split_rows(rest)[0]
         return env_id.rpartition(":")[0] in ("", *GYMNASIUM_PLUG_INS)
     return "/" in rest if key == "pettingzoo" else key in FAMILIES and FAMILIES[key].names is not None
-
-
-def limited(name: str, max_steps: int, *, with_frames: bool = False) -> tuple[Factory, dict[str, Any]]:
-    """Return a factory of envs that truncate episodes after `max_steps` steps, and its keyword arguments.
-
-    Args:
-        name: see `factory_for`.
-        max_steps: most steps of an episode.
-        with_frames: see `factory_for`.
-
-    Raises:
-        FactoryError: no such env, or a family whose envs take no limit.
-    """
-    factory: Any = factory_for(name, with_frames=with_frames)
-    limit = FAMILIES[full_name(name).partition(":")[0]].limit
-    if limit is None:
-        known = ", ".join(one for one, family in FAMILIES.items() if family.limit)
-        raise FactoryError(
-            f"--max-steps failed: expected an env of one of {known}, got {name}. Set the limit in the env, or by "
-            f"--env-kwargs."
-        )
-    return (replace(factory, **{limit: max_steps}), {}) if hasattr(factory, limit) else (factory, {limit: max_steps})
 
 
 def known_names(family: str) -> tuple[str, ...]:
@@ -137,29 +162,12 @@ def known_names(family: str) -> tuple[str, ...]:
     return found
 
 
-def _with_family(name: str) -> str:
-    """Return `name` with the prefix of the first family that knows it.
-
-    Raises:
-        FactoryError: no family knows it.
-    """
-    known: list[str] = []
-    for family in LISTED:
-        if ("/" in name) <= FAMILIES[family].has_slash:
-            with contextlib.suppress(FactoryError):
-                names = known_names(family)
-                if name in names:
-                    return f"{family}:{name}"
-                known += names
-    module, _, rest = name.partition(":")
-    if rest.replace(".", "").isidentifier() and _is_there(module):
-        return f"python:{name}"
-    with contextlib.suppress(ImportError):
-        found = plug_in_ids()
-        if name in found:
-            return f"gymnasium:{found[name]}:{name}"
-        known += found
-    raise FactoryError(_no_family(name, known))
+def _no_family(name: str, known: list[str]) -> str:
+    """Return the message for a name whose family is missing or unknown; `known` are the names without a family."""
+    family, colon, _ = name.partition(":")
+    candidates = [f"{prefix}:" for prefix in FAMILIES] if colon else known
+    hint = "" if family in ("", *FAMILIES) else closest(f"{family}:" if colon else name, candidates)
+    return f"{name!r} failed: expected one of {', '.join(FORMS)}.{hint}"
 
 
 def _is_there(module: str) -> bool:
@@ -167,42 +175,6 @@ def _is_there(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
-
-
-def callable_at(target: str, full_name: str) -> Callable[..., Any]:
-    """Import `MODULE:CALLABLE` and return the callable.
-
-    Args:
-        target: e.g. `my_envs:make_env`; a dot after the colon separates a class and its attribute.
-        full_name: what the user wrote, for messages.
-
-    Raises:
-        FactoryError: there is no such module, it has no such name, or the object is not callable.
-    """
-    module, colon, name = target.partition(":")
-    if not (module and colon and name):
-        raise FactoryError(f"{full_name!r} failed: expected MODULE:CALLABLE, e.g. my_module:make, got {target!r}.")
-    namespace = vars(_import_named(module, full_name))
-    first = name.partition(".")[0]
-    if first not in namespace:
-        public = [known for known, value in namespace.items() if callable(value) and not known.startswith("_")]
-        raise FactoryError(f"{full_name!r} failed: {module} has no {first!r}.{closest(first, public)}")
-    return named_callable(module, name)
-
-
-def _no_family(name: str, known: list[str]) -> str:
-    """Return the message for a name whose family is missing or unknown; `known` are the names without a family."""
-    family, colon, rest = name.partition(":")
-    if family in ("", *FAMILIES):
-        hint = ""
-    elif family == "atari":
-        name_there = rest if "/" in rest else f"ALE/{rest}"
-        hint = f" Did you mean gymnasium:ale_py:{name_there if '-v' in rest else f'{name_there}-v5'}?"
-    elif meant := _NAMES_ELSEWHERE.get(family):
-        hint = f" Did you mean {meant}:{rest}?"
-    else:
-        hint = closest(f"{family}:", [f"{prefix}:" for prefix in FAMILIES]) if colon else closest(name, known)
-    return f"{name!r} failed: expected one of {', '.join(FORMS)}.{hint}"
 
 
 def _split_rows(name: str) -> tuple[str, dict[str, Any]]:
@@ -223,7 +195,7 @@ def _listed(key: str, rest: str, full_name: str) -> str:
     of_gymnasium = family.package == "gymnasium"
     module, _, bare = rest.rpartition(":") if of_gymnasium else ("", "", rest)
     if module:
-        _import_named(module, full_name)
+        import_named(module, full_name)
     known = sorted(family.names() if family.names else ())
     if of_gymnasium and not module:
         plug_in = (registered_by_plug_ins() if bare in known else plug_in_ids()).get(bare)
@@ -234,29 +206,20 @@ def _listed(key: str, rest: str, full_name: str) -> str:
         raise FactoryError(f"{full_name!r} failed: expected a number of rows after {first}, got {last!r}.")
     if bare not in known:
         raise FactoryError(
-            f"{full_name!r} failed: expected {family.what}, got {bare!r}.{closest(bare, known)}{family.elsewhere}"
+            f"{full_name!r} failed: expected {family.form} of an installed env, got {bare!r}."
+            f"{closest(bare, known)}{family.elsewhere}"
         )
     return rest
 
 
 def _check_module(module: str, full_name: str) -> None:
     """Refuse a module that has no env of PettingZoo."""
-    found = vars(_import_named(module, full_name))
+    found = vars(import_named(module, full_name))
     if not any(callable(found.get(make)) for make in ("parallel_env", "env")):
         raise FactoryError(
             f"{full_name!r} failed: expected a module with parallel_env (or env), got {module} without. "
             f"Name the module of one env, e.g. pettingzoo:mpe2.simple_spread_v3."
         )
-
-
-def _import_named(module: str, full_name: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except Exception as error:
-        raise FactoryError(
-            f"{full_name!r} failed: importing {module} raised {type(error).__name__}: {error}. "
-            f"Modules are looked for in the current directory and among the installed packages."
-        ) from error
 
 
 def _require(package: str) -> None:

@@ -12,18 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from envherd.executor.cli.option_values import (
-    Env,
-    EnvKwargs,
-    Json,
-    MaxSteps,
-    Quiet,
-    Workers,
-    read_keyword_arguments,
-)
+from envherd.executor.cli.option_values import Env, EnvKwargs, Json, MaxSteps, Quiet, Workers
 
 if TYPE_CHECKING:
-    from envherd.executor.cli.commands import Made
+    from envherd.executor.cli.env_names import Made
     from envherd.executor.show.results import Evaluation
 
 #: Value in place of MODULE:FACTORY that selects random actions.
@@ -70,14 +62,16 @@ class Evaluate:
 
     def _prepare(self) -> tuple[Made, Any, Any]:
         """Check the options before envs start; return the factory, and those of the policies or None."""
-        from envherd.executor.cli.commands import make
+        from envherd.executor.cli.commands import policy_maker
+        from envherd.executor.cli.env_names import made_for
         from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 
-        factory, kwargs = make(self.env, self.max_steps, read_keyword_arguments(self.env_kwargs))
+        factory, kwargs = made_for(self.env, self.env_kwargs, self.max_steps)
         if isinstance(factory, MeltingPotFactory):  # with --background, a scenario is built without its bots
             bots = self.background is None or not factory.is_scenario
             factory = replace(factory, world_rgb=False, deterministic=True, bots=bots)
-        return (factory, kwargs), _maker(self.policy, "--policy"), _maker(self.background, "--background")
+        names = [None if name == _RANDOM else name for name in (self.policy, self.background)]
+        return (factory, kwargs), policy_maker(names[0]), policy_maker(names[1], "--background")
 
     def _work(self, made: Made, maker: Any, background_maker: Any) -> int:
         """Play and report; return the exit code."""
@@ -97,7 +91,6 @@ class Evaluate:
         return 0
 
     def _evaluate(self, made: Made, maker: Any, background_maker: Any) -> Evaluation:
-        from envherd.executor.cli.commands import call_maker
         from envherd.executor.options import ExecutorOptions
         from envherd.executor.parallel import ParallelEnv
         from envherd.executor.show.evaluate import evaluate
@@ -110,15 +103,9 @@ class Evaluate:
         with ParallelEnv(min(self.envs, self.episodes), factory, **how) as env:
             background: Any = None
             if self.background is not None:
-                background = {OTHERS: None} if background_maker is None else call_maker(background_maker, env)
-            policies = None if maker is None else call_maker(maker, env)
+                background = {OTHERS: None} if background_maker is None else background_maker(env)
+            policies = None if maker is None else maker(env)
             return evaluate(policies, env, self.episodes, background=background, focal=focal, seed=self.seed)
-
-
-def _maker(name: str | None, option: str) -> Any:
-    from envherd.executor.cli.env_names import callable_at
-
-    return None if name in (None, _RANDOM) else callable_at(name, f"{option} {name}")
 
 
 def _player(name: str) -> int | str:

@@ -21,8 +21,7 @@ def list_envs(
     from envherd.executor.cli.env_names import LISTED, known_names
     from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_USAGE
     from envherd.workers.adapters.named import plug_in_ids
-    from envherd.workers.build import closest
-    from envherd.workers.errors import FactoryError
+    from envherd.workers.errors import FactoryError, closest
 
     if family is not None and family not in LISTED:
         typer.echo(

@@ -58,19 +58,8 @@ def require_place(path: Path) -> None:
         raise typer.BadParameter(f"expected a path that can be written to, got {str(path)!r}: permission denied.")
 
 
-def keyword_arguments(text: str | None) -> str | None:
-    """Check the text of `--env-kwargs`; the callback of that option."""
-    if text is not None:
-        _read(text)
-    return text
-
-
-def read_keyword_arguments(text: str | None) -> dict[str, Any]:
-    """Return the keyword arguments in the text of `--env-kwargs`; empty if the option is missing."""
-    return {} if text is None else _read(text)
-
-
-def _read(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, Any]:
+    """Return the keyword arguments in a text; the parser of `--env-kwargs`."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
@@ -93,7 +82,7 @@ _WORKERS_HELP = "Number of worker processes; default: one per usable core."
 _POLICY_HELP = "FACTORY(env) returns the policy; default: random actions."
 
 Env = Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False)]
-EnvKwargs = Annotated[str | None, typer.Option(metavar="JSON", callback=keyword_arguments, help=_ENV_KWARGS_HELP)]
+EnvKwargs = Annotated[dict[str, Any] | None, typer.Option(metavar="JSON", parser=_json_object, help=_ENV_KWARGS_HELP)]
 MaxSteps = Annotated[int | None, typer.Option(min=1, help=_MAX_STEPS_HELP)]
 Workers = Annotated[int | None, typer.Option(min=1, help=_WORKERS_HELP)]
 Seed = Annotated[int | None, typer.Option(min=0, help="Root seed; default: drawn and printed.")]

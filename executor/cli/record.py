@@ -1,10 +1,9 @@
-"""`envherd record ENV`: writes a film of one env that a policy controls: a video, an animation, a player's path."""
+"""`envherd record ENV`: writes a film of one env that a policy controls, as a video or an animation."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,18 +20,19 @@ from envherd.executor.cli.option_values import (
     Quiet,
     Seed,
     picture,
-    read_keyword_arguments,
 )
 
 if TYPE_CHECKING:
     import numpy as np
+    from tensordict import TensorDictBase
 
-    from envherd.executor.cli.commands import Made
+    from envherd.executor.batched import BatchedEnv
+    from envherd.executor.cli.env_names import Made
 
 #: Most frames of a GIF; longer films keep only every second, fourth, ... step.
 _GIF_FRAMES = 240
-#: Longest side of a frame of a GIF.
-_GIF_PX = 1600
+#: Longest side of a frame of a GIF, and widest picture of `--views`.
+_WIDTH_PX = 1600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +47,6 @@ class Record:
         None
     )
     gif: Gif = None
-    timeline: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            callback=picture(".png"),
-            help="Write a PNG of the path and the rewards of the agent of --agent (default: 0).",
-        ),
-    ] = None
     views: Annotated[
         bool, typer.Option("--views", help="Show the world and the observation of each agent, with the returns so far.")
     ] = False
@@ -72,108 +64,123 @@ class Record:
 
     def run(self) -> int:
         """Record a film; return the exit code."""
-        if self.mp4 is None and self.gif is None and self.timeline is None:
-            raise typer.BadParameter("expected --mp4, --gif or --timeline, got none of them.")
-        if self.views and self.agent is not None and self.timeline is None:
+        if self.mp4 is None and self.gif is None:
+            raise typer.BadParameter("expected --mp4 or --gif, got neither.")
+        if self.views and self.agent is not None:
             raise typer.BadParameter("expected --views or --agent, got both. Leave one out.")
         from envherd.executor.cli.commands import carry_out
 
         return carry_out(self._prepare, lambda prepared: self._work(*prepared))
 
-    @property
-    def _draws_world(self) -> bool:
-        return self.agent is None or self.views or self.timeline is not None
-
     def _prepare(self) -> tuple[Made, Any]:
-        """Check the options before the env starts; return its factory, and that of the policy or None."""
-        from envherd.executor.cli.commands import make
-        from envherd.executor.cli.env_names import callable_at
-        from envherd.executor.cli.media import require_matplotlib, require_pillow
+        """Check the options before the env starts; return its factory and arguments, and what makes the policy."""
+        from envherd.executor.cli.commands import policy_maker
+        from envherd.executor.cli.env_names import made_for
+        from envherd.executor.cli.media import require_pillow
         from envherd.executor.show.video import require_imageio
-        from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 
         if self.mp4 is not None:
             require_imageio()
-        if self.gif is not None:
+        if self.gif is not None or self.views:
             require_pillow()
-        if self.timeline is not None:
-            require_matplotlib()
-        kwargs = read_keyword_arguments(self.env_kwargs)
-        factory, kwargs = make(self.env, self.max_steps, kwargs, with_frames=self._draws_world)
-        if self.timeline is not None and isinstance(factory, MeltingPotFactory):
-            factory = replace(factory, positions=True)
-        policy = None if self.policy is None else callable_at(self.policy, f"--policy {self.policy}")
-        return (factory, kwargs), policy
+        made = made_for(self.env, self.env_kwargs, self.max_steps, with_frames=self.agent is None)
+        return made, policy_maker(self.policy)
 
     def _work(self, made: Made, make_policy: Any) -> int:
         """Step, write, and report; return the exit code."""
         import torch
 
-        from envherd.executor.cli.commands import call_maker, with_display
-        from envherd.executor.cli.filming import SingleView, Timeline, Views
-        from envherd.executor.options import ExecutorOptions
+        from envherd.executor.cli.commands import display_options, noting_interrupt
+        from envherd.executor.cli.media import Film, reduced, require_pillow, save_animation
         from envherd.executor.parallel import ParallelEnv
-
-        console = Console(quiet=self.quiet)
-        options = with_display(ExecutorOptions(), is_drawn=self._draws_world)
-        factory, kwargs = made
-        num_steps = num_episodes = 0
-        is_interrupted = False
-        with ParallelEnv(1, factory, seed=self.seed, env_kwargs=kwargs or None, options=options) as env:
-            film = Views(env) if self.views else SingleView(env, self.agent)
-            timeline = None if self.timeline is None else Timeline(env, self.agent or 0)
-            act = env.rand_action if make_policy is None else call_maker(make_policy, env)
-            root = env.reset()
-            first = film.look(root)
-            with contextlib.ExitStack() as stack, console.status("recording"), torch.no_grad():
-                add = self._writers(stack)
-                add(first)
-                if timeline is not None:
-                    timeline.start(root)
-                try:
-                    while num_steps < self.steps and num_episodes < self.episodes:
-                        td = env.step(act(root))
-                        add(film.look(td["next"], is_root=False))
-                        if timeline is not None:
-                            timeline.add(td["next"])
-                        num_steps += 1
-                        ended = bool(td["next", "done"].any())
-                        num_episodes += ended
-                        root = env.reset() if ended else env.current()
-                except KeyboardInterrupt:
-                    is_interrupted = True
-            if timeline is not None and self.timeline is not None:
-                timeline.write(self.timeline)
-            done, size = (
-                f"{num_steps} steps, {num_episodes} episodes that ended",
-                f", {first.shape[1]}x{first.shape[0]} pixels",
-            )
-            for path in filter(None, (self.mp4, self.gif, self.timeline)):
-                shown = "" if path == self.timeline else size
-                console.print(f"{path}: {done}{shown}, seed {env.seed}", soft_wrap=True, highlight=False)
-        return EXIT_INTERRUPTED if is_interrupted else 0
-
-    def _writers(self, stack: contextlib.ExitStack) -> Callable[[np.ndarray], None]:
-        """Return a function that adds a frame to the requested films; the end of `stack` completes their files."""
-        from envherd.executor.cli.media import FrameLog, require_pillow, save_animation
         from envherd.executor.show.video import Video
 
-        video = None if self.mp4 is None else stack.enter_context(Video(self.mp4, self.fps))
-        log = FrameLog(self.steps, max_frames=_GIF_FRAMES, num_envs=1, largest_px=_GIF_PX)
-        num_frames = 0
+        console = Console(quiet=self.quiet)
+        options = display_options(is_drawn=self.agent is None)
+        factory, kwargs = made
+        num_steps = num_episodes = 0
+        with ParallelEnv(1, factory, seed=self.seed, env_kwargs=kwargs or None, options=options) as env:
+            views = _Views(env) if self.views else _SingleView(env, self.agent)
+            act = env.rand_action if make_policy is None else make_policy(env)
+            root = env.reset()
+            frame = views.look(root)
+            film = Film(_GIF_FRAMES, self.steps)
+            with contextlib.ExitStack() as stack, torch.no_grad():
+                video = None if self.mp4 is None else stack.enter_context(Video(self.mp4, self.fps))
+                stack.enter_context(console.status("recording"))
+                pressed = stack.enter_context(noting_interrupt())
+                while True:
+                    if video is not None:
+                        video.add(frame)
+                    if self.gif is not None and film.wants(num_steps):
+                        film.add(num_steps, reduced(frame, _WIDTH_PX))
+                    if pressed or num_steps == self.steps or num_episodes == self.episodes:
+                        break
+                    td = env.step(act(root))
+                    frame = views.look(td["next"], is_root=False)
+                    num_steps += 1
+                    ended = bool(td["next", "done"].any())
+                    num_episodes += ended
+                    root = env.reset() if ended else env.current()
+            if self.gif is not None:
+                pictures = [require_pillow().Image.fromarray(kept) for _, kept in film.moments]
+                save_animation(self.gif, pictures, frames_per_s=self.fps / film.stride)
+            done = f"{num_steps} steps, {num_episodes} episodes that ended, {frame.shape[1]}x{frame.shape[0]} pixels"
+            for path in filter(None, (self.mp4, self.gif)):
+                console.print(f"{path}: {done}, seed {env.seed}", soft_wrap=True, highlight=False)
+        return EXIT_INTERRUPTED if pressed else 0
 
-        def add(frame: np.ndarray) -> None:
-            nonlocal num_frames
-            if video is not None:
-                video.add(frame)
-            if self.gif is not None and log.wants(num_frames):
-                log.add(num_frames, [frame])
-            num_frames += 1
 
-        def write_gif(path: Path) -> None:
-            pictures = [require_pillow().Image.fromarray(frame) for _, (frame,) in log.moments]
-            save_animation(path, pictures, frames_per_s=self.fps / log.stride)
+class _SingleView:
+    """Draws the world (or what `render` returns), or the observation of one agent."""
 
-        if self.gif is not None:
-            stack.callback(write_gif, self.gif)
-        return add
+    def __init__(self, env: BatchedEnv, agent: int | None) -> None:
+        from envherd.executor.show.camera import Camera
+
+        self._camera = Camera(env, agent)
+
+    def look(self, td: TensorDictBase, *, is_root: bool = True) -> np.ndarray:  # noqa: ARG002  # `_Views` needs it
+        """Return the picture of a reset or of a step, uint8 `[H, W, 3]`."""
+        from envherd.executor.show.video import enlarged
+
+        frame = self._camera.look(td)[0]
+        assert frame is not None  # `Camera` has refused envs without pictures
+        return enlarged(frame)
+
+
+class _Views:
+    """Draws the world and the view of each player in one picture, with the returns so far.
+
+    Raises:
+        MediaError: its players observe no pictures.
+    """
+
+    def __init__(self, env: BatchedEnv) -> None:
+        from envherd.executor.cli.returns import Returns
+        from envherd.executor.show.camera import Camera
+
+        self._world, self._players = Camera(env), Camera(env, 0).key
+        self._returns = Returns(env.spec, 1)
+        names, roles = self._returns.agents, list(env.spec.metadata.get("agent_roles") or ())
+        has_roles = len(roles) == len(names) and set(roles) != {"default"}
+        self._names = [f"{name} {role}" for name, role in zip(names, roles, strict=True)] if has_roles else names
+        self._title = str(env.spec.metadata.get("name") or env.spec.family)
+        self._step = 0
+
+    def look(self, td: TensorDictBase, *, is_root: bool = True) -> np.ndarray:
+        """Return the picture of a reset or of a step, uint8 `[H, W, 3]`, with the returns including the step."""
+        import numpy as np
+
+        from envherd.executor.cli.media import grid
+
+        self._step = 0 if is_root else self._step + 1
+        returns = (self._returns.running if is_root else self._returns.add(td))[0]
+        caption = f"step {self._step}  sum {returns.sum():.1f}"
+        tiles = [(self._title, caption, self._world.look(td)[0])]
+        views = td[self._players][0].numpy(force=True)
+        tiles += [
+            (name, f"return {value:.1f}", view) for name, value, view in zip(self._names, returns, views, strict=True)
+        ]
+        if not is_root and td["done"].any():
+            self._step = 0
+        return np.asarray(grid(tiles, width_px=_WIDTH_PX))

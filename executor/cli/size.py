@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED
-from envherd.executor.cli.option_values import Env, EnvKwargs, Quiet, picture, read_keyword_arguments, text_file
+from envherd.executor.cli.option_values import Env, EnvKwargs, Quiet, picture, text_file
 
 if TYPE_CHECKING:
     from envherd.executor.cli.env_names import Factory
@@ -119,7 +119,7 @@ class Size:
         with Console(stderr=True, quiet=self.quiet).status("starting") as status:
             sizing = recommend(
                 factory,
-                env_kwargs=read_keyword_arguments(self.env_kwargs) or None,
+                env_kwargs=self.env_kwargs or None,
                 goal=goal,
                 budget_s=self.budget,
                 machine=None if is_here else planned(read_machine(), self.cpus, self.memory, self.gpu),

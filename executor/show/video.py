@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -14,19 +14,14 @@ _SMALL_PX = 320
 
 
 class Video:
-    """Writes frames to an MP4 file, one by one.
-
-    Attributes:
-        size: width and height of the latest frame; (0, 0) before the first.
-    """
+    """Writes frames to an MP4 file, one by one."""
 
     def __init__(self, path: Path, fps: float) -> None:
         self._writer = require_imageio().get_writer(
             path, format="FFMPEG", mode="I", fps=fps, codec="libx264", macro_block_size=2, ffmpeg_log_level="error"
         )
-        self.size = (0, 0)
 
-    def __enter__(self) -> Video:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -36,18 +31,16 @@ class Video:
         """Complete the file."""
         self._writer.close()
 
-    def add(self, frame: np.ndarray | None) -> None:
+    def add(self, frame: np.ndarray) -> None:
         """Add a frame, uint8 `[H, W, 3]`."""
-        assert frame is not None  # `Camera` has refused envs without pictures
         height, width = (side - side % 2 for side in frame.shape[:2])
-        self.size = (width, height)
         self._writer.append_data(np.ascontiguousarray(frame[:height, :width]))
 
 
-def enlarged(frame: np.ndarray | None) -> np.ndarray | None:
-    """Return a frame, enlarged by a whole factor if it is small."""
-    factor = 1 if frame is None else max(1, _SMALL_PX // max(frame.shape[:2]))
-    return frame if frame is None or factor == 1 else frame.repeat(factor, 0).repeat(factor, 1)
+def enlarged(frame: np.ndarray, height: int = _SMALL_PX, width: int = _SMALL_PX) -> np.ndarray:
+    """Return a frame `[H, W, 3]`, enlarged by the largest whole factor with which it fits a height and a width."""
+    factor = max(1, min(height // frame.shape[0], width // frame.shape[1]))
+    return frame if factor == 1 else frame.repeat(factor, 0).repeat(factor, 1)
 
 
 def require_imageio() -> Any:

@@ -23,6 +23,7 @@ from tensordict import TensorDict
 from typer.testing import CliRunner, Result
 
 from envherd.executor.cli.app import app
+from envherd.executor.cli.commands import noting_interrupt
 from envherd.executor.cli.storing import RolloutStore, StoreError, load_rollout
 
 COUNTING = "python:envherd.workers.testing:CountingEnv"
@@ -338,66 +339,38 @@ def test_a_check_that_proved_nothing_fails():
     assert check("my_envs:refuse").exit_code == 2
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
-def test_an_earlier_rollout_is_replaced():
-    for env, steps in ((TEXT, "8"), (COUNTING, "5")):
-        assert rollout(env, "--steps", steps, "--out", "kept", "--json", "figures.json").exit_code == 0
-    assert TensorDict.load_memmap("kept").batch_size == (4, 5)
-    assert json.loads(Path("figures.json").read_text())["steps"] == 5
-    files = sorted(str(path.relative_to("kept")) for path in Path("kept").rglob("*") if path.is_file())
-    assert sorted(["envherd.json", *json.loads(Path("kept/envherd.json").read_text())["files"]]) == files
-    assert not [name for name in files if "text" in name], "files of the earlier rollout are removed"
-
-
-@pytest.mark.parametrize("kind", ["json", "memmap", "added", "linked", "claimed"])
-@pytest.mark.usefixtures("folder")
-def test_files_of_others_are_never_replaced(kind):
-    theirs = Path("theirs")
-    if kind == "memmap":
-        TensorDict({"x": torch.arange(5)}, [5]).memmap(theirs)
-    elif kind == "json":
-        theirs.mkdir()
-        (theirs / "meta.json").write_text('{"measured": "with care"}')
-    else:
-        store = RolloutStore(theirs, 1)
-        store.add(TensorDict({"x": torch.arange(5)}, [5]))
-        store.finish({})
-        (theirs / "models").mkdir()
-        (theirs / "models/best.pt").write_text("precious")
-        if kind == "linked":
-            (theirs / "models").rename("models")
-            (theirs / "models").symlink_to(Path("models").absolute())
-        if kind == "claimed":  # a file of facts from elsewhere lists what is outside
-            facts = json.loads((theirs / "envherd.json").read_text())
-            (theirs / "envherd.json").write_text(json.dumps({**facts, "files": ["../my_envs.py", *facts["files"]]}))
-    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
-    result = rollout(COUNTING, "--out", "theirs")
-    assert result.exit_code == 2
-    assert "which `envherd rollout --out` has not written" in result.stderr
-    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+def test_a_rollout_is_written_only_to_a_new_or_empty_folder():
+    for name in ("theirs", "file"):
+        Path("theirs").mkdir(exist_ok=True)
+        Path("theirs/meta.json").write_text('{"measured": "with care"}')
+        Path("file").write_text("precious")
+        result = rollout(COUNTING, "--out", name)
+        assert result.exit_code == 2
+        assert "expected a new or empty directory" in result.stderr
+    assert Path("theirs/meta.json").read_text() == '{"measured": "with care"}'
+    assert Path("file").read_text() == "precious"
 
 
 @pytest.mark.usefixtures("folder")
 def test_a_file_that_is_added_while_a_rollout_runs_stays():
-    for num_steps in (3, 2):  # the second one is cut, which writes its files twice
-        store = RolloutStore(Path("kept"), 3)
-        (Path("kept") / "notes.txt").write_text("precious") if num_steps == 2 else None
-        for _ in range(num_steps):
-            store.add(TensorDict({"x": torch.arange(5), "next": {"y": torch.ones(5)}}, [5]))
-        store.finish({})
+    store = RolloutStore(Path("kept"), 3)
+    for _ in range(2):  # it is cut, which writes its files twice
+        store.add(TensorDict({"x": torch.arange(5), "next": {"y": torch.ones(5)}}, [5]))
+        (Path("kept") / "notes.txt").write_text("precious")
+    store.finish({})
+    assert sorted(path.name for path in Path("kept").iterdir()) == [
+        "envherd.json", "meta.json", "next", "notes.txt", "x.memmap",
+    ]  # fmt: skip
     assert (Path("kept") / "notes.txt").read_text() == "precious"
     assert TensorDict.load_memmap("kept", allow_pickle=False).batch_size == (5, 2)
-    with pytest.raises(StoreError, match=r"notes\.txt"):
-        RolloutStore(Path("kept"), 3)
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_rollout_whose_process_was_killed_is_refused_and_can_be_replaced():
+def test_a_rollout_whose_process_was_killed_is_refused():
     RolloutStore(Path("kept"), 3).add(TensorDict({"x": torch.arange(5)}, [5]))
-    with pytest.raises(StoreError, match="expected a complete rollout"):
+    with pytest.raises(StoreError, match=r"got a folder without envherd\.json"):
         load_rollout(Path("kept"))
-    RolloutStore(Path("kept"), 3)
 
 
 @pytest.mark.parametrize(
@@ -524,6 +497,16 @@ def test_ctrl_c_ends_it_with_what_was_collected(tmp_path):
     data = TensorDict.load_memmap("kept")
     assert data.batch_size == (2, plain["steps_done"])
     assert data["next", "done"].sum() == plain["episodes"]
+
+
+def test_the_first_ctrl_c_is_noted_and_the_second_one_raises():
+    before = signal.getsignal(signal.SIGINT)
+    with noting_interrupt() as pressed:
+        signal.raise_signal(signal.SIGINT)
+        assert pressed
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_version_is_the_installed_one():

@@ -1,4 +1,4 @@
-"""`envherd record`, `replay` and `bench`; `--config`, `--max-steps`, completion; `top` in a narrow terminal."""
+"""`envherd record`, `replay` and `bench`; `--max-steps`, completion; `top` in a narrow terminal."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from rich.console import Console
 from tensordict import NonTensorData, TensorDict
 from typer.testing import CliRunner
 
-from envherd import ExecutorOptions, ParallelEnv
-from envherd.executor import parallel
+from envherd import ParallelEnv
 from envherd.executor.cli.app import app
 from envherd.executor.cli.storing import RolloutStore, load_rollout
 from envherd.executor.cli.top import Watcher, screen
@@ -94,7 +93,7 @@ def stored(tmp_path):
             root = TensorDict({"observation": torch.zeros(1, 4), **zeros}, [1])
             after = TensorDict({**root, "reward": torch.ones(1, 1)}, [1])
             kept.add(root.set("action", torch.zeros(1, dtype=torch.int64)).set("next", after))
-        usual = {"env": "gymnasium:CartPole-v1", "env_kwargs": {}, "max_steps": None, "seed": 0, "options": {}}
+        usual = {"env": "gymnasium:CartPole-v1", "env_kwargs": {}, "max_steps": None, "seed": 0}
         kept.finish({**usual, **facts})
         return tmp_path / "data"
 
@@ -122,7 +121,10 @@ EVIL = """
         ({"env": "evil.make"}, "--env evil.make"),
         ({"env": "CartPole-v1"}, "--env CartPole-v1"),
         ({"env": "python:evil:make", "env_kwargs": {"command": "it's"}}, "--env python:evil:make --env-kwargs '{"),
-        ({"env_kwargs": {"config": [{"type": "evil.make"}]}}, '--env-kwargs \'{"config": [{"type": "evil.make"}]}\''),
+        (
+            {"env_kwargs": {"config": [{"type": "evil.make"}]}},
+            '--env gymnasium:CartPole-v1 --env-kwargs \'{"config": [{"type": "evil.make"}]}\'',
+        ),
     ],
 )
 def test_what_a_stored_rollout_names_is_not_run(tmp_path, monkeypatch, stored, facts, named):
@@ -148,21 +150,6 @@ def test_a_replay_searches_no_modules_in_the_current_folder(tmp_path, stored):
     assert "differs" in done.stdout, done.stderr
 
 
-@needs("gymnasium")
-@pytest.mark.slow
-def test_of_the_options_of_a_stored_rollout_only_those_that_change_data_are_used(tmp_path, monkeypatch, stored):
-    seen = []
-    monkeypatch.setattr(
-        parallel, "ParallelEnv", lambda *args, **kwargs: seen.append(kwargs) or ParallelEnv(*args, **kwargs)
-    )
-    options = {"first_env_id": 3, "env_vars": [["LD_PRELOAD", "evil.so"]], "preload": ["evil"], "infos": "pickle"}
-    result = envherd("replay", stored(options=options))
-    assert "a replay does not use: env_vars, infos, preload" in result.output
-    assert seen[0]["options"] == ExecutorOptions(first_env_id=3)
-    result = envherd("replay", stored(options={"first_env_id": -1}))
-    assert (result.exit_code, "expected first_env_id" in result.stderr) == (2, True)
-
-
 @pytest.mark.parametrize(
     "facts", [{"env": 3}, {"env": "a\x1b[2J"}, {"env_kwargs": []}, {"seed": "0"}, {"max_steps": 0}]
 )
@@ -185,10 +172,11 @@ def test_a_stored_rollout_with_pickles_is_refused(tmp_path, stored):
 @needs("gymnasium")
 @pytest.mark.slow
 def test_a_replay_of_another_env_differs(stored):
-    result = envherd("replay", stored(), "--env", "gymnasium:Acrobot-v1")
+    folder = stored()
+    result = envherd("replay", folder, "--env", "gymnasium:Acrobot-v1")
     assert result.exit_code == 1
     assert "observation has shape [1, 6], stored was shape [1, 4]" in " ".join(result.output.split())
-    result = envherd("replay", stored(), "--env", TEAM)
+    result = envherd("replay", folder, "--env", TEAM)
     assert (result.exit_code, "expected ('agents', 'action') in" in result.stderr) == (1, True)
 
 
@@ -204,40 +192,6 @@ def test_the_steps_of_episodes_can_be_limited(tmp_path):
     refused = envherd("rollout", COUNTING, "--max-steps", 5)
     assert refused.exit_code == 2
     assert "--max-steps failed" in refused.output
-
-
-@pytest.mark.slow
-def test_a_config_file_has_the_defaults_of_options(tmp_path):
-    config = tmp_path / "setting.yaml"
-    config.write_text(
-        "executor: SerialEnv\nnum_envs: 3\nsteps: 7\nstepping: sync\nseed: 5\noptions:\n  check_finite: true\n"
-    )
-    result = envherd("rollout", COUNTING, "--config", config, "--steps", 4, "--json", "-")
-    assert result.exit_code == 0, result.output
-    figures = json.loads(result.stdout)
-    assert [figures[name] for name in ("num_envs", "num_workers", "steps", "seed")] == [3, 0, 4, 5]
-    memory = figures["memory"]
-    assert memory["workers_uss_bytes"] == 0, "the envs are in this process, whose memory is counted once"
-    assert memory["parent_uss_bytes"] > 0
-    result = envherd("rollout", COUNTING, "--config", config, "--steps", 4, "--workers", 2, "--json", "-")
-    assert json.loads(result.stdout)["num_workers"] == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("num_env: 3", "unknown entry 'num_env'"),
-        ("- 3", "expected names and values"),
-        ("executor: Threads", "expected executor ParallelEnv or SerialEnv"),
-        ("options: {poisson: true}", "it has no argument 'poisson'. Did you mean poison?"),
-        ("options: {step_timeout_s: -1}", "expected step_timeout_s"),
-    ],
-)
-def test_a_wrong_config_file_is_refused(tmp_path, text, expected):
-    (tmp_path / "wrong.yaml").write_text(text)
-    result = envherd("rollout", COUNTING, "--config", tmp_path / "wrong.yaml")
-    assert result.exit_code == 2
-    assert expected in " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.mark.slow
@@ -293,28 +247,10 @@ def test_long_animations_leave_steps_out(tmp_path):
         assert film.info["duration"] == 50
 
 
-@needs("meltingpot")
-@pytest.mark.slow
-def test_a_timeline_shows_where_an_agent_went_and_what_it_got(script_host, tmp_path):
-    """The command runs in a separate process, because matplotlib keeps font files open."""
-    from PIL import Image
-
-    name = "prisoners_dilemma_in_the_matrix__repeated"
-    script = tmp_path / "command.py"
-    script.write_text("from envherd.executor.cli.app import app; app()")
-    command = ["record", name, "--timeline", tmp_path / "line.png", "--agent", 1, "--steps", 8, "--seed", 1]
-    done = script_host.run(script, *map(str, command), folder=tmp_path, output=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "8 steps" in done.stdout
-    with Image.open(tmp_path / "line.png") as picture:
-        assert picture.width > 1000
-        assert len(picture.convert("RGB").getcolors(1 << 20)) > 50, "the world is drawn"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "expected --mp4, --gif or --timeline, got none"),
+        ([], "expected --mp4 or --gif, got neither"),
         (["--views", "--agent", "1", "--gif", "a.gif"], "expected --views or --agent, got both"),
     ],
 )
@@ -415,12 +351,12 @@ def test_the_identifiers_of_workers_stay_in_a_narrow_terminal(width):
     watcher = Watcher()
     try:
         with ParallelEnv(3, CountingEnv, num_workers=2, seed=0) as env:
-            watcher.find()
+            watcher.look()
             env.rollout(20, break_when_any_done=False)
             pids = [worker.pid for worker in env.statistics().workers]
-            views = [view for view in watcher.look() if {one.load.pid for one in view.workers} == set(pids)]
+            views = [view for view in watcher.look() if {one.pid for one in view.workers} == set(pids)]
             out = io.StringIO()
-            Console(file=out, width=width).print(screen(views, selected=0, stack="", width=width))
+            Console(file=out, width=width).print(screen(views, "", width))
     finally:
         watcher.close()
     head, rows = out.getvalue(), out.getvalue().splitlines()
@@ -429,4 +365,4 @@ def test_the_identifiers_of_workers_stay_in_a_narrow_terminal(width):
         assert f" {name} " in head
     for pid in pids:
         assert any(f" {pid} " in row and "idle" in row for row in rows)
-    assert (" RSS " in head) == (width == 200)
+    assert (" PSS " in head) == (width == 200)

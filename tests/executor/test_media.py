@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 from tests.extras import skip_without
 
@@ -13,7 +14,7 @@ import pytest
 from PIL import Image
 
 from envherd.executor.cli import media
-from envherd.executor.cli.media import FrameLog, reduced, write_contact_sheet, write_gif
+from envherd.executor.cli.media import Film, Pictures, grid, reduced
 from envherd.executor.show.camera import MediaError
 
 
@@ -24,44 +25,48 @@ def sprite(colour: tuple[int, int, int], height: int = 6, width: int = 8) -> np.
     return frame
 
 
-def moving_log(num_envs: int, num_moments: int = 5) -> FrameLog:
-    """Return a log in which each env has a different shade, and a dot moves."""
-    log = FrameLog(num_moments - 1)
+class Rendered:
+    """An executor whose envs render the frames of a list, one list of frames for each look."""
+
+    spec = SimpleNamespace(metadata={}, family="drawn")
+
+    def __init__(self, looks: list[list[np.ndarray | None]]) -> None:
+        self.num_envs, self._looks = len(looks[0]), iter(looks)
+
+    def ask(self, what: str, env_ids: list[int]) -> list[np.ndarray | None]:
+        assert (what, env_ids) == ("render", list(range(self.num_envs)))
+        return next(self._looks)
+
+
+def pictures_of(looks: list[list[np.ndarray | None]], gif=None, png=None) -> Pictures:
+    """Return the pictures of a run in which the envs rendered these frames."""
+    pictures, env = Pictures(gif, png, len(looks) - 1), Rendered(looks)
+    for step in range(len(looks)):
+        pictures.look(env, step, None)
+    return pictures
+
+
+def moving(num_envs: int, num_moments: int = 5) -> list[list[np.ndarray | None]]:
+    """Return frames in which each env has a different shade, and a dot moves."""
+    looks = []
     for step in range(num_moments):
-        frames = []
-        for env_id in range(num_envs):
-            frame = np.full((12, 16, 3), 40 * env_id + 20, np.uint8)
+        frames = [np.full((12, 16, 3), 40 * env_id + 20, np.uint8) for env_id in range(num_envs)]
+        for frame in frames:
             frame[3, step] = (255, 0, 0)
-            frames.append(frame)
-        log.add(step, frames)
-    return log
+        looks.append(frames)
+    return looks
 
 
 @pytest.mark.parametrize(
     ("num_steps", "kept"),
     [(5, [0, 1, 2, 3, 4, 5]), (10, [0, 2, 4, 6, 8, 10]), (11, [0, 4, 8, 11]), (20, [0, 4, 8, 12, 16, 20]), (1, [0, 1])],
 )
-def test_log_keeps_evenly_spread_steps_and_the_last(num_steps, kept):
-    log = FrameLog(num_steps, max_frames=5)
+def test_a_film_keeps_evenly_spread_steps_and_the_last(num_steps, kept):
+    film = Film(5, num_steps)
     for step in range(num_steps + 1):
-        if log.wants(step):
-            log.add(step, [None])
-    assert [step for step, _ in log.moments] == kept
-
-
-def test_log_copies_frames():
-    frame = sprite((1, 2, 3))
-    log = FrameLog(1)
-    log.add(0, [frame])
-    frame[:] = 9
-    assert log.moments[0][1][0][1, 1].tolist() == [1, 2, 3]
-
-
-def test_log_keeps_the_first_envs_and_knows_which_have_pictures():
-    log = FrameLog(1, num_envs=3)
-    log.add(0, [None, sprite((0, 0, 0)), None, sprite((1, 1, 1))])
-    log.add(1, [None, None, sprite((0, 0, 0)), None])
-    assert log.env_ids == [1, 2]
+        if film.wants(step):
+            film.add(step, None)
+    assert [step for step, _ in film.moments] == kept
 
 
 @pytest.mark.parametrize(
@@ -78,21 +83,22 @@ def test_what_is_no_frame_is_refused(frame):
         reduced(frame)
 
 
-@pytest.mark.parametrize(("count", "columns"), [(1, 1), (2, 2), (4, 2), (6, 3), (8, 4), (9, 3), (16, 4)])
-def test_grid_is_about_as_wide_as_a_screen(count, columns):
-    assert media._grid_columns(count, (144, 192)) == columns
+@pytest.mark.parametrize(
+    ("count", "shape", "columns"),
+    [
+        *((count, (144, 192), columns) for count, columns in ((1, 1), (2, 2), (4, 2), (6, 3), (8, 3), (9, 3), (16, 4))),
+        (4, (300, 100), 4),  # tall tiles go side by side
+    ],
+)
+def test_a_grid_is_about_as_wide_as_a_screen(count, shape, columns):
+    frame = np.full((*shape, 3), 200, np.uint8)
+    picture = np.asarray(grid([("", "", frame)] * count, width_px=1))
+    shown = (picture == 200).all(axis=(0, 2)) if count == 1 else (picture == 200).all(axis=2).any(axis=0)
+    assert (np.diff(np.flatnonzero(shown)) > 1).sum() + 1 == columns
 
 
-def test_tall_tiles_go_side_by_side():
-    assert media._grid_columns(4, (300, 100)) == 4
-
-
-def test_small_frames_are_enlarged_by_a_whole_factor_without_smoothing(tmp_path):
-    log = FrameLog(1)
-    log.add(0, [sprite((10, 200, 30))])
-    path = tmp_path / "sheet.png"
-    write_contact_sheet(path, log, title="a title")
-    picture = np.asarray(Image.open(path))
+def test_small_frames_are_enlarged_by_a_whole_factor_without_smoothing():
+    picture = np.asarray(grid([("left", "right", sprite((10, 200, 30)))], title="a title", width_px=2000))
     greens = (picture == (10, 200, 30)).all(axis=2)
     whites = (picture == 255).all(axis=2)
     factor = media.ENLARGED_PX // 8
@@ -103,9 +109,9 @@ def test_small_frames_are_enlarged_by_a_whole_factor_without_smoothing(tmp_path)
 
 
 @pytest.mark.slow
-def test_contact_sheet_has_a_row_for_each_env_and_a_column_for_each_moment(tmp_path):
+def test_a_contact_sheet_has_a_row_for_each_env_and_a_column_for_each_moment(tmp_path):
     path = tmp_path / "sheet.png"
-    write_contact_sheet(path, moving_log(num_envs=3, num_moments=9))
+    assert pictures_of(moving(num_envs=3, num_moments=9), png=path).write("three envs") == {"png": str(path)}
     picture = np.asarray(Image.open(path))
     for env_id in range(3):
         shade = (picture == 40 * env_id + 20).all(axis=2)
@@ -116,10 +122,9 @@ def test_contact_sheet_has_a_row_for_each_env_and_a_column_for_each_moment(tmp_p
 
 
 @pytest.mark.slow
-def test_gif_decodes_to_every_frame_that_was_drawn(tmp_path):
-    log = moving_log(num_envs=4)
+def test_a_gif_decodes_to_every_frame_that_was_drawn(tmp_path):
     path = tmp_path / "envs.gif"
-    write_gif(path, log, title="four envs")
+    assert pictures_of(moving(num_envs=4), gif=path).write("four envs") == {"gif": str(path)}
     with Image.open(path) as gif:
         assert gif.n_frames == 5
         dots = []
@@ -137,22 +142,20 @@ def test_gif_decodes_to_every_frame_that_was_drawn(tmp_path):
 
 
 def test_an_env_without_a_frame_for_a_while_keeps_its_last_one(tmp_path):
-    log = FrameLog(2)
-    for step, frame in enumerate([sprite((200, 0, 0)), None, sprite((0, 0, 200))]):
-        log.add(step, [frame, sprite((0, 200, 0))])
+    frames, other = [sprite((200, 0, 0)), None, sprite((0, 0, 200))], sprite((0, 200, 0))
     path = tmp_path / "envs.gif"
-    write_gif(path, log)
+    pictures_of([[frame, other, None] for frame in frames], gif=path).write("")
+    frames[0][:] = 9  # they were copied
     with Image.open(path) as gif:
         gif.seek(1)
-        assert (np.asarray(gif.convert("RGB")) == (200, 0, 0)).all(axis=2).any()
+        pixels = np.asarray(gif.convert("RGB"))
+        assert (pixels == (200, 0, 0)).all(axis=2).any()
 
 
-@pytest.mark.parametrize("write", [write_gif, write_contact_sheet])
-def test_no_frames_no_file(tmp_path, write):
-    log = FrameLog(1)
-    log.add(0, [None, None])
+def test_no_frames_no_file(tmp_path):
     with pytest.raises(MediaError, match="no picture of themselves"):
-        write(tmp_path / "x", log)
+        pictures_of([[None, None]], gif=tmp_path / "x.gif")
+    assert pictures_of([[None, None]]).write("") == {}
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names, substrate_names
-from envherd.workers.errors import FactoryError
+from envherd.workers.errors import FactoryError, closest
 
 _TORCHRL_BASE = "torchrl.envs.common.EnvBase"
 
@@ -206,8 +206,7 @@ def _build_dm_control(made: NamedFactory, **env_kwargs: Any) -> Any:
 
 
 def _build_called(made: NamedFactory, **env_kwargs: Any) -> Any:
-    module, _, name = made.name.partition(":")
-    env = named_callable(module, name)(**env_kwargs)
+    env = named_callable(made.name, f"{made.family}:{made.name}")(**env_kwargs)
     if made.family == "torchrl" and _TORCHRL_BASE not in map(_qualified_name, type(env).__mro__):
         raise FactoryError(
             f"torchrl:{made.name} failed: expected a TorchRL env, got {_qualified_name(type(env))}. "
@@ -276,22 +275,44 @@ def _envpool_tasks() -> list[str]:
     return list(envpool.list_all_envs())
 
 
-def named_callable(module: str, name: str) -> Callable[..., Any]:
-    """Import a module and return a callable in it.
+def import_named(module: str, asked: str) -> Any:
+    """Import the module in a name; `asked` is what the user wrote, for messages.
 
     Raises:
-        FactoryError: there is no such name, or it is not callable.
-        Exception: whatever importing the module raises.
+        FactoryError: it cannot be imported.
     """
-    target: Any = importlib.import_module(module)
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        raise FactoryError(
+            f"{asked!r} failed: importing {module} raised {type(error).__name__}: {error}. "
+            f"Modules are looked for in the current directory and among the installed packages."
+        ) from error
+
+
+def named_callable(target: str, asked: str) -> Callable[..., Any]:
+    """Import `MODULE:CALLABLE` and return the callable.
+
+    Args:
+        target: e.g. `my_envs:make_env`; a dot after the colon separates a class and its attribute.
+        asked: what the user wrote, for messages.
+
+    Raises:
+        FactoryError: there is no such module, it has no such name, or the object is not callable.
+    """
+    module, _, name = target.partition(":")
+    if not (module and name):
+        raise FactoryError(f"{asked!r} failed: expected MODULE:CALLABLE, e.g. my_module:make, got {target!r}.")
+    found: Any = import_named(module, asked)
     for part in name.split("."):
-        if not hasattr(target, part):
-            raise FactoryError(f"{module}:{name} failed: expected a callable of this name, got none in {module}.")
-        target = getattr(target, part)
-    if not callable(target):
-        raise FactoryError(f"{module}:{name} failed: expected a callable, got {type(target).__qualname__}.")
-    found: Callable[..., Any] = target
-    return found
+        if not hasattr(found, part):
+            public = [known for known in dir(found) if not known.startswith("_") and callable(getattr(found, known))]
+            raise FactoryError(f"{asked!r} failed: {module} has no {name!r}.{closest(part, public)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise FactoryError(f"{asked!r} failed: expected a callable, got {type(found).__qualname__}.")
+    called: Callable[..., Any] = found
+    return called
 
 
 def _qualified_name(cls: type) -> str:
@@ -308,12 +329,10 @@ class Family:
         build: of a `NamedFactory`: returns the env.
         preload: of a `NamedFactory`: modules worth importing before workers are forked; empty for the module in the
             name.
-        package: is imported to check names; "" if none must be.
+        package: is imported to check names; "" if none must be, or if `factory` checks them.
         names: returns the names of its envs; None if names are callables of modules.
-        what: a name, for messages; "" if `factory` checks it.
         elsewhere: a sentence for messages: how to name envs that `names` does not have.
         is_listed: whether `envherd list` prints the names, and whether they can be given without the family.
-        has_slash: whether its names may have a slash.
         has_rows: whether a name may end in a number of rows.
         renders: whether its envs must know when they are built that they will be rendered.
         limit: the field or else keyword argument of its factories that limits the steps of an episode, or None.
@@ -325,10 +344,8 @@ class Family:
     preload: tuple[str, ...] = ()
     package: str = ""
     names: Callable[[], Iterable[str]] | None = None
-    what: str = ""
     elsewhere: str = ""
     is_listed: bool = True
-    has_slash: bool = False
     has_rows: bool = False
     renders: bool = False
     limit: str | None = None
@@ -338,9 +355,7 @@ _OF_GYMNASIUM: dict[str, Any] = {
     "preload": ("gymnasium",),
     "package": "gymnasium",
     "names": gymnasium_ids,
-    "what": "an env that Gymnasium knows",
     "elsewhere": " Envs of another package: gymnasium:THE_PACKAGE:ID.",
-    "has_slash": True,
     "renders": True,
 }
 #: Family -> its entry. A name without a family is looked up in this order.
@@ -361,7 +376,6 @@ FAMILIES = {
         preload=("envpool",),
         package="envpool",
         names=_envpool_tasks,
-        what="an EnvPool task",
         is_listed=False,
         has_rows=True,
     ),
@@ -371,17 +385,13 @@ FAMILIES = {
         preload=("dm_control.suite",),
         package="dm_control",
         names=_dm_control_tasks,
-        what="DOMAIN/TASK of the dm_control suite",
-        has_slash=True,
     ),
     "pettingzoo": Family(
         form="pettingzoo:ID-OR-MODULE",
         factory=PettingZooFactory,
         package="pettingzoo",
         names=_pettingzoo_ids,
-        what="a parallel env that PettingZoo knows",
         elsewhere=" Envs of another package: pettingzoo:THE_MODULE.",
-        has_slash=True,
         renders=True,
         limit="max_cycles",
     ),
@@ -390,7 +400,6 @@ FAMILIES = {
         factory=VmasFactory,
         package="vmas",
         names=_vmas_scenarios,
-        what="a VMAS scenario",
         has_rows=True,
         limit="max_steps",
     ),
