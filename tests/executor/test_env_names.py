@@ -74,7 +74,7 @@ UNKNOWN = {
     "gymnasum:CartPole-v1": ["Did you mean gymnasium:"],
     "clean_pu": ["Did you mean clean_up"],
     "CartPole-v9": ["Did you mean CartPole-v1", *FORMS],
-    "no_such_module_x:make": list(FORMS),
+    "no_such_module_x:make": [*FORMS, "got neither a family nor a module 'no_such_module_x'"],
     "meltingpot:": list(FORMS),
     "": list(FORMS),
 }
