@@ -46,7 +46,7 @@ BUDGET = {
     "workers/testing": 1453,
     "executor/*": 2836,
     "executor/batches": 1600,
-    "executor/cli": 3031,
+    "executor/cli": 3029,
     "executor/cluster": 2665,
     "executor/facades": 464,
     "executor/facades/cleanrl": 186,
@@ -61,7 +61,7 @@ BUDGET = {
     "executor/pools": 4305,
     "executor/protocol": 3221,
     "executor/rollouts": 906,
-    "executor/show": 1121,
+    "executor/show": 1119,
     "executor/simulator": 798,
     "executor/sizing": 1867,
 }

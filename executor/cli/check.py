@@ -27,7 +27,6 @@ class Check:
 
     env: Env
     steps: Annotated[int, typer.Option(min=1, help="Steps of each of two envs; episodes must end within them.")] = 200
-    seed: Annotated[int, typer.Option(min=0, help="Root seed of the envs and of random actions.")] = 0
     random: Annotated[
         bool,
         typer.Option("--random", help="Skip the comparisons of two runs, for envs that seeds do not determine."),
@@ -46,21 +45,33 @@ class Check:
                 Contract(
                     functools.partial(factory, **self.env_kwargs or {}),
                     num_steps=self.steps,
-                    seed=self.seed,
                     is_deterministic=not self.random,
                 )
             ),
         )
 
     def _check(self, contract: Contract) -> int:
+        """Check and print every rule; return the exit code."""
+        from envherd.workers.testing.compare import ContractViolation
         from envherd.workers.testing.contract import NoEpisodeEnd
 
-        console = Console()
-        try:
-            num_broken = _check_all(contract, console)
-        except NoEpisodeEnd as error:
-            console.print(Text("nothing was proved: ", "bold red").append(str(error), "default"), soft_wrap=True)
-            return EXIT_FAILED
+        console, num_broken = Console(), 0
+        for rule in sorted(contract.RULES):
+            what = f"{rule:2}  {contract.TITLES[rule]}"
+            try:
+                with console.status(what):
+                    contract.check(rule)
+            except NoEpisodeEnd as error:
+                console.print(Text("nothing was proved: ", "bold red").append(str(error), "default"), soft_wrap=True)
+                return EXIT_FAILED
+            except ContractViolation as error:
+                num_broken += 1
+                console.print(Text("broken  ", "bold red").append(what, "default"), soft_wrap=True)
+                console.print(Text(f"            {error}"), soft_wrap=True)
+                continue
+            is_partial = not contract.is_deterministic and rule in contract.COMPARES
+            mark = Text("skipped " if is_partial else "ok      ", "yellow" if is_partial else "green")
+            console.print(mark.append(what, "default"), soft_wrap=True)
         if num_broken:
             broken = f"{self.env} breaks {num_broken} of {len(contract.RULES)} rules."
             console.print(Text(broken, "bold red"), soft_wrap=True)
@@ -68,27 +79,3 @@ class Check:
         proof = f"{contract.num_steps} steps of 2 envs, {contract.num_ends} ends of episodes."
         console.print(Text(f"{self.env} keeps the contract: {proof}", "green"), soft_wrap=True)
         return 0
-
-
-def _check_all(contract: Contract, console: Console) -> int:
-    """Check and print every rule; return the number of broken rules."""
-    from envherd.workers.testing.compare import ContractViolation
-    from envherd.workers.testing.contract import NoEpisodeEnd
-
-    num_broken = 0
-    for rule in sorted(contract.RULES):
-        what = contract.TITLES[rule]
-        try:
-            with console.status(what):
-                contract.check(rule)
-        except NoEpisodeEnd:
-            raise
-        except ContractViolation as error:
-            num_broken += 1
-            console.print(Text("broken  ", "bold red").append(f"{rule:2}  {what}", "default"), soft_wrap=True)
-            console.print(Text(f"            {error}"), soft_wrap=True)
-            continue
-        is_partial = not contract.is_deterministic and rule in contract.COMPARES
-        mark = Text("skipped " if is_partial else "ok      ", "yellow" if is_partial else "green")
-        console.print(mark.append(f"{rule:2}  {what}", "default"), soft_wrap=True)
-    return num_broken

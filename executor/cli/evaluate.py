@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -64,12 +64,12 @@ class Evaluate:
         """Check the options before envs start; return the factory, and those of the policies or None."""
         from envherd.executor.cli.commands import policy_maker
         from envherd.executor.cli.env_names import made_for
+        from envherd.executor.show.evaluate import for_evaluation
         from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 
         factory, kwargs = made_for(self.env, self.env_kwargs, self.max_steps)
-        if isinstance(factory, MeltingPotFactory):  # with --background, a scenario is built without its bots
-            bots = self.background is None or not factory.is_scenario
-            factory = replace(factory, world_rgb=False, deterministic=True, bots=bots)
+        if isinstance(factory, MeltingPotFactory):
+            factory = for_evaluation(factory, has_background=self.background is not None)
         names = [None if name == _RANDOM else name for name in (self.policy, self.background)]
         return (factory, kwargs), policy_maker(names[0]), policy_maker(names[1], "--background")
 

@@ -106,7 +106,7 @@ class Record:
             frame = views.look(root)
             film = Film(_GIF_FRAMES, self.steps)
             with contextlib.ExitStack() as stack, torch.no_grad():
-                video = None if self.mp4 is None else stack.enter_context(Video(self.mp4, self.fps))
+                video = None if self.mp4 is None else stack.enter_context(contextlib.closing(Video(self.mp4, self.fps)))
                 stack.enter_context(console.status("recording"))
                 pressed = stack.enter_context(noting_interrupt())
                 while True:

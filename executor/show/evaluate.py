@@ -104,6 +104,15 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         return Evaluation(name, executor.seed, names, roles, is_focal, returns, lengths)
 
 
+def for_evaluation(factory: MeltingPotFactory, *, has_background: bool) -> MeltingPotFactory:
+    """Return the factory of envs that play the same episodes for the same seed, without the world view.
+
+    Background policies take the places of a scenario's bots.
+    """
+    bots = not (has_background and factory.is_scenario)
+    return replace(factory, world_rgb=False, deterministic=True, bots=bots)
+
+
 @contextlib.contextmanager
 def _opened(  # noqa: PLR0913, PLR0917  # the arguments of `evaluate`
     env: Any,
@@ -128,8 +137,7 @@ def _opened(  # noqa: PLR0913, PLR0917  # the arguments of `evaluate`
         yield env
         return
     if isinstance(env, str):
-        env = MeltingPotFactory(env, world_rgb=False, deterministic=True, max_steps=max_steps)
-        env = replace(env, bots=not has_background or not env.is_scenario)
+        env = for_evaluation(MeltingPotFactory(env, max_steps=max_steps), has_background=has_background)
     elif max_steps is not None:
         raise ValueError("evaluate failed: expected max_steps with the name of a substrate alone, got a factory.")
     options = replace(options or ExecutorOptions(), episode_statistics=True)

@@ -84,7 +84,7 @@ class VideoRecorder:
             is_over = following.get("done").flatten().tolist()
             self._add([i for i, (episode, _) in self._films.items() if now[i] - episode in (0, is_over[i])], following)
         for env_id in [i for i, (episode, _) in self._films.items() if episode != now[i]]:
-            self._end(env_id)
+            self._films.pop(env_id)[1].close()
         begun = [i for i, number in now.items() if i not in self._films and number >= 0 and number % self._every == 0]
         for env_id in begun:
             path = self._folder / f"env{env_id}_episode{now[env_id]}.mp4"
@@ -97,14 +97,10 @@ class VideoRecorder:
                 if frame is not None:
                     self._films[env_id][1].add(enlarged(frame))
 
-    def _end(self, env_id: int) -> None:
-        _, film = self._films.pop(env_id)
-        film.close()
-
     def close(self) -> None:
         """Complete the films. Idempotent."""
         for env_id in list(self._films):
-            self._end(env_id)
+            self._films.pop(env_id)[1].close()
 
     def __enter__(self) -> Self:
         """Return the recorder; the end of the `with` block closes it."""
