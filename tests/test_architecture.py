@@ -46,7 +46,7 @@ BUDGET = {
     "workers/testing": 1453,
     "executor/*": 2836,
     "executor/batches": 1600,
-    "executor/cli": 3029,
+    "executor/cli": 3038,
     "executor/cluster": 2665,
     "executor/facades": 464,
     "executor/facades/cleanrl": 186,

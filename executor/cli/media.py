@@ -179,9 +179,7 @@ def grid(
     """
     pillow = require_pillow()
     height, width = largest or _largest([frame for *_, frame in tiles if frame is not None])
-    if columns is None:
-        columns = math.ceil(math.sqrt(len(tiles) * 4 / 3 * height / width) - 1e-9)
-        columns = min(len(tiles), max(1, columns))
+    columns = columns or _columns(len(tiles), height, width)
     factor = max(1, min(ENLARGED_PX // max(height, width), width_px // (columns * width)))
     height, width = height * factor, width * factor
     top = GAP_PX + (CAPTION_PX if title else 0)
@@ -201,6 +199,17 @@ def grid(
             at = x + (width - picture.width) // 2, y + CAPTION_PX + (height - picture.height) // 2
             canvas.paste(picture, at)
     return canvas
+
+
+def _columns(count: int, height: int, width: int) -> int:
+    """Return the number of columns that makes a picture of tiles closest to 4:3, with few empty places."""
+
+    def badness(columns: int) -> tuple[float, int]:
+        rows = math.ceil(count / columns)
+        shape = abs(math.log((columns * width) / (rows * (height + CAPTION_PX)) / (4 / 3)))
+        return shape + 0.5 * (rows * columns - count), columns
+
+    return min(range(1, count + 1), key=badness)
 
 
 def save_animation(path: Path, pictures: Sequence[Image.Image], *, frames_per_s: float) -> None:

@@ -86,7 +86,7 @@ def test_what_is_no_frame_is_refused(frame):
 @pytest.mark.parametrize(
     ("count", "shape", "columns"),
     [
-        *((count, (144, 192), columns) for count, columns in ((1, 1), (2, 2), (4, 2), (6, 3), (8, 3), (9, 3), (16, 4))),
+        *((count, (144, 192), columns) for count, columns in ((1, 1), (2, 2), (4, 2), (6, 3), (8, 4), (9, 3), (16, 4))),
         (4, (300, 100), 4),  # tall tiles go side by side
     ],
 )
