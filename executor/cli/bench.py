@@ -9,7 +9,7 @@ import multiprocessing
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -22,8 +22,8 @@ from envherd.executor.cli.exit_codes import EXIT_FAILED
 from envherd.executor.cli.option_values import EnvKwargs, Json, Quiet
 
 SCHEMA = "envherd.bench/2"
-#: Starts envs and, at its end, ends them; gives a function that makes a step of all of them.
-Stepped = Callable[[], contextlib.AbstractContextManager[Callable[[], object]]]
+#: A function that makes a step of all envs, and one that ends them.
+Started = tuple[Callable[[], object], Callable[[], object]]
 _OURS, _MISSING = "envherd", "not installed"
 _ENV_HELP = "gymnasium:ID, meltingpot:SUBSTRATE, or python:MODULE:CALLABLE (a callable that returns a Gymnasium env)."
 _WORKERS_HELP = "envherd's worker processes; default: one per usable core."
@@ -51,7 +51,7 @@ class Bench:
 
         return carry_out(self._prepare, self._work)
 
-    def _prepare(self) -> dict[str, Stepped]:
+    def _prepare(self) -> dict[str, Callable[[], Started]]:
         """Return name -> what steps the envs.
 
         Raises:
@@ -75,7 +75,7 @@ class Bench:
         make_env = functools.partial(factory, **kwargs) if kwargs else factory
         return _contenders(family, make_env, self.envs, min(self.envs, self.workers or usable_cores()))
 
-    def _work(self, contenders: dict[str, Stepped]) -> int:
+    def _work(self, contenders: dict[str, Callable[[], Started]]) -> int:
         """Measure, print and write; return the exit code."""
         console = Console(stderr=self.json == "-", quiet=self.quiet)
         num_rounds, seconds = (3, 0.2) if self.quick else (5, 1.0)
@@ -93,7 +93,9 @@ class Bench:
         return EXIT_FAILED if _OURS in failures else 0
 
 
-def _contenders(family: str, make_env: Callable[[], Any], num_envs: int, num_workers: int) -> dict[str, Stepped]:
+def _contenders(
+    family: str, make_env: Callable[[], Any], num_envs: int, num_workers: int
+) -> dict[str, Callable[[], Started]]:
     """Return name -> what steps the envs; libraries that fork come first, before this process has more threads."""
     from envherd.executor.parallel import ParallelEnv
     from envherd.executor.serial import SerialEnv
@@ -118,8 +120,7 @@ def _contenders(family: str, make_env: Callable[[], Any], num_envs: int, num_wor
     }
 
 
-@contextlib.contextmanager
-def _loop(many: list[Callable[[], Any]]) -> Iterator[Callable[[], object]]:
+def _loop(many: list[Callable[[], Any]]) -> Started:
     envs = [make_env() for make_env in many]
     for env in envs:
         env.reset()
@@ -134,48 +135,42 @@ def _loop(many: list[Callable[[], Any]]) -> Iterator[Callable[[], object]]:
             if answer.last() if hasattr(answer, "last") else answer[2] or answer[3]:
                 env.reset()
 
-    yield step
-    for env in envs:
-        env.close()
+    return step, lambda: [env.close() for env in envs]
 
 
-@contextlib.contextmanager
-def _ours(start: Callable[[], Any]) -> Iterator[Callable[[], object]]:
-    with start() as env:
-        root = env.reset()
-        drawn = env.rand_action()
-        actions = [(leaf.key, drawn[leaf.key]) for leaf in env.action_spec]
+def _ours(start: Callable[[], Any]) -> Started:
+    env = start()
+    root = env.reset()
+    drawn = env.rand_action()
+    actions = [(leaf.key, drawn[leaf.key]) for leaf in env.action_spec]
 
-        def step() -> None:
-            nonlocal root
-            for key, value in actions:
-                root.set(key, value)
-            _, root = env.step_and_maybe_reset(root)
+    def step() -> None:
+        nonlocal root
+        for key, value in actions:
+            root.set(key, value)
+        _, root = env.step_and_maybe_reset(root)
 
-        yield step
+    return step, env.close
 
 
-@contextlib.contextmanager
-def _gymnasium(kind: str, many: list[Callable[[], Any]]) -> Iterator[Callable[[], object]]:
+def _gymnasium(kind: str, many: list[Callable[[], Any]]) -> Started:
     import gymnasium
 
-    with contextlib.closing(getattr(gymnasium.vector, kind)(many)) as env:
-        env.reset()
-        yield functools.partial(env.step, env.action_space.sample())
+    env = getattr(gymnasium.vector, kind)(many)
+    env.reset()
+    return functools.partial(env.step, env.action_space.sample()), env.close
 
 
-@contextlib.contextmanager
-def _sb3(many: list[Callable[[], Any]]) -> Iterator[Callable[[], object]]:
+def _sb3(many: list[Callable[[], Any]]) -> Started:
     import numpy as np
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
-    with contextlib.closing(SubprocVecEnv(many, start_method="fork")) as env:
-        env.reset()
-        yield functools.partial(env.step, np.stack([env.action_space.sample() for _ in many]))
+    env = SubprocVecEnv(many, start_method="fork")
+    env.reset()
+    return functools.partial(env.step, np.stack([env.action_space.sample() for _ in many])), env.close
 
 
-@contextlib.contextmanager
-def _torchrl(family: str, many: list[Callable[[], Any]]) -> Iterator[Callable[[], object]]:
+def _torchrl(family: str, many: list[Callable[[], Any]]) -> Started:
     from torchrl.envs import GymWrapper, MeltingpotEnv, ParallelEnv
 
     def make() -> Any:
@@ -183,20 +178,24 @@ def _torchrl(family: str, many: list[Callable[[], Any]]) -> Iterator[Callable[[]
             return MeltingpotEnv(many[0].name)  # type: ignore[attr-defined]  # of a `MeltingPotFactory`
         return GymWrapper(many[0](), categorical_action_encoding=True)
 
-    with contextlib.closing(ParallelEnv(len(many), make, mp_start_method="fork")) as env:
-        root = env.reset()
-        key = env.action_key
-        actions = env.rand_action(root.clone()).get(key)
+    env = ParallelEnv(len(many), make, mp_start_method="fork")
+    root = env.reset()
+    key = env.action_key
+    actions = env.rand_action(root.clone()).get(key)
 
-        def step() -> None:
-            nonlocal root
-            _, root = env.step_and_maybe_reset(root.set(key, actions))
+    def step() -> None:
+        nonlocal root
+        _, root = env.step_and_maybe_reset(root.set(key, actions))
 
-        yield step
+    return step, env.close
 
 
 def _measure(
-    contenders: dict[str, Stepped], num_envs: int, num_rounds: int, seconds: float, say: Callable[[str], None]
+    contenders: dict[str, Callable[[], Started]],
+    num_envs: int,
+    num_rounds: int,
+    seconds: float,
+    say: Callable[[str], None],
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Start all, run them in turns in random order, and end them.
 
@@ -220,7 +219,8 @@ def _measure(
             _end_if(pressed)
             say(f"starting {name}")
             try:
-                steps[name] = stack.enter_context(_ended_quietly(start))
+                steps[name], end = start()
+                stack.callback(_end_quietly, end)
             except ImportError:
                 failures[name] = _MISSING
             except Exception as error:
@@ -242,16 +242,10 @@ def _end_if(pressed: list[int]) -> None:
         raise KeyboardInterrupt
 
 
-@contextlib.contextmanager
-def _ended_quietly(start: Stepped) -> Iterator[Callable[[], object]]:
-    """Hide what the end of a library raises, e.g. because Ctrl-C has ended its processes."""
-    with contextlib.ExitStack() as stack:
-        step = stack.enter_context(start())
-        try:
-            yield step
-        finally:
-            with contextlib.suppress(Exception):
-                stack.close()
+def _end_quietly(end: Callable[[], object]) -> None:
+    """Hide what the end of a library raises, e.g. because one of its processes has died."""
+    with contextlib.suppress(Exception):
+        end()
 
 
 def _kill_children() -> None:

@@ -20,7 +20,7 @@ from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
 
 if TYPE_CHECKING:
     from envherd.executor.monitor.statistics import WorkerStatistics
-    from envherd.executor.monitor.watching import ExecutorView, Watch
+    from envherd.executor.monitor.watching import Watch
 
 SCHEMA = "envherd.top/2"
 #: Seconds in a phase other than idle after which it is shown in red.
@@ -57,32 +57,32 @@ class Top:
             try:
                 while True:
                     time.sleep(self.interval)
-                    views = watcher.look()
-                    stack = _stack(views, self.stack)
+                    watches = watcher.look()
+                    stack = _stack(watches, self.stack)
                     if self.json:
-                        self._print_json(views, stack)
+                        self._print_json(watches, stack)
                     elif live is None:
-                        console.print(screen(views, stack, console.width))
+                        console.print(screen(watches, stack, console.width))
                     else:
-                        live.update(screen(views, stack, console.width), refresh=True)
+                        live.update(screen(watches, stack, console.width), refresh=True)
                     if self.once:
                         return 0
             except KeyboardInterrupt:
                 return EXIT_INTERRUPTED
 
-    def _refusal(self, views: list[ExecutorView]) -> str:
+    def _refusal(self, watches: list[Watch]) -> str:
         """Return why there is nothing to show, or an empty string."""
-        if self.pid is not None and not views:
+        if self.pid is not None and not watches:
             return f"process {self.pid} runs no executor of this user."
-        num_workers = sum(len(view.workers) for view in views)
+        num_workers = sum(len(watch.workers) for watch in watches)
         if self.stack is None or 0 <= self.stack < num_workers:
             return ""
         if not num_workers:
             return f"expected a worker for --stack {self.stack}, got none: no executor with workers is running."
         return f"expected --stack as a row of the table, 0 to {num_workers - 1}, got {self.stack}."
 
-    def _print_json(self, views: list[ExecutorView], stack: str) -> None:
-        plain: dict[str, Any] = {"schema": SCHEMA, "executors": [view.to_plain() for view in views]}
+    def _print_json(self, watches: list[Watch], stack: str) -> None:
+        plain: dict[str, Any] = {"schema": SCHEMA, "executors": [watch.to_plain() for watch in watches]}
         plain |= {"stack": stack} if stack else {}
         sys.stdout.write(json.dumps(plain, indent=2 if self.once else None) + "\n")
         sys.stdout.flush()
@@ -95,7 +95,7 @@ class Watcher:
         self._pid = pid
         self._watches: dict[tuple[int, int], Watch] = {}
 
-    def look(self) -> list[ExecutorView]:
+    def look(self) -> list[Watch]:
         """Return the activity of each executor since the previous call; that of a new executor is empty."""
         from envherd.executor.monitor.watching import Watch, listings
 
@@ -114,22 +114,22 @@ class Watcher:
             watch.close()
 
 
-def _stack(views: list[ExecutorView], row: int | None) -> str:
+def _stack(watches: list[Watch], row: int | None) -> str:
     """Return the Python stack of the worker in a row of the table; empty without a row, or if there is no such row."""
     from envherd.executor.monitor.watching import stack_of
 
-    workers = [one for view in views for one in view.workers]
+    workers = [one for watch in watches for one in watch.workers]
     if row is None or not 0 <= row < len(workers):
         return ""
     worker = workers[row]
     return f"Stack of worker {worker.worker_id}, pid {worker.pid}\n{stack_of(worker.pid)}"
 
 
-def screen(views: list[ExecutorView], stack: str, width: int) -> RenderableType:
+def screen(watches: list[Watch], stack: str, width: int) -> RenderableType:
     """Return the executors as tables of at most `width` characters; a narrow table lacks the columns of `_DROPPED`."""
-    if not views:
+    if not watches:
         return Text("no executor of this user is running (`SerialEnv` has no workers to show)", "dim")
-    return Group(*([Text(stack)] if stack else []), *(_executor(view, width) for view in views))
+    return Group(*([Text(stack)] if stack else []), *(_executor(watch, width) for watch in watches))
 
 
 #: The columns of a table, and those that a narrow terminal drops, in the order in which they are dropped.
@@ -140,10 +140,10 @@ _COLUMNS = (
 _DROPPED = ("PSS", "p50", "cpu", "restarts", "reset", "p99", "resets", "wait")
 
 
-def _executor(view: ExecutorView, width: int) -> Table:
-    one = view.listing
-    title = f"{one.env} x {one.num_envs}, process {one.pid}: {view.steps_per_s:,.0f} env-steps/s   {one.command[:60]}"
-    rows = [dict(zip(_COLUMNS, _cells(worker), strict=True)) for worker in view.workers]
+def _executor(watch: Watch, width: int) -> Table:
+    one = watch.listing
+    title = f"{one.env} x {one.num_envs}, process {one.pid}: {watch.steps_per_s:,.0f} env-steps/s   {one.command[:60]}"
+    rows = [dict(zip(_COLUMNS, _cells(worker), strict=True)) for worker in watch.workers]
     names = list(_COLUMNS)
     for name in _DROPPED:
         if _width_of(names, rows) > width:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -95,19 +95,47 @@ def _listed(plate: Plate) -> Listing | None:
     return None
 
 
-@dataclass(frozen=True)
-class ExecutorView:
-    """One executor between two readings.
+class Watch:
+    """Reads one executor; `look` compares it with the previous reading.
 
     Attributes:
         listing: of the executor.
-        workers: their shares and rates are those of the time between the readings.
-        span_s: seconds between the readings.
+        workers: at the latest reading; their shares and rates are those of the time since the reading before it.
+        span_s: seconds between these readings.
+
+    Raises:
+        OSError: the executor has ended.
     """
 
-    listing: Listing
-    workers: tuple[WorkerStatistics, ...]
-    span_s: float
+    def __init__(self, listing: Listing) -> None:
+        self.listing = listing
+        fd = os.open(listing.slab_path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_ino != listing.inode:
+                raise OSError(f"the executor of process {listing.pid} has gone")
+            self._map = mmap.mmap(fd, listing.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self._words = {
+            name: np.frombuffer(self._map, np.int64, length, offset) for name, (offset, length) in listing.words.items()
+        }
+        self._read_ns = time.monotonic_ns()
+        self.workers = read_workers(self._words, listing.blocks, self._read_ns)
+        self.span_s = 0.0
+
+    def close(self) -> None:
+        """Unmap the slab. Idempotent."""
+        self._words = {}
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+    def look(self) -> Self:
+        """Read the executor; return this object."""
+        now_ns = time.monotonic_ns()
+        self.span_s, self._read_ns = max(1e-9, (now_ns - self._read_ns) / 1e9), now_ns
+        pairs = zip(self.workers, read_workers(self._words, self.listing.blocks, now_ns), strict=True)
+        self.workers = tuple(_between(*pair, self.span_s) for pair in pairs)
+        return self
 
     @property
     def steps_per_s(self) -> float:
@@ -128,44 +156,6 @@ class ExecutorView:
             "steps_per_s": self.steps_per_s,
             "workers": [asdict(worker) for worker in self.workers],
         }
-
-
-class Watch:
-    """Reads one executor; `look` returns the changes since the previous call.
-
-    Raises:
-        OSError: the executor has ended.
-    """
-
-    def __init__(self, listing: Listing) -> None:
-        self.listing = listing
-        fd = os.open(listing.slab_path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if os.fstat(fd).st_ino != listing.inode:
-                raise OSError(f"the executor of process {listing.pid} has gone")
-            self._map = mmap.mmap(fd, listing.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
-        finally:
-            os.close(fd)
-        self._words = {
-            name: np.frombuffer(self._map, np.int64, length, offset) for name, (offset, length) in listing.words.items()
-        }
-        self._seen_ns = time.monotonic_ns()
-        self._workers = read_workers(self._words, listing.blocks, self._seen_ns)
-
-    def close(self) -> None:
-        """Unmap the slab. Idempotent."""
-        self._words = {}
-        with contextlib.suppress(BufferError):
-            self._map.close()
-
-    def look(self) -> ExecutorView:
-        """Return the changes since the previous call."""
-        now_ns = time.monotonic_ns()
-        span_s = max(1e-9, (now_ns - self._seen_ns) / 1e9)
-        before, self._seen_ns = self._workers, now_ns
-        self._workers = read_workers(self._words, self.listing.blocks, now_ns)
-        pairs = zip(before, self._workers, strict=True)
-        return ExecutorView(self.listing, tuple(_between(*pair, span_s) for pair in pairs), span_s)
 
 
 def _between(before: WorkerStatistics, now: WorkerStatistics, span_s: float) -> WorkerStatistics:
