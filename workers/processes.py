@@ -56,15 +56,6 @@ def anonymous_bytes(pid: int) -> int:
     return total
 
 
-def resident_bytes(pid: int) -> int:
-    """Return the RSS of a process and its descendants; shared pages count for each of them."""
-    total = 0
-    for one in descendants(pid):
-        fields = _text(f"/proc/{one}/statm").split()
-        total += int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if len(fields) > 1 else 0
-    return total
-
-
 def children_cpu_ns(pid: int) -> int:
     """Return nanoseconds of processor time of a process's running descendants, in steps of 10 ms."""
     return sum(map(cpu_ns, descendants(pid)[1:]))
