@@ -19,10 +19,12 @@ from rich.console import Console
 from rich.text import Text
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.cli.env_names import Made
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.storing import StoreError
 from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.parallel import ParallelEnv
 from envherd.executor.show.camera import MediaError
 from envherd.workers.adapters.named import named_callable
 from envherd.workers.errors import EnvherdError
@@ -96,11 +98,26 @@ def write_text(path: str | None, text: str) -> None:
         Path(path).write_text(text)
 
 
-def display_options(*, is_drawn: bool) -> ExecutorOptions:
-    """Return the options of an executor: to draw without a display, MuJoCo needs MUJOCO_GL when workers start."""
+def started(made: Made, num_envs: int, *, is_drawn: bool = False, cluster: str | None = None, **how: Any) -> BatchedEnv:
+    """Return an executor of a named env, on this machine or on the nodes of a Ray cluster.
+
+    Args:
+        made: of the env.
+        num_envs: N.
+        is_drawn: the envs will be drawn. Without a display, MuJoCo needs MUJOCO_GL when workers start.
+        cluster: address of the cluster's head, or `auto`; None for this machine.
+        **how: further arguments of the executor.
+    """
+    factory, kwargs = made
+    how["env_kwargs"] = kwargs or None
     has_display = "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ
-    needs_egl = is_drawn and sys.platform == "linux" and not has_display
-    return ExecutorOptions(env_vars={"MUJOCO_GL": "egl"} if needs_egl else {})
+    if is_drawn and sys.platform == "linux" and not has_display:
+        how["options"] = ExecutorOptions(env_vars={"MUJOCO_GL": "egl"})
+    if cluster is not None:
+        from envherd.executor.cluster import RayParallelEnv
+
+        return RayParallelEnv(num_envs, factory, address=cluster, **how)
+    return ParallelEnv(num_envs, factory, **how)
 
 
 def policy_maker(name: str | None, option: str = "--policy") -> Callable[[BatchedEnv], Any] | None:

@@ -91,16 +91,15 @@ class Evaluate:
         return 0
 
     def _evaluate(self, made: Made, maker: Any, background_maker: Any) -> Evaluation:
+        from envherd.executor.cli.commands import started
         from envherd.executor.options import ExecutorOptions
-        from envherd.executor.parallel import ParallelEnv
         from envherd.executor.show.evaluate import evaluate
         from envherd.executor.show.per_player import OTHERS
 
-        factory, kwargs = made
-        how: dict[str, Any] = {"num_workers": self.workers, "seed": self.seed, "env_kwargs": kwargs or None}
+        how: dict[str, Any] = {"num_workers": self.workers, "seed": self.seed}
         how["options"] = ExecutorOptions(episode_statistics=True)
         focal = None if self.focal is None else [_player(name) for name in self.focal.split(",")]
-        with ParallelEnv(min(self.envs, self.episodes), factory, **how) as env:
+        with started(made, min(self.envs, self.episodes), **how) as env:
             background: Any = None
             if self.background is not None:
                 background = {OTHERS: None} if background_maker is None else background_maker(env)

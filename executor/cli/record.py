@@ -90,16 +90,13 @@ class Record:
         """Step, write, and report; return the exit code."""
         import torch
 
-        from envherd.executor.cli.commands import display_options, noting_interrupt
+        from envherd.executor.cli.commands import noting_interrupt, started
         from envherd.executor.cli.media import Film, reduced, require_pillow, save_animation
-        from envherd.executor.parallel import ParallelEnv
         from envherd.executor.show.video import Video
 
         console = Console(quiet=self.quiet)
-        options = display_options(is_drawn=self.agent is None)
-        factory, kwargs = made
         num_steps = num_episodes = 0
-        with ParallelEnv(1, factory, seed=self.seed, env_kwargs=kwargs or None, options=options) as env:
+        with started(made, 1, is_drawn=self.agent is None, seed=self.seed) as env:
             views = _Views(env) if self.views else _SingleView(env, self.agent)
             act = env.rand_action if make_policy is None else make_policy(env)
             root = env.reset()

@@ -127,18 +127,15 @@ class Replay:
         """Run the rollout again; return the first difference as text, or an empty string."""
         import torch
 
-        from envherd.executor.cli.commands import display_options
+        from envherd.executor.cli.commands import started
         from envherd.executor.cli.storing import StoreError
-        from envherd.executor.parallel import ParallelEnv
 
-        factory, kwargs = stored.made
         data = stored.data
         num_envs, num_steps = data.shape[:2]
-        how: dict[str, Any] = {"num_workers": self.workers, "seed": stored.seed, "env_kwargs": kwargs or None}
-        how["options"] = display_options(is_drawn=pictures.are_wanted)
+        how: dict[str, Any] = {"num_workers": self.workers, "seed": stored.seed}
         difference = ""
         with console.status(f"starting {num_envs} envs"):
-            env = ParallelEnv(num_envs, factory, **how)
+            env = started(stored.made, num_envs, is_drawn=pictures.are_wanted, **how)
         with env, console.status("stepping"), torch.no_grad():
             inputs = [leaf.key for leaf in (*env.spec.action, *env.spec.state)]
             if missing := [key for key in inputs if data.get(key, None) is None]:

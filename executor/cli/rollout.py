@@ -95,7 +95,7 @@ class Rollout:
         """Collect, write and report; return the exit code."""
         import torch
 
-        from envherd.executor.cli.commands import complain, write_text
+        from envherd.executor.cli.commands import complain, started, write_text
         from envherd.executor.cli.env_names import full_name
         from envherd.executor.cli.figures import figures, table
         from envherd.executor.show.camera import MediaError
@@ -107,7 +107,8 @@ class Rollout:
             # storing 440 MB took 7-16 s with two threads on two busy cores, 1 s with one.
             torch.set_num_threads(1)
         with console.status(f"starting {self.envs} envs"):
-            env = self._start(made, is_drawn=pictures.are_wanted)
+            how: dict[str, Any] = {"num_workers": self.workers, "seed": self.seed}
+            env = started(made, self.envs, is_drawn=pictures.are_wanted, cluster=self.cluster, **how)
         with env:
             act = env.rand_action if make_policy is None else make_policy(env)
             collected = self._collect(env, act, pictures, store, console)
@@ -133,20 +134,6 @@ class Rollout:
         if failures:
             return EXIT_FAILED
         return EXIT_INTERRUPTED if collected.is_interrupted else 0
-
-    def _start(self, made: Made, *, is_drawn: bool) -> BatchedEnv:
-        from envherd.executor.cli.commands import display_options
-
-        factory, kwargs = made
-        how: dict[str, Any] = {"num_workers": self.workers, "seed": self.seed, "env_kwargs": kwargs or None}
-        how["options"] = display_options(is_drawn=is_drawn)
-        if self.cluster is not None:
-            from envherd.executor.cluster import RayParallelEnv
-
-            return RayParallelEnv(self.envs, factory, address=self.cluster, **how)
-        from envherd.executor.parallel import ParallelEnv
-
-        return ParallelEnv(self.envs, factory, **how)
 
     def _collect(
         self,
