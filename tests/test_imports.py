@@ -95,6 +95,7 @@ ORDER = {
             "pickling",
             "registries",
             "infos",
+            "current",
             "messages",
             "protocol",
             "reply",

@@ -91,9 +91,11 @@ def make(name: str, max_steps: int | None, kwargs: dict[str, Any], *, with_frame
 def with_display(options: ExecutorOptions, *, is_drawn: bool) -> ExecutorOptions:
     """Return the options for envs that are drawn: without a display, MuJoCo needs MUJOCO_GL when workers start."""
     has_display = "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ
-    if not (is_drawn and sys.platform == "linux" and not has_display):
+    given: Any = options.env_vars
+    is_chosen = callable(given) or options.has_list
+    if has_display or is_chosen or not is_drawn or sys.platform != "linux":
         return options
-    return dataclasses.replace(options, env_vars={"MUJOCO_GL": "egl", **dict(options.env_vars)})
+    return dataclasses.replace(options, env_vars={"MUJOCO_GL": "egl", **dict(given)})
 
 
 def call_maker(make_policy: Any, executor: BatchedEnv) -> Any:

@@ -40,6 +40,7 @@ class WorkerStatistics:
         phase_env_id: the env that it works on, or None.
         phase_s: seconds for which it has been at work, or idle.
         cpu: the processor that it runs on, or ran on last; None for a worker of another machine.
+        gpu: that it was given (see `ExecutorOptions.gpus`), as `CUDA_VISIBLE_DEVICES` names it; None if none was.
         growth_per_reset: bytes of private memory per reset of its envs, between the first and the latest call of
             `statistics()` since it was started; None if there was no reset between them. An env that leaks shows here.
     """
@@ -64,6 +65,7 @@ class WorkerStatistics:
     phase_s: float = 0.0
     growth_per_reset: float | None = None
     cpu: int | None = None
+    gpu: str | None = None
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def count(pool: Pool, memory: MemoryLog, tally: Tally) -> Statistics:
     workers = []
     for load, env_ids in zip(read_loads(words, blocks, time.monotonic_ns()), blocks, strict=True):
         pid = pool.pid_of(load.worker_id)
-        uss, pss, cpu_s, cpu = figures[load.worker_id]
+        uss, pss, cpu_s, cpu, gpu = figures[load.worker_id]
         generation = pool.generation_of(load.worker_id)
         memory.note(load.worker_id, generation, load.resets, uss)
         busy_share = min(1.0, load.busy_s / wall_s)
@@ -164,6 +166,7 @@ def count(pool: Pool, memory: MemoryLog, tally: Tally) -> Statistics:
                 phase_env_id=load.phase_env_id,
                 phase_s=load.phase_s,
                 cpu=cpu,
+                gpu=gpu,
                 growth_per_reset=memory.growth_per_reset(load.worker_id),
             )
         )

@@ -133,6 +133,8 @@ def draw(
     _check_kwargs(kwargs)
     pickled = {id(factory): pickle_factory(factory) for factory in factories}
     preload = options.preload
+    if preload is None and options.differ_by_worker:
+        preload = ()  # a module may read the variables when it is imported, as MuJoCo's renderers do
     if preload is None:
         named = dict.fromkeys(m for f in factories for m in modules_of(f) if _is_worth_preloading(m))
         preload = tuple(dict.fromkeys([*named, *(_BROUGHT_IN[m] for m in named if _is_brought_in(m))]))

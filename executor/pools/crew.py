@@ -19,8 +19,17 @@ from typing import Any
 import numpy as np
 
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.error_messages import Frame, factory_error, log, log_close_fault, worker_late, worker_lost
+from envherd.executor.pools.error_messages import (
+    Frame,
+    factory_error,
+    log,
+    log_close_fault,
+    numbering,
+    worker_late,
+    worker_lost,
+)
 from envherd.executor.pools.preloading import helper_for
+from envherd.executor.pools.variables import gpus_of, variables_of
 from envherd.executor.pools.worker_process import WorkerProcess, check_descriptors, worker_config
 from envherd.executor.pools.zygote import Zygote, surroundings_of
 from envherd.executor.progress import showing
@@ -29,6 +38,7 @@ from envherd.shm.segment import Segment
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages, registries
+from envherd.workers.current import WorkerInfo
 
 #: Kinds of frames that belong to the rows of a command, not to a call that waits for an answer.
 _ROW_KINDS = ("side", "infos", "notice", "left_out")
@@ -77,6 +87,9 @@ class Crew:
         self.root_seed = blueprint.root_seed
         self._registered = registries.collect()
         self._surroundings = surroundings_of(options)  # also of workers that replace others
+        num_workers = len(dict.fromkeys(blueprint.blocks))  # an env's two workers have the same
+        self._variables = variables_of(options, num_workers)
+        self._gpus = gpus_of(options, num_workers)
         self._episodes: tuple[int, ...] | None = None  # with which it was set
         self.workers: list[WorkerProcess] = []
         self.envs_in_python: list[str] = []
@@ -120,12 +133,17 @@ class Crew:
 
     def _launch(self, worker_id: int, generation: int) -> WorkerProcess:
         assert self._zygote is not None
-        config = {**worker_config(self.options, worker_id), "caller": self._surroundings}
+        index = worker_id % len(self._variables)
+        environ = {**self._surroundings["environ"], **self._variables[index]}
+        config = {**worker_config(self.options, worker_id), "caller": {**self._surroundings, "environ": environ}}
         process = WorkerProcess(worker_id, generation, self._zygote, config)
+        process.gpu = self._gpus[index]
         env_ids = self.blueprint.blocks[worker_id]
         build = messages.Build(
-            worker_id=worker_id,
-            env_ids=env_ids,
+            worker=WorkerInfo(
+                worker_id=worker_id, generation=generation, num_workers=len(self._variables), env_ids=env_ids
+            ),
+            first_worker_id=numbering.first_worker_id,
             factories=tuple(self.blueprint.factories[i] for i in env_ids),
             env_kwargs=tuple(self.blueprint.env_kwargs[i] for i in env_ids),
             root_seed=self.root_seed,
