@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from envherd.workers.adapters.registry import register
     from envherd.workers.block.pictures import SmallPictures
     from envherd.workers.current import WorkerInfo, worker
+    from envherd.workers.interpreters import InPython
     from envherd.workers.errors import (
         ActionError,
         Busy,
@@ -85,6 +86,7 @@ _HOMES = {
     "ExecutorOptions": "envherd.executor.options",
     "FactoryError": _ERRORS,
     "InternalError": _ERRORS,
+    "InPython": "envherd.workers.interpreters",
     "Interval": "envherd.executor.show.results",
     "LeafSpec": _SPECS,
     "MeltingPotFactory": "envherd.workers.adapters.meltingpot.factory",
@@ -145,6 +147,7 @@ __all__ = [
     "ExecutorOptions",
     "FactoryError",
     "InternalError",
+    "InPython",
     "Interval",
     "LeafSpec",
     "MeltingPotFactory",

@@ -96,6 +96,7 @@ ORDER = {
             "registries",
             "infos",
             "current",
+            "interpreters",
             "messages",
             "protocol",
             "reply",

@@ -15,10 +15,12 @@ import numpy as np
 from envherd.executor.machine.machine import usable_cores
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.crew import Blueprint
+from envherd.executor.pools.interpreters import check_interpreter, spread_apart
 from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters import is_env_like
 from envherd.workers.build import Factory, are_equal, check_factory, describe, modules_of, pickle_factory
 from envherd.workers.errors import FactoryError, SpecError
+from envherd.workers.interpreters import interpreter_of
 from envherd.workers.seeding import as_root_seed
 
 MakeEnv = Factory | Sequence[Factory]
@@ -95,10 +97,10 @@ def spread(num_envs: int, num_workers: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(block.tolist()) for block in np.array_split(np.arange(num_envs), num_workers))
 
 
-def choose_workers(num_envs: int, num_workers: int | None, name: str = "num_workers") -> int:
-    """Return the number of workers: the argument, or one per usable core; never more than envs."""
+def choose_workers(num_envs: int, num_workers: int | None, name: str = "num_workers", fewest: int = 1) -> int:
+    """Return the number of workers: the argument, or one per usable core and at least `fewest`; at most one per env."""
     if num_workers is None:
-        return min(num_envs, usable_cores())
+        return min(num_envs, max(usable_cores(), fewest))
     if isinstance(num_workers, bool) or not isinstance(num_workers, (int, np.integer)) or num_workers < 1:
         auto = ", 'auto'" if name == "num_workers" else ""
         raise ValueError(f"{name} failed: expected an int of at least 1{auto} or None, got {num_workers!r}.")
@@ -131,6 +133,9 @@ def draw(
     """
     kwargs = as_kwargs(len(factories), env_kwargs)
     _check_kwargs(kwargs)
+    interpreters = [interpreter_of(factory) for factory in factories]
+    for python in {one for one in interpreters if one is not None}:
+        check_interpreter(python)
     pickled = {id(factory): pickle_factory(factory) for factory in factories}
     preload = options.preload
     if preload is None and options.differ_by_worker:
@@ -141,9 +146,10 @@ def draw(
     return Blueprint(
         factories=tuple(pickled[id(factory)] for factory in factories),
         env_kwargs=kwargs,
-        blocks=spread(len(factories), num_workers),
+        blocks=spread_apart(interpreters, num_workers),
         root_seed=as_root_seed(seed),
         preload=preload,
+        interpreters=tuple(interpreters),
     )
 
 

@@ -28,6 +28,7 @@ from envherd.executor.pools.error_messages import (
     worker_late,
     worker_lost,
 )
+from envherd.executor.pools.interpreters import environment_for, start_of
 from envherd.executor.pools.preloading import helper_for
 from envherd.executor.pools.variables import gpus_of, variables_of
 from envherd.executor.pools.worker_process import WorkerProcess, check_descriptors, worker_config
@@ -54,6 +55,7 @@ class Blueprint:
         blocks: env ids of each worker: contiguous, ascending, none empty. An `AheadPool` has them twice.
         root_seed: see `workers.seeding`.
         preload: modules for the zygote to import.
+        interpreters: of each env, None for this one; empty if all are of this one. Those of a worker are equal.
     """
 
     factories: tuple[bytes, ...]
@@ -61,6 +63,7 @@ class Blueprint:
     blocks: tuple[tuple[int, ...], ...]
     root_seed: int
     preload: tuple[str, ...] = ()
+    interpreters: tuple[str | None, ...] = ()
 
     def envs_of(self, worker_ids: Iterable[int]) -> np.ndarray:
         """Return the ids of all envs of some workers, int64 `[k]`, ascending."""
@@ -135,10 +138,14 @@ class Crew:
         assert self._zygote is not None
         index = worker_id % len(self._variables)
         environ = {**self._surroundings["environ"], **self._variables[index]}
-        config = {**worker_config(self.options, worker_id), "caller": {**self._surroundings, "environ": environ}}
+        env_ids = self.blueprint.blocks[worker_id]
+        python = self.blueprint.interpreters[env_ids[0]] if self.blueprint.interpreters else None
+        config = worker_config(self.options, worker_id)
+        if python is not None:
+            config["python"], environ = start_of(python), environment_for(environ)
+        config["caller"] = {**self._surroundings, "environ": environ}
         process = WorkerProcess(worker_id, generation, self._zygote, config)
         process.gpu = self._gpus[index]
-        env_ids = self.blueprint.blocks[worker_id]
         build = messages.Build(
             worker=WorkerInfo(
                 worker_id=worker_id, generation=generation, num_workers=len(self._variables), env_ids=env_ids
@@ -150,7 +157,8 @@ class Crew:
             block=self.options.for_block(),
         )
         process.root_seed = self.root_seed
-        process.channel.queue_message(messages.Register(entries=self._registered))
+        if python is None:  # another interpreter has other versions of the packages that know the names
+            process.channel.queue_message(messages.Register(entries=self._registered))
         process.channel.queue_message(build)
         with contextlib.suppress(ConnectionError):  # the thread that waits for the worker notices its death
             process.channel.flush_nowait()  # the rest is sent while waiting for the answer

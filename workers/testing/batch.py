@@ -157,7 +157,7 @@ class BlockBatch:
             if leaf.is_side:
                 side.append(value)
             else:
-                self._slab.groups[group].inputs["input", *leaf.key][row] = value
+                self._slab.groups[group].inputs[("input", *leaf.key)][row] = value
         if side:
             self._block_of[env_id].prepare(Prepare(env_id=env_id, side=side))
 
