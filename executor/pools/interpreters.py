@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-import envherd
 from envherd.workers.errors import FactoryError
 from envherd.workers.interpreters import OLDEST
 
+#: The folder of this package.
+_PACKAGE = str(Path(__file__).parents[2])
 #: Packages that the worker side imports.
 _NEEDED = ("numpy", "cloudpickle")
 _TIMEOUT_S = 60.0
@@ -77,7 +78,7 @@ def check_interpreter(python: str) -> None:
 
 def start_of(python: str) -> dict[str, Any]:
     """Return what a worker needs to execute an interpreter: its path, this package, and folders to import from."""
-    return {"executable": python, "package": str(Path(envherd.__file__).parent), "path": _own_folders()}
+    return {"executable": python, "package": _PACKAGE, "path": _own_folders()}
 
 
 def environment_for(environ: dict[str, str]) -> dict[str, str]:
