@@ -85,6 +85,8 @@ class ExecutorOptions:
         env_type: what the envs take and return. "auto" decides by their class; "torch" declares that envs of no known
             torch family are batched simulators with Gymnasium's methods on torch tensors; "numpy" declares that they
             are not.
+        alone: give every env a process: for envs that disturb each other in one (`envherd check ENV --together 2` shows
+            it). The number of workers is that of the envs.
         reset_ahead: give every env two instances in two processes: while one is stepped, the other is reset for the
             next episode, and takes over at the next reset. The data are the same. Costs twice the processes and twice
             the envs' memory, and uses otherwise idle processors; worth it if resets are long and cores are free. See
@@ -126,6 +128,7 @@ class ExecutorOptions:
     episode_statistics: bool = False
     episode_seeds: bool = True
     env_type: EnvType = "auto"
+    alone: bool = False
     reset_ahead: bool = False
     env_threads: bool = False
     first_env_id: int = 0
@@ -339,6 +342,7 @@ _SWITCHES = (
     "poison",
     "episode_statistics",
     "episode_seeds",
+    "alone",
     "reset_ahead",
     "env_threads",
 )

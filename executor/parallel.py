@@ -68,6 +68,8 @@ class ParallelEnv(BatchedEnv):
         count, make_env = counted(num_envs, make_env)
         options = checked_options(options, copy=copy)
         where = as_device(device)  # refused before anything is measured
+        if options.alone and not isinstance(count, str):
+            num_workers = choose_apart(count, num_workers, "alone")
         if isinstance(count, str) or isinstance(num_workers, str):
             from envherd.executor.sizing.recommending import resolve  # imported here: only "auto" needs it
 

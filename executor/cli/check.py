@@ -32,6 +32,10 @@ class Check:
         bool,
         typer.Option("--random", help="Skip the comparisons of two runs, for envs that seeds do not determine."),
     ] = False
+    together: Annotated[
+        int,
+        typer.Option(min=0, help="Also compare this many envs in one process with envs in a process each."),
+    ] = 0
     env_kwargs: EnvKwargs = None
 
     def run(self) -> int:
@@ -49,6 +53,7 @@ class Check:
                     num_steps=self.steps,
                     seed=self.seed,
                     is_deterministic=not self.random,
+                    together=self.together,
                 )
             ),
         )
@@ -63,7 +68,7 @@ class Check:
             console.print(Text("nothing was proved: ", "bold red").append(str(error), "default"), soft_wrap=True)
             return EXIT_FAILED
         if num_broken:
-            broken = f"{self.env} breaks {num_broken} of {len(contract.RULES)} rules."
+            broken = f"{self.env} breaks {num_broken} of {len(contract.rules)} rules."
             console.print(Text(broken, "bold red"), soft_wrap=True)
             return EXIT_FAILED
         proof = f"{contract.num_steps} steps of 2 envs, {contract.num_ends} ends of episodes."
@@ -77,7 +82,7 @@ def _check_all(contract: Contract, console: Console) -> int:
     from envherd.workers.testing.contract import NoEpisodeEnd
 
     num_broken = 0
-    for rule in sorted(contract.RULES):
+    for rule in sorted(contract.rules):
         what = contract.TITLES[rule]
         try:
             with console.status(what):

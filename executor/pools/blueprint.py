@@ -107,8 +107,13 @@ def choose_workers(num_envs: int, num_workers: int | None, name: str = "num_work
     return min(num_envs, int(num_workers))
 
 
-def choose_apart(num_envs: int | str, num_workers: int | str | None) -> int:
-    """Return the number of workers for envs that are reset ahead: one per env (with an equal number of spares).
+def choose_apart(num_envs: int | str, num_workers: int | str | None, option: str = "reset_ahead") -> int:
+    """Return the number of workers for envs that need a process each: one per env.
+
+    Args:
+        num_envs: the argument.
+        num_workers: the argument.
+        option: that asks for it: "reset_ahead" (with an equal number of spares) or "alone".
 
     Raises:
         ValueError: another number was passed, or the number of envs is unknown.
@@ -116,10 +121,10 @@ def choose_apart(num_envs: int | str, num_workers: int | str | None) -> int:
     if not isinstance(num_envs, str) and num_workers in (None, "auto", num_envs):
         return num_envs
     if num_envs == "auto":
-        raise ValueError("num_envs failed: expected a number with reset_ahead, got 'auto', which measures without it.")
+        raise ValueError(f"num_envs failed: expected a number with {option}, got 'auto', which measures without it.")
+    why = "A worker that is reset keeps its other envs waiting" if option == "reset_ahead" else "Each has a process"
     raise ValueError(
-        f"num_workers failed: expected {num_envs} (one for each env) or None with reset_ahead, got {num_workers!r}. "
-        f"A worker that is reset keeps its other envs waiting."
+        f"num_workers failed: expected {num_envs} (one for each env) or None with {option}, got {num_workers!r}. {why}."
     )
 
 

@@ -146,3 +146,14 @@ def test_a_serial_env_tells_its_envs_where_they_are_while_it_builds_them():
         assert [one["env_id"] for one in env.get("worker")] == [0, 1]
         assert env.get("worker")[0]["num_workers"] == 0
     assert envherd.worker() is None
+
+
+def test_envs_that_must_be_alone_have_a_process_each():
+    options = ExecutorOptions(alone=True, infos="plain")
+    for num_workers in (None, 3, "auto"):
+        with ParallelEnv(3, Place, num_workers=num_workers, options=options) as env:
+            assert len(env.statistics().workers) == 3
+    with pytest.raises(ValueError, match=r"num_workers failed: expected 3 \(one for each env\) .* with alone, got 2"):
+        ParallelEnv(3, Place, num_workers=2, options=options)
+    with pytest.raises(ValueError, match=r"SerialEnv failed: expected one env with alone=True, got 2"):
+        SerialEnv(2, Place, options=options)
