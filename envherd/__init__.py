@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from envherd.executor.cluster.errors import ClusterError
     from envherd.executor.cluster.remote_rollouts import RemoteRollouts
     from envherd.executor.collector import Collector
-    from envherd.executor.show.episode_logger import Episode, EpisodeLogger
-    from envherd.executor.show.evaluate import evaluate
-    from envherd.executor.show.results import Evaluation, Interval
-    from envherd.executor.show.exporting import PrometheusCollector, to_scalars
     from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
-    from envherd.executor.show.per_player import PerPlayer, RandomPlayer
-    from envherd.executor.show.recorder import VideoRecorder
     from envherd.executor.policy import swapped_parameters, uncopied
     from envherd.executor.pools.preloading import preloaded
     from envherd.executor.progress import progress
     from envherd.executor.serial import SerialEnv
+    from envherd.executor.show.episode_logger import Episode, EpisodeLogger
+    from envherd.executor.show.evaluate import evaluate
+    from envherd.executor.show.exporting import PrometheusCollector, to_scalars
+    from envherd.executor.show.per_player import PerPlayer, RandomPlayer
+    from envherd.executor.show.recorder import VideoRecorder
+    from envherd.executor.show.results import Evaluation, Interval
     from envherd.executor.sizing.recommending import recommend
     from envherd.shm.specs import Binary, Box, Discrete, EnvSpec, LeafSpec, MultiDiscrete, OneHot, Unbounded
     from envherd.workers.adapters.base import Adapter
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from envherd.workers.adapters.named import OldGymFactory, PettingZooFactory, VmasFactory
     from envherd.workers.adapters.registry import register
     from envherd.workers.block.pictures import SmallPictures
+    from envherd.workers.current import WorkerInfo, worker
+    from envherd.workers.interpreters import InPython
     from envherd.workers.errors import (
         ActionError,
         Busy,
@@ -83,6 +85,7 @@ _HOMES = {
     "Evaluation": "envherd.executor.show.results",
     "ExecutorOptions": "envherd.executor.options",
     "FactoryError": _ERRORS,
+    "InPython": "envherd.workers.interpreters",
     "InternalError": _ERRORS,
     "Interval": "envherd.executor.show.results",
     "LeafSpec": _SPECS,
@@ -105,6 +108,7 @@ _HOMES = {
     "Unbounded": _SPECS,
     "VideoRecorder": "envherd.executor.show.recorder",
     "VmasFactory": "envherd.workers.adapters.named",
+    "WorkerInfo": "envherd.workers.current",
     "WorkerLost": _ERRORS,
     "WorkerStatistics": "envherd.executor.monitor.statistics",
     "WorkerTimeout": _ERRORS,
@@ -118,6 +122,7 @@ _HOMES = {
     "swapped_parameters": "envherd.executor.policy",
     "to_scalars": "envherd.executor.show.exporting",
     "uncopied": "envherd.executor.policy",
+    "worker": "envherd.workers.current",
 }
 
 __all__ = [
@@ -141,6 +146,7 @@ __all__ = [
     "Evaluation",
     "ExecutorOptions",
     "FactoryError",
+    "InPython",
     "InternalError",
     "Interval",
     "LeafSpec",
@@ -163,6 +169,7 @@ __all__ = [
     "Unbounded",
     "VideoRecorder",
     "VmasFactory",
+    "WorkerInfo",
     "WorkerLost",
     "WorkerStatistics",
     "WorkerTimeout",
@@ -176,6 +183,7 @@ __all__ = [
     "swapped_parameters",
     "to_scalars",
     "uncopied",
+    "worker",
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, get_args
@@ -18,6 +18,8 @@ StartMethod = Literal["zygote", "spawn"]
 LossPolicy = Literal["raise", "restart"]
 ActionCheck = Literal["strict", "finite", "off"]
 WorkerOutput = Literal["capture", "inherit"]
+#: Environment variables: a dict, or pairs.
+EnvVars = Mapping[str, str] | tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,13 @@ class ExecutorOptions:
         poison: overwrite the rows of a `copy=False` batch with NaN and the largest integers as soon as they are no
             longer valid, so that late uses show at once.
         affinity: CPU ids for the workers, worker i gets `affinity[i % len]`; None leaves them free.
-        env_vars: further environment variables for the workers: a dict, or pairs of names and values.
+        env_vars: further environment variables for the workers: a dict or pairs of names and values for all, a list of
+            one dict per worker, or a function from the worker's id to its dict (called in this process). They are set
+            before a worker imports modules of envs. So with a list or a function, and with `gpus`, no helper imports
+            modules for the workers, unless `preload` names them.
+        gpus: gives each worker one GPU, in turn: "all" that this process sees, or their indices. Sets
+            CUDA_VISIBLE_DEVICES (and AMD's HIP_VISIBLE_DEVICES) and the renderers' MUJOCO_EGL_DEVICE_ID and
+            EGL_VISIBLE_DEVICES; `env_vars` may set them differently. None leaves the workers what this process has.
         infos: which of the envs' infos leave the workers. "drop": none. Names, a dict from names to example values (or
             types), or "all": these entries become leaves `("info", NAME)`, with `("info", "_NAME")` for whether the
             env returned it. For names and "all", shapes are read from an additional env, reset and stepped once.
@@ -77,6 +85,8 @@ class ExecutorOptions:
         env_type: what the envs take and return. "auto" decides by their class; "torch" declares that envs of no known
             torch family are batched simulators with Gymnasium's methods on torch tensors; "numpy" declares that they
             are not.
+        alone: give every env a process: for envs that disturb each other in one (`envherd check ENV --together 2` shows
+            it). The number of workers is that of the envs.
         reset_ahead: give every env two instances in two processes: while one is stepped, the other is reset for the
             next episode, and takes over at the next reset. The data are the same. Costs twice the processes and twice
             the envs' memory, and uses otherwise idle processors; worth it if resets are long and cores are free. See
@@ -112,11 +122,13 @@ class ExecutorOptions:
     ring_frames: int = 4
     poison: bool = False
     affinity: tuple[int, ...] | None = None
-    env_vars: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
+    env_vars: EnvVars | Sequence[EnvVars] | Callable[[int], EnvVars] = ()
+    gpus: Literal["all"] | Sequence[int] | None = None
     infos: InfoPolicy | InfoKeys | Infos = "drop"
     episode_statistics: bool = False
     episode_seeds: bool = True
     env_type: EnvType = "auto"
+    alone: bool = False
     reset_ahead: bool = False
     env_threads: bool = False
     first_env_id: int = 0
@@ -220,12 +232,25 @@ class ExecutorOptions:
             raise _refusal("preload", "a sequence of module names, or None", self.preload)
         if not (self.affinity is None or (_is_list_of(int, self.affinity) and self.affinity)):
             raise _refusal("affinity", "a sequence of CPU ids, or None", self.affinity)
-        try:
-            is_text = all(isinstance(text, str) for pair in dict(self.env_vars).items() for text in pair)
-        except (TypeError, ValueError):
-            is_text = False
-        if not is_text:
-            raise _refusal("env_vars", "a dict of names and values, or pairs of them, all texts", self.env_vars)
+        each: Any = self.env_vars if self.has_list else [self.env_vars]
+        if not callable(self.env_vars) and not all(map(are_texts, each)):
+            expected = "a dict of names and values, or pairs of them, all texts (or a list of dicts, or a function)"
+            raise _refusal("env_vars", expected, self.env_vars)
+        gpus: Any = self.gpus
+        if gpus not in (None, "all"):
+            is_list = _is_list_of(int, gpus) and len(gpus) > 0
+            if not is_list or min(gpus) < 0 or any(isinstance(one, bool) for one in gpus):
+                raise _refusal("gpus", "'all', a sequence of indices of GPUs, or None", gpus)
+
+    @property
+    def has_list(self) -> bool:
+        """Whether `env_vars` is a list of one dict per worker."""
+        return isinstance(self.env_vars, (list, tuple)) and any(isinstance(one, Mapping) for one in self.env_vars)
+
+    @property
+    def differ_by_worker(self) -> bool:
+        """Whether workers have different environment variables."""
+        return callable(self.env_vars) or self.has_list or self.gpus is not None
 
 
 #: An option, or value of one, that earlier versions had -> what to do instead.
@@ -238,6 +263,14 @@ _INSTEAD_OF = {
 _INFO_POLICIES = get_args(InfoPolicy)
 
 ExecutorOptions.__init__ = names_right_keyword(ExecutorOptions.__init__, _INSTEAD_OF)  # type: ignore[method-assign]
+
+
+def are_texts(variables: Any) -> bool:
+    """Return whether a value is a dict of texts, or pairs of them."""
+    try:
+        return all(isinstance(text, str) for pair in dict(variables).items() for text in pair)
+    except (TypeError, ValueError):
+        return False
 
 
 def _is_list_of(kind: type, value: Any) -> bool:
@@ -309,6 +342,7 @@ _SWITCHES = (
     "poison",
     "episode_statistics",
     "episode_seeds",
+    "alone",
     "reset_ahead",
     "env_threads",
 )

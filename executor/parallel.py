@@ -21,8 +21,10 @@ from envherd.executor.pools.blueprint import (
     counted,
     draw,
 )
+from envherd.executor.pools.interpreters import num_runs
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.workers.build import Factory
+from envherd.workers.interpreters import interpreter_of
 
 
 class ParallelEnv(BatchedEnv):
@@ -66,6 +68,8 @@ class ParallelEnv(BatchedEnv):
         count, make_env = counted(num_envs, make_env)
         options = checked_options(options, copy=copy)
         where = as_device(device)  # refused before anything is measured
+        if options.alone and not isinstance(count, str):
+            num_workers = choose_apart(count, num_workers, "alone")
         if isinstance(count, str) or isinstance(num_workers, str):
             from envherd.executor.sizing.recommending import resolve  # imported here: only "auto" needs it
 
@@ -73,7 +77,8 @@ class ParallelEnv(BatchedEnv):
         if options.reset_ahead:
             num_workers = choose_apart(count, num_workers)
         factories = as_factories(count, make_env)
-        blueprint = draw(factories, env_kwargs, choose_workers(count, num_workers), seed, options)
+        fewest = num_runs([interpreter_of(factory) for factory in factories])
+        blueprint = draw(factories, env_kwargs, choose_workers(count, num_workers, fewest=fewest), seed, options)
         pool = AheadPool(blueprint, options) if options.reset_ahead else WorkerPool(blueprint, options)
         pool.start()
         try:

@@ -58,6 +58,10 @@ class SerialEnv(BatchedEnv):
         options = checked_options(options, copy=copy)
         where = as_device(device)
         factories = as_factories(count, make_env)
+        if options.alone and len(factories) > 1:
+            raise ValueError(
+                f"SerialEnv failed: expected one env with alone=True, got {len(factories)} in this process."
+            )
         blueprint = serial_blueprint(factories, env_kwargs, seed)
         pool = SerialPool(factories, blueprint, options)
         try:

@@ -94,6 +94,8 @@ ORDER = {
             "pickling",
             "registries",
             "infos",
+            "current",
+            "interpreters",
             "messages",
             "protocol",
             "reply",

@@ -126,13 +126,16 @@ def _hinting() -> Iterator[None]:
         yield
     except Exception as error:
         names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
+        note = ""
         if names & _UNKNOWN_NAMES or re.match(r"Domain '.*' does not exist", str(error)):  # the latter of dm_control
-            error.add_note(
+            note = (
                 "If an import registers the name, import that module in the script or in the factory, or name it: "
                 "options=ExecutorOptions(preload=('my_envs',))."
             )
         elif isinstance(error, (AttributeError, KeyError)) and "__main__" in str(error):
-            error.add_note("Workers do not import the script. Put what is missing into a module that they import.")
+            note = "Workers do not import the script. Put what is missing into a module that they import."
+        if note and hasattr(error, "add_note"):  # from Python 3.11: a worker may be older
+            error.add_note(note)
         raise
 
 

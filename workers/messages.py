@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from envherd.shm.interrupts import uninterrupted as uninterrupted  # noqa: PLC0414  # re-exported
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.workers import plain
+from envherd.workers.current import WorkerInfo
 from envherd.workers.options import BlockOptions
 from envherd.workers.pickling import dumps
 
@@ -44,20 +45,20 @@ class Build:
     """Build the envs. The answer is their specs, or a fault.
 
     Attributes:
-        worker_id: for messages.
-        env_ids: which envs this worker owns, ascending.
+        worker: of this process, with the ids that its pool uses.
+        first_worker_id: id of the pool's worker 0 in messages.
         factories: one pickled callable for each env; equal objects are unpickled once.
         env_kwargs: keyword arguments for each factory call.
         root_seed: seeds the global generators before each factory runs, and the episodes.
         block: how the envs are run.
     """
 
-    worker_id: int
-    env_ids: tuple[int, ...]
+    worker: WorkerInfo
     factories: tuple[bytes, ...]
     env_kwargs: tuple[dict[str, Any], ...]
     root_seed: int
     block: BlockOptions
+    first_worker_id: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -206,8 +206,11 @@ _REDUCERS: dict[type, Callable[[Any], _Reduced]] = {
     _KEY_WRAPPER: _reduce_key,
     typing.NewType: _reduce_new_type,
     typing.ParamSpec: _reduce_parameters,
-    typing.TypeVarTuple: _reduce_parameters,
-} | ({_ALIAS_TYPE: _reduce_alias} if _ALIAS_TYPE else {})
+}
+if hasattr(typing, "TypeVarTuple"):  # from Python 3.11: a worker may be older
+    _REDUCERS[typing.TypeVarTuple] = _reduce_parameters
+if _ALIAS_TYPE:
+    _REDUCERS[_ALIAS_TYPE] = _reduce_alias
 
 
 # ---- attributes of classes ---------------------------------------------------------------------

@@ -31,6 +31,10 @@ class Check:
         bool,
         typer.Option("--random", help="Skip the comparisons of two runs, for envs that seeds do not determine."),
     ] = False
+    together: Annotated[
+        int,
+        typer.Option(min=0, help="Also compare this many envs in one process with envs in a process each."),
+    ] = 0
     env_kwargs: EnvKwargs = None
 
     def run(self) -> int:
@@ -46,6 +50,7 @@ class Check:
                     functools.partial(factory, **self.env_kwargs or {}),
                     num_steps=self.steps,
                     is_deterministic=not self.random,
+                    together=self.together,
                 )
             ),
         )
@@ -56,7 +61,7 @@ class Check:
         from envherd.workers.testing.contract import NoEpisodeEnd
 
         console, num_broken = Console(), 0
-        for rule in sorted(contract.RULES):
+        for rule in sorted(contract.rules):
             what = f"{rule:2}  {contract.TITLES[rule]}"
             try:
                 with console.status(what):
@@ -73,7 +78,7 @@ class Check:
             mark = Text("skipped " if is_partial else "ok      ", "yellow" if is_partial else "green")
             console.print(mark.append(what, "default"), soft_wrap=True)
         if num_broken:
-            broken = f"{self.env} breaks {num_broken} of {len(contract.RULES)} rules."
+            broken = f"{self.env} breaks {num_broken} of {len(contract.rules)} rules."
             console.print(Text(broken, "bold red"), soft_wrap=True)
             return EXIT_FAILED
         proof = f"{contract.num_steps} steps of 2 envs, {contract.num_ends} ends of episodes."

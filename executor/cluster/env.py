@@ -23,6 +23,8 @@ from envherd.executor.pools.blueprint import (
 )
 from envherd.executor.rollouts.stepwise import StepwiseRun
 from envherd.workers.build import Factory
+from envherd.workers.errors import FactoryError
+from envherd.workers.interpreters import interpreter_of
 
 if TYPE_CHECKING:
     from envherd.executor.cluster.engine import ClusterEngine
@@ -93,6 +95,8 @@ class RayParallelEnv(BatchedEnv):
             raise ValueError("RayParallelEnv failed: expected reset_ahead=False, got True. Only ParallelEnv has it.")
         where_to = as_device(device)
         factories = as_factories(count, make_env)
+        if any(interpreter_of(factory) for factory in factories):
+            raise FactoryError("RayParallelEnv failed: expected factories for this interpreter, got an InPython.")
         blueprint = draw(factories, env_kwargs, 1, seed, options)
         need_ray("RayParallelEnv")
         from envherd.executor.cluster.engine import ClusterEngine, ClusterExchange

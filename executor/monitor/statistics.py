@@ -50,6 +50,7 @@ class WorkerStatistics:
         growth_per_reset: bytes of private memory per reset of its envs, between the first and the latest call of
             `statistics()` since it was started; None if there was no reset between them. An env that leaks shows here.
         cpu: the processor that it runs on, or ran on last; None for a worker of another machine.
+        gpu: that it was given (see `ExecutorOptions.gpus`), as `CUDA_VISIBLE_DEVICES` names it; None if none was.
         reset_s: of `busy_s`, on commands with a reset; estimated from samples.
         steps_per_s: `env.step` calls per second.
     """
@@ -74,6 +75,7 @@ class WorkerStatistics:
     phase_s: float = 0.0
     growth_per_reset: float | None = None
     cpu: int | None = None
+    gpu: str | None = None
     reset_s: float = 0.0
     steps_per_s: float = 0.0
 
@@ -100,6 +102,7 @@ class WorkerStatistics:
             pss_bytes=figures.pss_bytes,
             cpu_s=figures.cpu_s,
             cpu=figures.cpu,
+            gpu=figures.gpu,
         )
 
 

@@ -31,18 +31,20 @@ class WorkerFigures(NamedTuple):
         pss_bytes: the same plus its part of shared memory.
         cpu_s: processor seconds, user and system.
         cpu: the processor that it runs on, or ran on last; None if unknown.
+        gpu: that it was given; see `ExecutorOptions.gpus`.
     """
 
     uss_bytes: int
     pss_bytes: int
     cpu_s: float
     cpu: int | None
+    gpu: str | None = None
 
     @classmethod
-    def of(cls, pid: int, *, is_alone: bool = False) -> WorkerFigures:
+    def of(cls, pid: int, gpu: str | None = None, *, is_alone: bool = False) -> WorkerFigures:
         """Read the figures of a process, with the memory of its descendants unless `is_alone`."""
         memory = memory_of(pid, is_alone=is_alone)
-        return cls(memory["uss"], memory["pss"], cpu_ns(pid) / 1e9, cpu_of(pid))
+        return cls(memory["uss"], memory["pss"], cpu_ns(pid) / 1e9, cpu_of(pid), gpu)
 
 
 class StorageMemory(Protocol):

@@ -15,10 +15,12 @@ import numpy as np
 from envherd.executor.machine.machine import usable_cores
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.crew import Blueprint
+from envherd.executor.pools.interpreters import check_interpreter, spread_apart
 from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters import is_env_like
 from envherd.workers.build import Factory, are_equal, check_factory, describe, modules_of, pickle_factory
 from envherd.workers.errors import FactoryError, SpecError
+from envherd.workers.interpreters import interpreter_of
 from envherd.workers.seeding import as_root_seed
 
 MakeEnv = Factory | Sequence[Factory]
@@ -95,18 +97,23 @@ def spread(num_envs: int, num_workers: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(block.tolist()) for block in np.array_split(np.arange(num_envs), num_workers))
 
 
-def choose_workers(num_envs: int, num_workers: int | None, name: str = "num_workers") -> int:
-    """Return the number of workers: the argument, or one per usable core; never more than envs."""
+def choose_workers(num_envs: int, num_workers: int | None, name: str = "num_workers", fewest: int = 1) -> int:
+    """Return the number of workers: the argument, or one per usable core and at least `fewest`; at most one per env."""
     if num_workers is None:
-        return min(num_envs, usable_cores())
+        return min(num_envs, max(usable_cores(), fewest))
     if isinstance(num_workers, bool) or not isinstance(num_workers, (int, np.integer)) or num_workers < 1:
         auto = ", 'auto'" if name == "num_workers" else ""
         raise ValueError(f"{name} failed: expected an int of at least 1{auto} or None, got {num_workers!r}.")
     return min(num_envs, int(num_workers))
 
 
-def choose_apart(num_envs: int | str, num_workers: int | str | None) -> int:
-    """Return the number of workers for envs that are reset ahead: one per env (with an equal number of spares).
+def choose_apart(num_envs: int | str, num_workers: int | str | None, option: str = "reset_ahead") -> int:
+    """Return the number of workers for envs that need a process each: one per env.
+
+    Args:
+        num_envs: the argument.
+        num_workers: the argument.
+        option: that asks for it: "reset_ahead" (with an equal number of spares) or "alone".
 
     Raises:
         ValueError: another number was passed, or the number of envs is unknown.
@@ -114,10 +121,10 @@ def choose_apart(num_envs: int | str, num_workers: int | str | None) -> int:
     if not isinstance(num_envs, str) and num_workers in (None, "auto", num_envs):
         return num_envs
     if num_envs == "auto":
-        raise ValueError("num_envs failed: expected a number with reset_ahead, got 'auto', which measures without it.")
+        raise ValueError(f"num_envs failed: expected a number with {option}, got 'auto', which measures without it.")
+    why = "A worker that is reset keeps its other envs waiting" if option == "reset_ahead" else "Each has a process"
     raise ValueError(
-        f"num_workers failed: expected {num_envs} (one for each env) or None with reset_ahead, got {num_workers!r}. "
-        f"A worker that is reset keeps its other envs waiting."
+        f"num_workers failed: expected {num_envs} (one for each env) or None with {option}, got {num_workers!r}. {why}."
     )
 
 
@@ -131,17 +138,23 @@ def draw(
     """
     kwargs = as_kwargs(len(factories), env_kwargs)
     _check_kwargs(kwargs)
+    interpreters = [interpreter_of(factory) for factory in factories]
+    for python in {one for one in interpreters if one is not None}:
+        check_interpreter(python)
     pickled = {id(factory): pickle_factory(factory) for factory in factories}
     preload = options.preload
+    if preload is None and options.differ_by_worker:
+        preload = ()  # a module may read the variables when it is imported, as MuJoCo's renderers do
     if preload is None:
         named = dict.fromkeys(m for f in factories for m in modules_of(f) if _is_worth_preloading(m))
         preload = tuple(dict.fromkeys([*named, *(_BROUGHT_IN[m] for m in named if _is_brought_in(m))]))
     return Blueprint(
         factories=tuple(pickled[id(factory)] for factory in factories),
         env_kwargs=kwargs,
-        blocks=spread(len(factories), num_workers),
+        blocks=spread_apart(interpreters, num_workers),
         root_seed=as_root_seed(seed),
         preload=preload,
+        interpreters=tuple(interpreters),
     )
 
 

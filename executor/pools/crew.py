@@ -19,8 +19,18 @@ from typing import Any
 import numpy as np
 
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.error_messages import Frame, factory_error, log, log_close_fault, worker_late, worker_lost
+from envherd.executor.pools.error_messages import (
+    Frame,
+    factory_error,
+    log,
+    log_close_fault,
+    numbering,
+    worker_late,
+    worker_lost,
+)
+from envherd.executor.pools.interpreters import environment_for, start_of
 from envherd.executor.pools.preloading import helper_for
+from envherd.executor.pools.variables import gpus_of, variables_of
 from envherd.executor.pools.worker_process import WorkerProcess, check_descriptors, worker_config
 from envherd.executor.pools.zygote import Zygote, surroundings_of
 from envherd.executor.progress import showing
@@ -29,6 +39,7 @@ from envherd.shm.segment import Segment
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages, registries
+from envherd.workers.current import WorkerInfo
 
 #: Kinds of frames that belong to the rows of a command, not to a call that waits for an answer.
 _ROW_KINDS = ("side", "infos", "notice", "left_out")
@@ -44,6 +55,7 @@ class Blueprint:
         blocks: env ids of each worker: contiguous, ascending, none empty. An `AheadPool` has them twice.
         root_seed: see `workers.seeding`.
         preload: modules for the zygote to import.
+        interpreters: of each env, None for this one; empty if all are of this one. Those of a worker are equal.
     """
 
     factories: tuple[bytes, ...]
@@ -51,6 +63,7 @@ class Blueprint:
     blocks: tuple[tuple[int, ...], ...]
     root_seed: int
     preload: tuple[str, ...] = ()
+    interpreters: tuple[str | None, ...] = ()
 
     def envs_of(self, worker_ids: Iterable[int]) -> np.ndarray:
         """Return the ids of all envs of some workers, int64 `[k]`, ascending."""
@@ -77,6 +90,9 @@ class Crew:
         self.root_seed = blueprint.root_seed
         self._registered = registries.collect()
         self._surroundings = surroundings_of(options)  # also of workers that replace others
+        num_workers = len(dict.fromkeys(blueprint.blocks))  # an env's two workers have the same
+        self._variables = variables_of(options, num_workers)
+        self._gpus = gpus_of(options, num_workers)
         self._episodes: tuple[int, ...] | None = None  # with which it was set
         self.workers: list[WorkerProcess] = []
         self.envs_in_python: list[str] = []
@@ -120,19 +136,29 @@ class Crew:
 
     def _launch(self, worker_id: int, generation: int) -> WorkerProcess:
         assert self._zygote is not None
-        config = {**worker_config(self.options, worker_id), "caller": self._surroundings}
-        process = WorkerProcess(worker_id, generation, self._zygote, config)
+        index = worker_id % len(self._variables)
+        environ = {**self._surroundings["environ"], **self._variables[index]}
         env_ids = self.blueprint.blocks[worker_id]
+        python = self.blueprint.interpreters[env_ids[0]] if self.blueprint.interpreters else None
+        config = worker_config(self.options, worker_id)
+        if python is not None:
+            config["python"], environ = start_of(python), environment_for(environ)
+        config["caller"] = {**self._surroundings, "environ": environ}
+        process = WorkerProcess(worker_id, generation, self._zygote, config)
+        process.gpu = self._gpus[index]
         build = messages.Build(
-            worker_id=worker_id,
-            env_ids=env_ids,
+            worker=WorkerInfo(
+                worker_id=worker_id, generation=generation, num_workers=len(self._variables), env_ids=env_ids
+            ),
+            first_worker_id=numbering.first_worker_id,
             factories=tuple(self.blueprint.factories[i] for i in env_ids),
             env_kwargs=tuple(self.blueprint.env_kwargs[i] for i in env_ids),
             root_seed=self.root_seed,
             block=self.options.for_block(),
         )
         process.root_seed = self.root_seed
-        process.channel.queue_message(messages.Register(entries=self._registered))
+        if python is None:  # another interpreter has other versions of the packages that know the names
+            process.channel.queue_message(messages.Register(entries=self._registered))
         process.channel.queue_message(build)
         with contextlib.suppress(ConnectionError):  # the thread that waits for the worker notices its death
             process.channel.flush_nowait()  # the rest is sent while waiting for the answer

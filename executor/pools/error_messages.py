@@ -248,7 +248,8 @@ def _in_words(phase: str, env_id: int | None) -> str:
 def _where(worker: WorkerProcess, env_ids: Sequence[int]) -> str:
     first = numbering.first_env_id
     span = f"envs {first + env_ids[0]}-{first + env_ids[-1]}" if len(env_ids) > 1 else f"env {first + env_ids[0]}"
-    return f"{span}, pid {worker.pid}, generation {worker.generation}{_place()}"
+    gpu = "" if worker.gpu is None else f", gpu {worker.gpu}"
+    return f"{span}, pid {worker.pid}, generation {worker.generation}{gpu}{_place()}"
 
 
 def _context(worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_id: int | None) -> dict[str, Any]:

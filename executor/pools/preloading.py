@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.variables import common_variables
 from envherd.executor.pools.zygote import Zygote, import_path, shared
 
 #: Fields of /proc/PID/status that a process inherits: all that concern users, processors, signals and privileges.
@@ -118,7 +119,7 @@ def find_helper(options: ExecutorOptions) -> Zygote | None:
 
 def _surroundings(options: ExecutorOptions) -> tuple[object, ...]:
     """Return the settings that workers inherit from a helper and cannot get at their start."""
-    return (os.getpid(), dict(options.env_vars), options.worker_threads, options.worker_output)
+    return (os.getpid(), common_variables(options), options.worker_threads, options.worker_output)
 
 
 def _inherited() -> tuple[object, ...]:

@@ -27,6 +27,7 @@ from envherd.workers import messages, native, plain, seeding
 from envherd.workers.adapters import Adapter
 from envherd.workers.block.block import Block
 from envherd.workers.build import Builder, Factory
+from envherd.workers.current import WorkerInfo, building
 from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.process.native_loop import loop_class
 from envherd.workers.protocol import Op, pack, pack_each
@@ -75,10 +76,14 @@ class SerialPool(SlabPool):
         builder = Builder(
             self.options.info_keys, self.options.env_type, episode_statistics=self.options.episode_statistics
         )
+        first = self.options.first_env_id
+        env_ids = tuple(range(first, first + self.num_envs))
+        info = WorkerInfo(worker_id=0, generation=0, num_workers=0, env_ids=env_ids)
         try:
             for env_id, factory in enumerate(self._factories):
-                seeding.seed_globals(seeding.build_seed(self.blueprint.root_seed, self.options.first_env_id + env_id))
-                self._build(builder, env_id, factory)
+                seeding.seed_globals(seeding.build_seed(self.blueprint.root_seed, first + env_id))
+                with building(info, first + env_id):
+                    self._build(builder, env_id, factory)
         except BaseException:
             self.close()
             raise

@@ -436,8 +436,7 @@ class WorkerPool(SlabPool):
 
     def figures(self) -> list[WorkerFigures]:
         """Return the figures of each worker."""
-        pids = [self.pid_of(worker_id) for worker_id in self.worker_ids]
-        return [WorkerFigures.of(pid) for pid in pids]
+        return [WorkerFigures.of(worker.pid, worker.gpu) for worker in self.crew.workers]
 
     # ---- losses and the end ------------------------------------------------------------------
 

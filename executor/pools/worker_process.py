@@ -35,10 +35,12 @@ class WorkerProcess:
         generation: 0 for the first process of that id, then 1, ...
         pid: its process id and process group.
         channel: the parent's end of its socket.
+        gpu: that it was given, as `CUDA_VISIBLE_DEVICES` names it; None if it was given none.
         root_seed: with which it was built.
         is_attached: whether it has the slab, and reads mail.
     """
 
+    gpu: str | None = None
     root_seed: int | None = None
     is_attached = False
 

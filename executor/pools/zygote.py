@@ -28,6 +28,7 @@ from typing import Any
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.process_log import read_log, request_stacks
+from envherd.executor.pools.variables import common_variables
 from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.workers.errors import InternalError, WorkerLost, WorkerTimeout
@@ -434,5 +435,5 @@ def environment_of(options: ExecutorOptions) -> dict[str, str]:
     environment.setdefault(*_ASKS_WITHOUT_CUDA)
     if options.worker_threads is not None:
         environment.update(dict.fromkeys(_THREAD_VARIABLES, str(options.worker_threads)))
-    environment.update(options.env_vars)
+    environment.update(common_variables(options))
     return environment

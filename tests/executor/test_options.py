@@ -33,8 +33,25 @@ FIELDS = {field.name: field for field in dataclasses.fields(ExecutorOptions)}
         ({"ring_frames": 1}, "an integer of at least 2, got 1"),
         ({"poison": 1}, "True or False, got 1"),
         ({"check_actions": "loose"}, "one of ('strict', 'finite', 'off'), got 'loose'"),
-        ({"env_vars": {"A": 1}}, "a dict of names and values, or pairs of them, all texts, got {'A': 1}"),
-        ({"env_vars": ("A",)}, "a dict of names and values, or pairs of them, all texts, got ('A',)"),
+        (
+            {"env_vars": {"A": 1}},
+            "a dict of names and values, or pairs of them, all texts (or a list of dicts, or a function), got {'A': 1}",
+        ),
+        (
+            {"env_vars": [{"A": "1"}, {"A": 1}]},
+            (
+                "a dict of names and values, or pairs of them, all texts (or a list of dicts, or a function), got "
+                "[{'A': '1'}, {'A': 1}]"
+            ),
+        ),
+        ({"gpus": "0"}, "'all', a sequence of indices of GPUs, or None, got '0'"),
+        ({"gpus": ()}, "'all', a sequence of indices of GPUs, or None, got ()"),
+        ({"gpus": [-1]}, "'all', a sequence of indices of GPUs, or None, got [-1]"),
+        ({"gpus": [True]}, "'all', a sequence of indices of GPUs, or None, got [True]"),
+        (
+            {"env_vars": ("A",)},
+            "a dict of names and values, or pairs of them, all texts (or a list of dicts, or a function), got ('A',)",
+        ),
         ({"preload": "numpy"}, "a sequence of module names, or None, got 'numpy'"),
         ({"affinity": ()}, "a sequence of CPU ids, or None, got ()"),
     ],
@@ -46,7 +63,7 @@ def test_what_cannot_work_is_refused_by_name(options, expected):
 
 
 def test_every_option_is_checked():
-    lists = {"preload", "affinity", "env_vars", "infos"}
+    lists = {"preload", "affinity", "env_vars", "gpus", "infos"}
     assert {*_NUMBERS, *_CHOICES, *_SWITCHES, *lists} == FIELDS.keys()
 
 

@@ -119,7 +119,16 @@ class OldGymFactory:
         return ("gymnasium", *(() if module == "__main__" else (module,)))
 
     def __call__(self, **env_kwargs: Any) -> Any:
-        """Return the env, made with these arguments, as a `gymnasium.Env`."""
+        """Return the env, made with these arguments, as a `gymnasium.Env`.
+
+        Raises:
+            FactoryError: gymnasium, which has the spaces of every adapter, is not installed.
+        """
+        if importlib.util.find_spec("gymnasium") is None:
+            raise FactoryError(
+                "OldGymFactory failed: expected the package gymnasium as well, whose spaces adapters use. "
+                f"Run: {sys.executable} -m pip install gymnasium"
+            )
         from envherd.workers.adapters.gymnasium.old_gym import OldGymEnv
 
         return OldGymEnv(self._make()(**env_kwargs), horizon=self.horizon)

@@ -82,11 +82,11 @@ def step_facts(
         "seed_pool": slot.seed_pool,
         "num_columns": sink.num_columns,
         "root_follows": sink.root_follows,
-        "observation": [arrays["next", *leaf.key] for leaf in spec.observation],
-        "root": [arrays["root", *leaf.key] for leaf in spec.observation],
-        "reward": [arrays["next", *leaf.key] for leaf in spec.reward],
-        "done": [arrays["next", *leaf.key] for leaf in spec.done],
-        "root_done": [arrays["root", *leaf.key] for leaf in spec.done],
+        "observation": [arrays[("next", *leaf.key)] for leaf in spec.observation],
+        "root": [arrays[("root", *leaf.key)] for leaf in spec.observation],
+        "reward": [arrays[("next", *leaf.key)] for leaf in spec.reward],
+        "done": [arrays[("next", *leaf.key)] for leaf in spec.done],
+        "root_done": [arrays[("root", *leaf.key)] for leaf in spec.done],
         "array_type": np.ndarray,
         "bool_type": np.bool_,
         "integer_type": np.int64,
@@ -121,5 +121,5 @@ def _index(slot: Slot) -> np.ndarray | None:
     leaf, row = leaves[0], slot.place[1]
     if len(leaves) != 1 or leaf.shape != () or not isinstance(leaf.domain, Discrete):
         return None
-    array = slot.inputs["input", *leaf.key]
+    array = slot.inputs[("input", *leaf.key)]
     return array[row : row + 1] if array.dtype == np.int64 else None

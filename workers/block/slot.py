@@ -45,8 +45,8 @@ class Sink:
         self.next_observation = [slot.writer(leaf, arrays, "next", i) for i, leaf in enumerate(spec.observation)]
         self.root_observation = [slot.writer(leaf, arrays, "root", i) for i, leaf in enumerate(spec.observation)]
         self.reward = [slot.writer(leaf, arrays, "next", -1) for leaf in spec.reward]
-        self.next_done = [_flags(spec, arrays["next", *leaf.key]) for leaf in spec.done[:3]]
-        self.root_done = [_flags(spec, arrays["root", *leaf.key]) for leaf in spec.done[:3]]
+        self.next_done = [_flags(spec, arrays[("next", *leaf.key)]) for leaf in spec.done[:3]]
+        self.root_done = [_flags(spec, arrays[("root", *leaf.key)]) for leaf in spec.done[:3]]
         self.next_nested = [slot.writer(leaf, arrays, "next", -1) for leaf in spec.done[3:]]
         self.root_nested = [slot.writer(leaf, arrays, "root", -1) for leaf in spec.done[3:]]
         self.step: Step = _not_compiled
@@ -117,7 +117,7 @@ class Slot:
 
             return write
         check_finite = self.check_finite and leaf.key not in self.adapter.unchecked
-        return writer_for(leaf, arrays[section, *leaf.key], check_finite=check_finite)
+        return writer_for(leaf, arrays[(section, *leaf.key)], check_finite=check_finite)
 
     def leave_out(self, entries: Mapping[str, str]) -> None:
         """Note info entries that are not passed on, as name -> reason, unless the parent knows of them."""
@@ -137,9 +137,9 @@ class Slot:
                 self.action_readers.append(_side_reader(self, side_index))
                 side_index += 1
             elif self.adapter.takes_tensors:
-                self.action_readers.append(_view_reader(inputs["input", *leaf.key][row]))
+                self.action_readers.append(_view_reader(inputs[("input", *leaf.key)][row]))
             else:
-                self.action_readers.append(_input_reader(leaf, inputs["input", *leaf.key], row))
+                self.action_readers.append(_input_reader(leaf, inputs[("input", *leaf.key)], row))
         mask = inputs.get(("reset_mask",))
         self.reset_mask = None if mask is None else mask[row]
 

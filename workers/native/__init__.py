@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ SWITCH = "ENVHERD_NATIVE"
 #: The extension module.
 MODULE = "envherd.workers.native._native"
 _NS = 1e9
+#: Python 3.11, whose stable ABI the extension uses; a worker may be older (see `workers.interpreters`).
+_OLDEST = 0x030B0000
 
 
 def load() -> Any:
@@ -58,6 +61,8 @@ def find() -> tuple[Any, str]:
     """Return the extension module or None, and why it is None; looked for once."""
     if os.environ.get(SWITCH, "1") == "0":
         return None, f"{SWITCH}=0"
+    if sys.hexversion < _OLDEST:
+        return None, "the C extension is for Python 3.11 or newer"
     try:
         module = importlib.import_module(MODULE)
     except ModuleNotFoundError:

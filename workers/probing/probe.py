@@ -169,7 +169,7 @@ class Run:
                 value: Any = (self._rng.random(mask.shape) * mask).argmax(-1)
             else:
                 value = draw(leaf, self._rng)
-            self._inputs["input", *leaf.key][self.env_id] = value
+            self._inputs[("input", *leaf.key)][self.env_id] = value
 
     def _mask(self, leaf: LeafSpec) -> np.ndarray | None:
         """Return the env's mask of legal actions, bool `[*leaf.shape, n]`, or None if it has none."""
@@ -178,7 +178,7 @@ class Run:
         if name not in columns or columns[name][0, self.env_id].shape[:-1] != leaf.shape:
             return None
         section = "root" if self._is_at_root else "next"
-        mask = columns[section, *leaf.key[:-1], "action_mask"][0, self.env_id]
+        mask = columns[(section, *leaf.key[:-1], "action_mask")][0, self.env_id]
         return mask if mask.any() else None
 
     def _note(self, frame: dict[str, Any]) -> None:

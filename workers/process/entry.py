@@ -14,6 +14,7 @@ Platforms: Linux.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import fcntl
 import functools
@@ -30,7 +31,7 @@ import numpy as np
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, Storage
 from envherd.shm.sync import Doorbell
-from envherd.workers import messages, registries, seeding
+from envherd.workers import current, messages, registries, seeding
 from envherd.workers.adapters.registry import install_import_hooks
 from envherd.workers.block.block import Block
 from envherd.workers.build import Builder
@@ -179,15 +180,23 @@ class Worker:
             message.block.info_keys, message.block.env_type, episode_statistics=message.block.episode_statistics
         )
         adapters = {}
-        self._threads = EnvThreads(message.env_ids) if message.block.env_threads else None
-        for env_id, factory, kwargs in zip(message.env_ids, message.factories, message.env_kwargs, strict=True):
-            seeding.seed_globals(seeding.build_seed(message.root_seed, message.block.first_env_id + env_id))
+        env_ids, first = message.worker.env_ids, message.block.first_env_id
+        info = dataclasses.replace(
+            message.worker,
+            worker_id=message.first_worker_id + message.worker.worker_id,
+            env_ids=tuple(first + env_id for env_id in env_ids),
+        )
+        current.enter(info)
+        self._threads = EnvThreads(env_ids) if message.block.env_threads else None
+        for env_id, factory, kwargs in zip(env_ids, message.factories, message.env_kwargs, strict=True):
+            seeding.seed_globals(seeding.build_seed(message.root_seed, first + env_id))
             try:
-                adapters[env_id] = self._on_thread(env_id, functools.partial(builder.build, factory, kwargs))
+                with current.building(info, first + env_id):
+                    adapters[env_id] = self._on_thread(env_id, functools.partial(builder.build, factory, kwargs))
             except BaseException as error:  # a factory may raise anything; the parent decides
                 self._channel.send_plain(Fault.from_exception(env_id, "build", error).to_plain())
                 return
-        parts = message.worker_id, adapters, message.root_seed, self._channel.send_plain, message.block
+        parts = message.worker.worker_id, adapters, message.root_seed, self._channel.send_plain, message.block
         if self._threads is not None:
             self._block = ThreadedBlock(*parts, self._threads)
         else:

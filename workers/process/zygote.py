@@ -243,13 +243,18 @@ class Zygote:
             self._sock.close()
             os.dup2(fds[2], self._log_fd, inheritable=False)  # SIGUSR2 writes there: from now on to its own log
             _take_over(config.pop("caller", None))
-            if self._must_exec:
+            python = config.get("python")
+            if self._must_exec or python:
                 signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until its handler is set: by default the signal kills
                 file = in_file(json.dumps({**config, "path": sys.path}).encode())
+                if config.get("output") == "capture":  # of imports
+                    os.dup2(fds[2], 1)
+                    os.dup2(fds[2], 2)
                 fds.append(file.fileno())
                 for fd in fds:
                     os.set_inheritable(fd, True)
-                os.execv(sys.executable, [sys.executable, "-P", "-c", _EXEC, *map(str, fds)])
+                command = [python["executable"], "-c", _EXEC_OTHER] if python else [sys.executable, "-P", "-c", _EXEC]
+                os.execv(command[0], [*command, *map(str, fds)])
             from envherd.workers.process import entry
 
             entry.main(socket.socket(fileno=fds[0]), fds[1], fds[2], config)
@@ -358,5 +363,26 @@ with open(config_fd) as file:
     config = json.load(file)
 sys.path[:] = config["path"]
 from envherd.workers.process.entry import exec_main
+exec_main(*fds, config)
+"""
+
+#: The same in another interpreter: this package is the only one that it gets from here. Run without -P, which Python
+#: 3.10 does not have.
+_EXEC_OTHER = """
+import sys
+sys.path[:] = filter(None, sys.path)
+import importlib.util, json
+*fds, config_fd = map(int, sys.argv[1:])
+with open(config_fd) as file:
+    config = json.load(file)
+python = config["python"]
+sys.path += python["path"]
+package = python["package"]
+spec = importlib.util.spec_from_file_location("envherd", package + "/__init__.py", submodule_search_locations=[package])
+sys.modules["envherd"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["envherd"])
+from envherd.workers import interpreters
+from envherd.workers.process.entry import exec_main
+interpreters.enter(python["executable"])
 exec_main(*fds, config)
 """

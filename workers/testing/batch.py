@@ -62,12 +62,27 @@ class BlockBatch:
         num_envs: N.
         num_workers: over how many blocks they are spread.
         root_seed: see `envherd.workers.seeding`.
+        options: of the blocks.
+
+    Attributes:
+        envs: as the factory has returned them.
+        generators: global generators that the envs have drawn from.
+        is_alone: whether a process can have only one such env.
     """
 
     enforces_rule_4 = False
     _NUM_FRAMES = 4
 
-    def __init__(self, make_env: MakeEnv, num_envs: int, num_workers: int, root_seed: int) -> None:
+    def __init__(
+        self,
+        make_env: MakeEnv,
+        num_envs: int,
+        num_workers: int,
+        root_seed: int,
+        options: BlockOptions = BlockOptions(),  # noqa: B008  # frozen
+    ) -> None:
+        self._options = options
+        self.generators: set[str] = set()
         self._calls = _CallCounter()
         self._faults: list[dict[str, Any]] = []
         self._side: dict[int, dict[str, Any]] = {}
@@ -76,13 +91,15 @@ class BlockBatch:
         blocks = np.array_split(np.arange(num_envs), num_workers)
         adapters = self._build(make_env, blocks, root_seed)
         self._adapters = [adapters[i] for i in range(num_envs)]
+        self.envs = [adapter.env for adapter in self._adapters]
+        self.is_alone = self._adapters[0].is_alone
         self.specs = [adapter.spec for adapter in self._adapters]
         plan = plan_slab(self.specs, num_workers, self._NUM_FRAMES)
         self._slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))
         self._places = [plan.place(env_id) for env_id in range(num_envs)]
         self._block_of: dict[int, Block] = {}
         for worker_id, ids in enumerate(blocks):
-            block = Block(worker_id, {i: adapters[i] for i in ids.tolist()}, root_seed, self._take, BlockOptions())
+            block = Block(worker_id, {i: adapters[i] for i in ids.tolist()}, root_seed, self._take, options)
             block.attach(self._slab)
             self._block_of.update(dict.fromkeys(ids.tolist(), block))
 
@@ -93,7 +110,7 @@ class BlockBatch:
             for ids in blocks:
                 builder = Builder()
                 for env_id in ids.tolist():
-                    seeding.seed_globals(seeding.build_seed(root_seed, env_id))
+                    seeding.seed_globals(seeding.build_seed(root_seed, self._options.first_env_id + env_id))
                     adapters[env_id] = builder.adopt(make_env, {})
                     self._calls.watch(adapters[env_id].env)
         finally:
@@ -125,6 +142,10 @@ class BlockBatch:
             self._in_root[env_id] = resets_ended and bool(row[("done",)].any())
         return nexts, self._roots()
 
+    def render(self, env_id: int) -> Any:
+        """Return an env's picture, uint8 `[height, width, 3]`, or what else its `render` returns."""
+        return self._adapters[env_id].render()
+
     def count_calls(self) -> tuple[int, int] | None:
         return self._calls.totals()
 
@@ -146,6 +167,8 @@ class BlockBatch:
         frame = plain.decode(plain.encode(frame))  # as if sent to another process
         if frame["kind"] == "fault":
             self._faults.append(frame)
+        elif frame["kind"] == "notice":
+            self.generators.update(frame["generators"])
         elif frame["kind"] == "side":
             self._side[frame["env_id"]] = {section: list(frame[section]) for section in ("next", "root")}
 
@@ -157,7 +180,7 @@ class BlockBatch:
             if leaf.is_side:
                 side.append(value)
             else:
-                self._slab.groups[group].inputs["input", *leaf.key][row] = value
+                self._slab.groups[group].inputs[("input", *leaf.key)][row] = value
         if side:
             self._block_of[env_id].prepare(Prepare(env_id=env_id, side=side))
 

@@ -17,6 +17,7 @@ The rules:
     7   the same seed and actions give the same data, bit for bit
     10  what was handed out is not changed by a later step or reset, nor is a caller's mask
     11  observations are within the bounds of their spaces
+    12  envs that share a process have the data that they have alone, pictures included (only with `together=N`)
 The contract fails if it saw no episode end: without one it has checked nothing.
 
 It takes four traces with the same seed and actions (with resets fused into the step; with separate resets; in new envs
@@ -46,6 +47,7 @@ from envherd.workers.testing.compare import (
     same,
     show_key,
 )
+from envherd.workers.testing.together import check_together
 from envherd.workers.testing.traces import (
     NUM_ENVS,
     Advance,
@@ -94,6 +96,7 @@ class Contract:
         is_deterministic: whether seeds determine the data; without that, rules 2, 7 and 10 are checked in part.
         ends_where_it_starts: whether a last observation may equal the next episode's first one.
         make_batch: what runs the envs; None for blocks in this process.
+        together: envs that rule 12 puts into one process; below 2, the rule is not checked.
     """
 
     make_env: MakeEnv
@@ -103,6 +106,7 @@ class Contract:
     is_deterministic: bool = True
     ends_where_it_starts: bool = False
     make_batch: MakeBatch | None = None
+    together: int = 0
 
     #: In this order because breaking a rule may also break later ones.
     RULES: ClassVar[tuple[int, ...]] = (1, 6, 7, 10, 3, 2, 4, 11)
@@ -116,6 +120,7 @@ class Contract:
         7: "the same seed and actions give the same data",
         10: "what was handed out is not changed by a later step or reset",
         11: "observations are within the bounds of their spaces",
+        12: "envs in one process do not disturb each other",
     }
     #: The rules that are not checked if seeds do not determine the data.
     COMPARES: ClassVar[tuple[int, ...]] = (2, 7)
@@ -135,15 +140,21 @@ class Contract:
             7: self._check_seeds,
             10: self._check_copies,
             11: self._check_bounds,
+            12: self._check_together,
         }
         checks[rule]()
 
     def check_all(self) -> ContractReport:
         """Check every rule; see `check`."""
-        for rule in self.RULES:
+        for rule in self.rules:
             self.check(rule)
         trace = self._pair[0]
-        return ContractReport(self.RULES, self.num_steps, trace.num_ends, trace.calls is not None)
+        return ContractReport(self.rules, self.num_steps, trace.num_ends, trace.calls is not None)
+
+    @property
+    def rules(self) -> tuple[int, ...]:
+        """The rules to check: `RULES`, and 12 if asked for."""
+        return (*self.RULES, 12) if self.together > 1 else self.RULES
 
     @property
     def num_ends(self) -> int:
@@ -178,9 +189,7 @@ class Contract:
         return take_trace(batch, advance, self._draw_action, self.num_steps, self.seed)
 
     def _draw_action(self, spec: EnvSpec, rng: np.random.Generator) -> list[Any]:
-        if self.actions is not None:
-            return self.actions(spec, rng)
-        return [draw(leaf, rng) for leaf in (*spec.action, *spec.state)]
+        return (self.actions or draw_values)(spec, rng)
 
     # ---- rules -------------------------------------------------------------------------------
 
@@ -257,6 +266,20 @@ class Contract:
             check_bounds(event.next, trace.specs[event.env_id], f"next, {event}")
             check_bounds(event.root, trace.specs[event.env_id], f"root, {event}")
 
+    def _check_together(self) -> None:
+        check_together(
+            self.make_env,
+            num_envs=self.together,
+            num_steps=self.num_steps,
+            seed=self.seed,
+            draw_action=self.actions or draw_values,
+        )
+
+
+def draw_values(spec: EnvSpec, rng: np.random.Generator) -> list[Any]:
+    """Return random values of an env's actions and states, aligned with `spec.action` and then `spec.state`."""
+    return [draw(leaf, rng) for leaf in (*spec.action, *spec.state)]
+
 
 class _Opened:
     """A batch that is closed at the end."""
@@ -315,7 +338,8 @@ def check_env_contract(make_env: MakeEnv, **options: Any) -> ContractReport:
 
     Args:
         make_env: builds one env, of any known family; called several times, in this process.
-        **options: `num_steps`, `seed`, `actions`, `is_deterministic`, `ends_where_it_starts`: see `Contract`.
+        **options: `num_steps`, `seed`, `actions`, `is_deterministic`, `ends_where_it_starts`, `together`: see
+            `Contract`.
 
     Returns:
         What was checked.

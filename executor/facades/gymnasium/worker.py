@@ -27,6 +27,7 @@ from envherd.workers.adapters.base import StepValues
 from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
 from envherd.workers.adapters.gymnasium.spaces import Space, native_tree
 from envherd.workers.build import describe, modules_of
+from envherd.workers.interpreters import interpreter_of
 from envherd.workers.pickling import dumps
 
 #: Key under which the infos carry the last observation of an episode; no env uses it.
@@ -99,12 +100,13 @@ class NativeFactory:
 
     Attributes:
         preload: modules that the user's factory refers to.
+        interpreter: in which it must be called.
     """
 
     def __init__(self, env_fn: Callable[[], Any], *, keeps_final: bool = False) -> None:
         self.env_fn = env_fn
         self.keeps_final = keeps_final
-        self.preload = tuple(modules_of(env_fn))
+        self.preload, self.interpreter = tuple(modules_of(env_fn)), interpreter_of(env_fn)
         self.__qualname__ = describe(env_fn)  # for messages
 
     def __call__(self) -> Any:

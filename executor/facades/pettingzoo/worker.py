@@ -26,6 +26,7 @@ from envherd.workers.adapters.gymnasium.spaces import Space, native_tree
 from envherd.workers.adapters.named import PettingZooFactory
 from envherd.workers.adapters.pettingzoo.adapter import ParallelAdapter, acting_agents, possible_agents
 from envherd.workers.build import check_factory, describe, modules_of
+from envherd.workers.interpreters import interpreter_of
 from envherd.workers.pickling import dumps
 
 #: Keys of the rows: which agents act next, bool `[A]`; their rewards, float64 `[A]`; their flags.
@@ -187,7 +188,7 @@ class OneGroupFactory:
     def __init__(self, make_env: Callable[[], Any]) -> None:
         check_factory(make_env)
         self._make_env = make_env
-        self.preload = tuple(modules_of(make_env))
+        self.preload, self.interpreter = tuple(modules_of(make_env)), interpreter_of(make_env)
         self.__qualname__ = describe(make_env)  # for messages
 
     def __call__(self) -> Any:

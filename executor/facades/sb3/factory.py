@@ -12,6 +12,7 @@ import pickle
 from typing import Any
 
 from envherd.workers.build import Factory, describe, modules_of, pickle_factory
+from envherd.workers.interpreters import interpreter_of
 
 #: Keeps TensorBoard from importing TensorFlow in workers: 255 MB instead of 927 MB with SB3 loaded.
 _LIGHT = "envherd.workers.adapters.hosts.light_tensorboard"
@@ -31,7 +32,7 @@ class Sb3Factory:
     def __init__(self, env_fn: Factory, env_id: int) -> None:
         self._pickled = pickle_factory(env_fn)
         self._env_id = env_id
-        self.preload = (_LIGHT, *modules_of(env_fn))
+        self.preload, self.interpreter = (_LIGHT, *modules_of(env_fn)), interpreter_of(env_fn)
         self.__qualname__ = describe(env_fn)
 
     def __call__(self) -> Any:

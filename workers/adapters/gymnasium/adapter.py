@@ -194,7 +194,10 @@ def _outline(result: Any) -> str:
 
 
 def _wrapper_attr(env: gymnasium.Env[Any, Any], name: str) -> Any:
-    return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else None
+    try:
+        return env.get_wrapper_attr(name)
+    except AttributeError:
+        return None
 
 
 def _metadata(env: gymnasium.Env[Any, Any], renamed: dict[str, str]) -> dict[str, Any]:

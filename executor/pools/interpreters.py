@@ -1,0 +1,123 @@
+"""Workers that another Python interpreter executes; see `workers.interpreters`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from envherd.workers.errors import FactoryError
+from envherd.workers.interpreters import OLDEST
+
+#: The folder of this package.
+_PACKAGE = str(Path(__file__).parents[2])
+#: Packages that the worker side imports.
+_NEEDED = ("numpy", "cloudpickle")
+_TIMEOUT_S = 60.0
+#: For any version of Python.
+_ASK = """
+import json, sys
+lacks = {}
+for name in sys.argv[1:]:
+    try:
+        __import__(name)
+    except Exception as error:
+        lacks[name] = "%s: %s" % (type(error).__name__, error)
+name = sys.implementation.name if hasattr(sys, "implementation") else "cpython"
+print(json.dumps({"version": list(sys.version_info[:3]), "name": name, "lacks": lacks}))
+"""
+#: Variables that would lead an interpreter to the packages of this one.
+_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+
+
+@functools.cache
+def check_interpreter(python: str) -> None:
+    """Ask an interpreter for its version and packages.
+
+    Raises:
+        FactoryError: it cannot run workers; the message has the command that mends it, if there is one.
+    """
+    try:
+        done = subprocess.run(
+            [python, "-c", _ASK, *_NEEDED],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            env=environment_for(dict(os.environ)),
+        )
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        output = getattr(error, "stderr", None) or ""
+        why = output.strip().splitlines()[-1:] or [str(error)]
+        raise FactoryError(f"InPython failed: expected a Python interpreter, got {python} ({why[0]}).") from None
+    version = ".".join(map(str, answer["version"]))
+    if tuple(answer["version"]) < OLDEST or answer["name"] != "cpython":
+        oldest = ".".join(map(str, OLDEST))
+        raise FactoryError(
+            f"InPython failed: expected CPython {oldest} or newer, got {answer['name']} {version} ({python}). Make the "
+            f"virtual environment with a newer interpreter."
+        )
+    if answer["lacks"]:
+        why = "; ".join(f"{name} ({reason})" for name, reason in answer["lacks"].items())
+        raise FactoryError(
+            f"InPython failed: the workers of {python} (Python {version}) cannot import {why}. Run: {python} -m pip "
+            f"install {' '.join(answer['lacks'])}"
+        )
+
+
+def start_of(python: str) -> dict[str, Any]:
+    """Return what a worker needs to execute an interpreter: its path, this package, and folders to import from."""
+    return {"executable": python, "package": _PACKAGE, "path": _own_folders()}
+
+
+def environment_for(environ: dict[str, str]) -> dict[str, str]:
+    """Return environment variables without those that concern this interpreter only."""
+    return {name: value for name, value in environ.items() if name not in _OURS}
+
+
+def _own_folders() -> list[str]:
+    """Return the folders of the import path that belong to no interpreter and hold no installed packages."""
+    paths = sysconfig.get_paths()
+    theirs = [os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, paths["stdlib"], paths["purelib"])]
+    own = []
+    for entry in sys.path:
+        folder = os.path.realpath(entry or ".")
+        is_theirs = any(folder == other or folder.startswith(other + os.sep) for other in theirs)
+        if os.path.isdir(folder) and not is_theirs and Path(folder).name not in ("site-packages", "dist-packages"):
+            own.append(folder)
+    return own
+
+
+def num_runs(interpreters: Sequence[str | None]) -> int:
+    """Return the fewest workers that such envs need: consecutive envs of one interpreter can share one."""
+    return len(list(itertools.groupby(interpreters)))
+
+
+def spread_apart(interpreters: Sequence[str | None], num_workers: int) -> tuple[tuple[int, ...], ...]:
+    """Return contiguous blocks of env ids, one for each worker, each with envs of one interpreter.
+
+    Raises:
+        ValueError: there are too few workers.
+    """
+    runs = [[i for i, _ in run] for _, run in itertools.groupby(enumerate(interpreters), lambda pair: pair[1])]
+    if num_workers < len(runs):
+        raise ValueError(
+            f"num_workers failed: expected at least {len(runs)}, got {num_workers}: envs of different interpreters "
+            f"need different workers, and a worker has consecutive envs. Order the factories by interpreter."
+        )
+    counts = [1] * len(runs)
+    for _ in range(num_workers - len(runs)):  # each further worker goes where one has the most envs
+        counts[max(range(len(runs)), key=lambda i: len(runs[i]) / counts[i])] += 1
+    split = [block for run, count in zip(runs, counts, strict=True) for block in np.array_split(run, count)]
+    return tuple(tuple(block.tolist()) for block in split)

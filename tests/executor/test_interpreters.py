@@ -1,0 +1,265 @@
+"""Envs of another interpreter: what it needs, equal data, and the faults of such workers."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import venv
+from pathlib import Path
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from envherd import ExecutorOptions, FactoryError, InPython, ParallelEnv, SerialEnv, WorkerLost, WorkerTimeout
+from envherd.executor.pools.interpreters import num_runs, spread_apart
+
+#: A module that both interpreters import: an env without any library of envs.
+MODULE = """
+import os, sys, time
+import numpy as np
+from envherd import Adapter, Box, Discrete, EnvSpec, LeafSpec, register
+
+class Drift:
+    def __init__(self, limit=9, table=None):
+        self.limit, self.table = limit, table
+        self.python = sys.executable
+
+    def loaded(self):
+        return sorted({name.partition(".")[0] for name in sys.modules})
+
+class DriftAdapter(Adapter):
+    family = "drift"
+
+    def __init__(self, env):
+        self.env = env
+        self.spec = EnvSpec(
+            observation=(LeafSpec(("observation",), (2,), "float32", Box(-np.ones(2), np.ones(2))),),
+            action=(LeafSpec(("action",), (), "int64", Discrete(4)),),
+            family=self.family,
+        )
+
+    def reset(self, seed, options=None, mask=None):
+        self.rng = np.random.default_rng(seed)
+        self.steps = 0
+        return [self.rng.uniform(-1, 1, 2).astype("float32")]
+
+    def step(self, action):
+        self.steps += 1
+        if self.env.limit == -1 and self.steps == 3:
+            raise RuntimeError("the simulator broke")
+        if self.env.limit == -2 and self.steps == 3:
+            os._exit(7)
+        if self.env.limit == -3 and self.steps == 3:
+            time.sleep(600)
+        value = self.rng.uniform(-1, 1, 2).astype("float32")
+        return [value], [float(action[0])], False, self.steps == self.env.limit
+
+def make(**kwargs):
+    register(Drift, DriftAdapter)
+    return Drift(**kwargs)
+
+def fail():
+    raise OSError("no licence")
+
+def die():
+    os._exit(3)
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """Return the interpreter of a new virtual environment that has numpy and cloudpickle alone."""
+    folder = tmp_path_factory.mktemp("venv")
+    venv.create(folder, with_pip=False, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for package in (Path(np.__file__).parent, Path(cloudpickle.__file__).parent):
+        (packages / package.name).symlink_to(package)
+    libraries = Path(np.__file__).parents[1] / "numpy.libs"
+    if libraries.is_dir():
+        (packages / "numpy.libs").symlink_to(libraries)
+    return str(folder / "bin" / "python")
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Make `drift_module` importable here, as from the folder of a script."""
+    (tmp_path / "drift_module.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "drift_module", None)
+    del sys.modules["drift_module"]
+    import drift_module
+
+    yield drift_module
+    del sys.modules["drift_module"]
+
+
+@pytest.mark.usefixtures("module")
+def test_a_worker_needs_numpy_and_cloudpickle_alone(python):
+    with ParallelEnv(2, InPython(python, "drift_module:make"), num_workers=1) as env:
+        env.rollout(20, break_when_any_done=False)
+        assert env.get("python") == [python, python]
+        assert not {"torch", "tensordict", "gymnasium", "psutil"} & set(env.call("loaded")[0])
+
+
+def test_envs_of_two_interpreters_in_one_batch_have_the_data_of_one(python, module):
+    other = InPython(python, "drift_module:make", {"limit": 9})
+    table = {"limit": 9}
+    with ParallelEnv(4, module.make, env_kwargs=table, num_workers=2, seed=5) as env:
+        expected = env.rollout(40, break_when_any_done=False)
+    with ParallelEnv([module.make, module.make, other, other], env_kwargs=table, num_workers=2, seed=5) as env:
+        mixed = env.rollout(40, break_when_any_done=False)
+    assert (expected["observation"] == mixed["observation"]).all()
+    assert (expected["next", "reward"] == mixed["next", "reward"]).all()
+    assert mixed["next", "truncated"].sum() == 4 * 4
+
+
+@pytest.mark.usefixtures("module")
+def test_arguments_arrive_as_data(python):
+    kwargs = {"table": {"a": [1, 2.5, "x"], "b": np.arange(3)}}
+    more = [{"limit": np.int64(5)}, {"limit": 7}]
+    with ParallelEnv(2, InPython(python, "drift_module:make", kwargs), env_kwargs=more, num_workers=1) as env:
+        data = env.rollout(35, break_when_any_done=False)
+        assert data["next", "truncated"].sum((1, 2)).tolist() == [7, 5]
+
+
+@pytest.mark.broken_pool
+@pytest.mark.usefixtures("module")
+def test_such_a_worker_is_replaced(python):
+    options = ExecutorOptions(on_worker_loss="restart")
+    with ParallelEnv(2, InPython(python, "drift_module:make"), num_workers=2, options=options) as env:
+        env.reset()
+        os.kill(env.statistics().workers[1].pid, signal.SIGKILL)
+        env.reset()
+        env.reset()
+        assert [worker.generation for worker in env.statistics().workers] == [0, 1]
+        assert env.rollout(5).shape == (2, 5)
+
+
+@pytest.mark.broken_pool
+@pytest.mark.parametrize(
+    ("limit", "error", "match"),
+    [
+        (-1, Exception, "the env raised RuntimeError: the simulator broke"),
+        (-2, WorkerLost, r"ended with exit code 7 in step"),
+        (-3, WorkerTimeout, r"(?s)gave no answer within 1 s in step.*It was stuck in:.*in step"),
+    ],
+)
+@pytest.mark.usefixtures("module")
+def test_faults_of_its_envs_are_reported_as_those_of_others(python, limit, error, match):
+    options = ExecutorOptions(step_timeout_s=1)
+    make = InPython(python, "drift_module:make", {"limit": limit})
+    with ParallelEnv(2, make, num_workers=1, options=options) as env, pytest.raises(error, match=match):
+        env.rollout(5)
+
+
+@pytest.mark.broken_pool
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(
+    ("target", "error", "match"),
+    [
+        ("drift_module:fail", FactoryError, "the factory raised OSError: no licence"),
+        ("drift_module:die", WorkerLost, "ended with exit code 3 in build"),
+        ("drift_module:nope", FactoryError, "module 'drift_module' has no attribute 'nope'"),
+        ("no_such_module:make", FactoryError, "No module named 'no_such_module'"),
+        ("torch:zeros", FactoryError, "No module named 'torch'"),
+    ],
+)
+def test_faults_of_its_factories_are_reported(python, target, error, match):
+    with pytest.raises(error, match=match):
+        ParallelEnv(2, InPython(python, target), num_workers=1)
+
+
+def test_it_ends_with_its_owner(python, tmp_path):
+    (tmp_path / "drift_module.py").write_text(MODULE)
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import os, signal
+        from envherd import InPython, ParallelEnv
+        env = ParallelEnv(2, InPython({python!r}, "drift_module:make"), num_workers=2)
+        env.reset()
+        print(*(worker.pid for worker in env.statistics().workers), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """)
+    )
+    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, script], env=variables, capture_output=True, text=True, check=False)
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2, done.stderr
+    end = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_what_is_no_interpreter_or_target_is_refused(python, tmp_path):
+    for arguments, match in (
+        (("/no/such/python", "a:b"), "expected a Python interpreter, got '/no/such/python': no such program"),
+        ((python, "module"), "expected a target 'MODULE:CALLABLE', got 'module'"),
+        ((python, "a b:c"), "expected a target 'MODULE:CALLABLE', got 'a b:c'"),
+        ((python, len), "expected a target 'MODULE:CALLABLE', got <built-in function len>"),
+        ((python, "a:b", {"x": object()}), "expected kwargs of plain data .* Build other objects in a:b"),
+    ):
+        with pytest.raises(FactoryError, match=match):
+            InPython(*arguments)
+    other = tmp_path / "python"
+    other.write_text("#!/bin/sh\necho no python >&2; exit 3\n")
+    other.chmod(0o755)
+    with pytest.raises(FactoryError, match=r"expected a Python interpreter, got .*/python \(no python\)"):
+        ParallelEnv(1, InPython(other, "a:b"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "match"),
+    [
+        (
+            '"version": [3, 8, 1], "name": "cpython", "lacks": {}',
+            r"expected CPython 3\.10 or newer, got cpython 3\.8\.1",
+        ),
+        ('"version": [3, 12, 1], "name": "pypy", "lacks": {}', r"expected CPython 3\.10 or newer, got pypy 3\.12\.1"),
+        (
+            '"version": [3, 12, 1], "name": "cpython", "lacks": {"numpy": "ModuleNotFoundError: x"}',
+            r"cannot import numpy \(ModuleNotFoundError: x\)\. Run: .*python -m pip install numpy$",
+        ),
+    ],
+)
+def test_an_interpreter_that_cannot_run_workers_is_refused_with_the_remedy(tmp_path, answer, match):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho '{{{answer}}}'\n")
+    python.chmod(0o755)
+    with pytest.raises(FactoryError, match=match):
+        ParallelEnv(1, InPython(python, "a:b"))
+
+
+@pytest.mark.usefixtures("module")
+def test_it_is_built_by_its_interpreter_alone(python):
+    make = InPython(python, "drift_module:make")
+    for build in (lambda: SerialEnv(1, make), lambda: ParallelEnv(1, lambda: make())):  # noqa: PLW0108
+        with pytest.raises(FactoryError, match=r"expected drift_module:make to be built by .*, got a call in another"):
+            build()
+
+
+def test_workers_have_envs_of_one_interpreter():
+    a, b = None, "/b"
+    assert spread_apart([a, a, b, b], 2) == ((0, 1), (2, 3))
+    assert spread_apart([a] * 5 + [b], 3) == ((0, 1, 2), (3, 4), (5,))
+    assert spread_apart([a] * 4, 3) == ((0, 1), (2,), (3,))
+    assert num_runs([a, b, b, a]) == 3
+    with pytest.raises(ValueError, match=r"num_workers failed: expected at least 3, got 2: envs of different"):
+        spread_apart([a, b, a], 2)
+
+
+OTHER = os.environ.get("ENVHERD_TEST_PYTHON", "")
+
+
+@pytest.mark.skipif(not OTHER, reason="ENVHERD_TEST_PYTHON names no interpreter of another version, with gymnasium")
+def test_an_env_of_another_version_of_python_and_gymnasium():
+    with ParallelEnv(2, InPython(OTHER, "gymnasium:make", {"id": "CartPole-v1"}), num_workers=1, seed=1) as env:
+        data = env.rollout(50, break_when_any_done=False)
+    import gymnasium
+
+    with ParallelEnv(2, gymnasium.make, env_kwargs={"id": "CartPole-v1"}, num_workers=1, seed=1) as env:
+        assert (env.rollout(50, break_when_any_done=False)["observation"] == data["observation"]).all()

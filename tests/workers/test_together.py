@@ -1,0 +1,118 @@
+"""Rule 12: envs that share a process have the data that they have alone."""
+
+import random
+from typing import ClassVar
+
+import gymnasium
+import numpy as np
+import pytest
+
+from envherd.workers.testing import ContractViolation, check_env_contract
+
+SHARED = np.zeros(2, np.float32)
+CANVAS = np.zeros((4, 4, 3), np.uint8)
+TURN = {"count": 0}
+
+
+class Walk(gymnasium.Env):
+    """A well-behaved env that draws a picture."""
+
+    observation_space = gymnasium.spaces.Box(-100, 100, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+    render_mode = "rgb_array"
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.steps += 1
+        return self.observe(), float(action), False, self.steps == 7, {}
+
+    def observe(self):
+        self.place = self.np_random.uniform(-1, 1, 2).astype("float32")
+        return self.place
+
+    def render(self):
+        return np.full((4, 4, 3), self.place[0] * 100 + 100, np.uint8)
+
+
+class ClassAttribute(Walk):
+    count: ClassVar[int] = 0
+
+    def observe(self):
+        ClassAttribute.count += 1
+        return np.full(2, self.count % 90, np.float32)
+
+
+class GlobalVariable(Walk):
+    def observe(self):
+        TURN["count"] += 1
+        return np.full(2, TURN["count"] % 90, np.float32)
+
+
+class GlobalGenerator(Walk):
+    def observe(self):
+        return np.full(2, random.random(), np.float32)
+
+
+class OneCanvas(Walk):
+    """All envs draw to one canvas; a picture is that of the env that has drawn last."""
+
+    def observe(self):
+        place = super().observe()
+        CANVAS[:] = int(place[0] * 100 + 100)
+        return place
+
+    def render(self):
+        return CANVAS
+
+
+class Unseeded(Walk):
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=None, options=options)
+
+
+class OwnScreen(Walk):
+    """Keeps a variable of a library: not visible to Python."""
+
+    def observe(self):
+        import ctypes
+
+        return np.full(2, ctypes.CDLL(None).rand() % 90, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("make_env", "match"),
+    [
+        (ClassAttribute, r"env 0 gave another observation than alone \(.*\): .*ClassAttribute\.count.*alone=True"),
+        (GlobalVariable, r"env 0 gave another observation than alone .*test_together\.TURN.*alone=True"),
+        (GlobalGenerator, r"draws from global generators \(random\)\. ExecutorOptions\(isolate_rng=True\)"),
+        (OneCanvas, r"env 0 gave another picture than alone \(the first root\)\. It is that of env 1: .*GL context"),
+        (OwnScreen, r"They probably share a variable of a library in C, a file, or a port.*alone=True"),
+        (Unseeded, r"nothing was proved, as the seed does not determine the env"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_envs_share_is_named_with_the_remedy(make_env, match):
+    with pytest.raises(ContractViolation, match=f"(?s)rule 12 is broken: .*{match}"):
+        check_env_contract(make_env, num_steps=20, together=2, is_deterministic=False)
+
+
+def test_envs_that_share_nothing_pass():
+    report = check_env_contract(Walk, num_steps=20, together=3)
+    assert report.rules[-1] == 12
+    assert 12 not in check_env_contract(Walk, num_steps=20).rules
+
+
+def test_the_end_of_a_process_is_reported():
+    def make_env():
+        import os
+
+        os._exit(5)
+
+    from envherd.workers.testing.contract import Contract
+
+    with pytest.raises(ContractViolation, match=r"a process with env 0 ended with exit code 5"):
+        Contract(make_env, together=2).check(12)

@@ -1,0 +1,121 @@
+"""Factories of envs that run in another Python interpreter, whose packages this one does not have.
+
+A worker of such an env executes that interpreter. It imports this package's worker side from where the caller has it,
+and everything else from its own site-packages. It needs numpy and cloudpickle, and neither torch nor tensordict.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from envherd.workers import plain
+from envherd.workers.errors import FactoryError
+
+#: The oldest version that the worker side runs on.
+OLDEST = (3, 10)
+
+#: The interpreter that executes this process, if it was started for `InPython`.
+_here: str | None = None
+
+
+class InPython:
+    """Build an env in another Python interpreter, such as that of a virtual environment with other packages.
+
+        ParallelEnv(8, InPython("/venvs/sim/bin/python", "my_envs:make", {"level": 3}))
+
+    A list of factories may have envs of several interpreters in one batch; a worker has envs of one. The interpreter
+    must be CPython 3.10 or newer, with numpy and cloudpickle. `ParallelEnv` accepts it, and so do the facades of
+    Gymnasium, SB3, PettingZoo and CleanRL.
+
+    The worker finds the target's module in the packages of that interpreter, then in the folders of this process's
+    import path that hold no installed packages (as the script's folder). `PYTHONPATH` is not passed on.
+
+    Args:
+        python: path of the interpreter, or its name on the PATH.
+        target: `MODULE:CALLABLE`, where CALLABLE builds the env; it is imported in the worker.
+        kwargs: arguments of the callable: plain data (numbers, texts, lists, dicts, numpy arrays). `env_kwargs=` of the
+            executor adds others.
+
+    Raises:
+        FactoryError: no such interpreter, not such a target, or arguments that are no plain data.
+    """
+
+    def __init__(self, python: str | os.PathLike[str], target: str, kwargs: Mapping[str, Any] | None = None) -> None:
+        found = shutil.which(os.path.expanduser(python))  # `Path` has no `which`
+        if found is None:
+            raise FactoryError(
+                f"InPython failed: expected a Python interpreter, got {os.fspath(python)!r}: no such program."
+            )
+        module, _, name = target.partition(":") if isinstance(target, str) else ("", "", "")
+        if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
+            raise FactoryError(f"InPython failed: expected a target 'MODULE:CALLABLE', got {target!r}.")
+        try:
+            self._kwargs = plain.encode(dict(kwargs or {}))
+        except Exception as error:
+            raise FactoryError(
+                f"InPython failed: expected kwargs of plain data (numbers, texts, lists, dicts, numpy arrays), got "
+                f"{kwargs!r} ({error}). Build other objects in {target}."
+            ) from None
+        self.interpreter = os.path.abspath(found)  # not resolved: a virtual environment's python is a link
+        self.target = target
+        self.__qualname__ = f"InPython({self.interpreter!r}, {target!r})"  # for messages
+
+    def __call__(self, **_: Any) -> Any:
+        """Refuse to build the env in this process.
+
+        Raises:
+            FactoryError: always.
+        """
+        raise _wrong_place(self.interpreter, self.target)
+
+    def __reduce__(self) -> Any:
+        return Target, (self.interpreter, self.target, self._kwargs)
+
+
+class Target:
+    """What `InPython` is in its worker."""
+
+    def __init__(self, interpreter: str, target: str, kwargs: bytes) -> None:
+        self.interpreter, self.target, self._kwargs = interpreter, target, kwargs
+        self.__qualname__ = target
+
+    def __call__(self, **env_kwargs: Any) -> Any:
+        """Import the target and return the env that it builds."""
+        if _here != self.interpreter:
+            raise _wrong_place(self.interpreter, self.target)
+        name, _, path = self.target.partition(":")
+        made: Any = importlib.import_module(name)
+        for part in path.split("."):
+            made = getattr(made, part)
+        return made(**{**plain.decode(self._kwargs), **env_kwargs})
+
+    def __reduce__(self) -> Any:
+        return Target, (self.interpreter, self.target, self._kwargs)
+
+
+def interpreter_of(factory: Any) -> str | None:
+    """Return the interpreter in which a factory must be called; None for this one."""
+    return getattr(factory, "interpreter", None)
+
+
+def enter(interpreter: str) -> None:
+    """Note which interpreter executes this process, and let it read arrays that the caller has pickled."""
+    global _here  # noqa: PLW0603
+    _here = interpreter
+    if np.__version__.startswith("1."):  # numpy 2 pickles arrays as results of a function of this module
+        sys.modules.setdefault("numpy._core.numeric", importlib.import_module("numpy.core.numeric"))
+
+
+def _wrong_place(interpreter: str, target: str) -> FactoryError:
+    return FactoryError(
+        f"make_env failed: expected {target} to be built by {interpreter}, got a call in another interpreter. Pass the "
+        f"InPython itself to ParallelEnv, or to the facade of Gymnasium, SB3 or PettingZoo: other factories must not "
+        f"call it, and other executors cannot run it."
+    )
