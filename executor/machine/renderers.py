@@ -1,4 +1,4 @@
-"""Which devices EGL renders on: one small picture is drawn on each, in a process of its own, as drivers may crash."""
+"""Which devices EGL renders on: a new process draws one small picture on each, as drivers may crash."""
 
 from __future__ import annotations
 
