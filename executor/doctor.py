@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 import psutil
 
 from envherd.executor.machine.machine import Machine, read_machine
+from envherd.executor.machine.renderers import find_renderers
 from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.executor.sizing.limits import FILES_FIXED, FILES_PER_WORKER
 from envherd.shm.segment import HAS_MEMFD, Segment
@@ -76,6 +77,7 @@ def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding
         ("dmlab2d", _dmlab2d),
         ("meltingpot", _meltingpot),
         ("rendering", _rendering),
+        ("egl", _egl),
         ("shared memory", _shared_memory),
         *((f"start method {name}", _starter(name)) for name in get_args(StartMethod)),
         *([] if make_env is None else [(f"steps of {name}", lambda: steps_of(name, make_env))]),
@@ -196,6 +198,12 @@ def _rendering() -> Iterator[Finding]:
         found = "no display, and MUJOCO_GL is not set: MuJoCo cannot draw"
     fix = "export MUJOCO_GL=egl (a GPU or Mesa) or osmesa; `envherd rollout --gif` does so by itself"
     yield _judged("rendering", found, fix, is_ok=has_display)
+
+
+def _egl() -> Iterator[Finding]:
+    for one in find_renderers():
+        fix = "mount the GPU's devices into the container; allow its files for this user; update the driver"
+        yield _judged(f"EGL device {one.number}", one.describe(), fix, is_ok=not one.problem)
 
 
 # ---- machine ---------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def screen(watches: list[Watch], stack: str, width: int) -> RenderableType:
 #: The columns of a table, and those that a narrow terminal drops, in the order in which they are dropped.
 _COLUMNS = (
     *("worker", "pid", "envs", "steps/s", "busy", "reset", "wait", "p50", "p99", "resets", "restarts", "USS", "PSS"),
-    *("cpu", "at"),
+    *("cpu", "gpu", "at"),
 )
 _DROPPED = ("PSS", "p50", "cpu", "restarts", "reset", "p99", "resets", "wait")
 
@@ -144,7 +144,8 @@ def _executor(watch: Watch, width: int) -> Table:
     one = watch.listing
     title = f"{one.env} x {one.num_envs}, process {one.pid}: {watch.steps_per_s:,.0f} env-steps/s   {one.command[:60]}"
     rows = [dict(zip(_COLUMNS, _cells(worker), strict=True)) for worker in watch.workers]
-    names = list(_COLUMNS)
+    has_gpus = any(worker.gpu is not None for worker in watch.workers)
+    names = [name for name in _COLUMNS if name != "gpu" or has_gpus]
     for name in _DROPPED:
         if _width_of(names, rows) > width:
             names.remove(name)
@@ -182,6 +183,7 @@ def _cells(worker: WorkerStatistics) -> list[Any]:
         size_text(worker.uss_bytes),
         size_text(worker.pss_bytes),
         "-" if worker.cpu is None else str(worker.cpu),
+        worker.gpu or "-",
         Text(f"{at}, {worker.phase_s:,.1f} s", "bold red" if is_long else ""),
     ]
 

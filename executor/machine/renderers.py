@@ -88,14 +88,14 @@ class Renderer:
         return any(word in self.name.lower() for word in ("llvmpipe", "softpipe", "swrast", "software"))
 
     def describe(self) -> str:
-        """Return a line for users."""
+        """Return what drew and which GPU that is, or the problem."""
         if self.problem:
-            return f"EGL device {self.number}: {self.problem}"
+            return self.problem
         which = [f"CUDA GPU {self.cuda}"] if self.cuda is not None else []
         which += [self.file] if self.file else []
         which += ["on the processor"] if self.is_software else []
         suffix = f" ({', '.join(which)})" if which else ""
-        return f"EGL device {self.number}: {self.name}{suffix}"
+        return f"{self.name}{suffix}"
 
 
 def find_renderers() -> Iterator[Renderer]:

@@ -41,6 +41,7 @@ class Listing:
         command: the command line of that process.
         env: family of its envs.
         blocks: env ids of each worker.
+        gpus: of each worker, None where none was given.
         slab_path: where the slab can be opened.
         inode: of the slab; identifies it.
         path: which calls are made in C; see `Statistics.path`. Empty if nobody has written it.
@@ -53,6 +54,7 @@ class Listing:
     command: str
     env: str
     blocks: tuple[tuple[int, ...], ...]
+    gpus: tuple[str | None, ...]
     path: str
     slab_path: str
     inode: int
@@ -86,6 +88,7 @@ def _listed(plate: Plate) -> Listing | None:
             command=command.decode(errors="replace"),
             env=str(content["env"]),
             blocks=tuple(tuple(map(int, block)) for block in content["blocks"]),
+            gpus=tuple(None if gpu is None else str(gpu) for gpu in content["gpus"]),
             path=str(content.get("path", "")).strip(),
             slab_path=plate.path,
             inode=plate.inode,
@@ -134,7 +137,8 @@ class Watch:
         now_ns = time.monotonic_ns()
         self.span_s, self._read_ns = max(1e-9, (now_ns - self._read_ns) / 1e9), now_ns
         pairs = zip(self.workers, read_workers(self._words, self.listing.blocks, now_ns), strict=True)
-        self.workers = tuple(_between(*pair, self.span_s) for pair in pairs)
+        both = zip(pairs, self.listing.gpus, strict=True)
+        self.workers = tuple(_between(*pair, self.span_s, gpu) for pair, gpu in both)
         return self
 
     @property
@@ -158,11 +162,11 @@ class Watch:
         }
 
 
-def _between(before: WorkerStatistics, now: WorkerStatistics, span_s: float) -> WorkerStatistics:
+def _between(before: WorkerStatistics, now: WorkerStatistics, span_s: float, gpu: str | None) -> WorkerStatistics:
     busy_s = now.busy_s - before.busy_s
     if now.phase != "idle":  # the current command is not counted yet
         busy_s += min(span_s, now.phase_s)
-    figures = WorkerFigures.of(now.pid) if now.pid else WorkerFigures(0, 0, 0.0, None)
+    figures = WorkerFigures.of(now.pid, gpu) if now.pid else WorkerFigures(0, 0, 0.0, None, gpu)
     return now.over(span_s, busy_s, now.reset_s - before.reset_s, now.env_steps - before.env_steps, figures)
 
 

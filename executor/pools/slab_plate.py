@@ -19,13 +19,16 @@ SCHEMA = "envherd.slab/1"
 _PATH_BYTES = 512
 
 
-def describe(plan: SlabPlan, blocks: Sequence[Sequence[int]], family: str) -> dict[str, Any]:
+def describe(
+    plan: SlabPlan, blocks: Sequence[Sequence[int]], family: str, gpus: Sequence[str | None]
+) -> dict[str, Any]:
     """Return the content of the nameplate of a slab of this process.
 
     Args:
         plan: of the slab.
         blocks: env ids of each worker.
         family: of the envs.
+        gpus: of each worker.
     """
     return {
         "schema": SCHEMA,
@@ -35,6 +38,7 @@ def describe(plan: SlabPlan, blocks: Sequence[Sequence[int]], family: str) -> di
         "env": family,
         "path": " " * _PATH_BYTES,
         "blocks": [list(block) for block in blocks],
+        "gpus": list(gpus),
         "words": {field.name[0]: [field.offset, field.shape[0]] for field in plan.words},
         "nbytes": plan.words.nbytes,
     }

@@ -96,7 +96,9 @@ class WorkerPool(SlabPool):
 
     def _make_slab(self) -> None:
         self.plan: SlabPlan = plan_slab(self.specs, len(self.worker_ids), self.options.num_frames, lends=True)
-        plate = describe(self.plan, self.blueprint.blocks, self.specs[0].family)
+        plate = describe(
+            self.plan, self.blueprint.blocks, self.specs[0].family, [worker.gpu for worker in self.crew.workers]
+        )
         ring_nbytes = self.plan.ring_nbytes
         segment = create_named(self.plan.nbytes, LABEL, plate, num_sparse=self.plan.nbytes - ring_nbytes)
         buffer = segment.array()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import json
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 from envherd.executor import doctor
 from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.machine.machine import read_machine
+from envherd.executor.machine.renderers import Renderer, find_renderers
 from envherd.workers import native
 from tests.extras import needs
 
@@ -113,3 +115,24 @@ def test_a_check_that_raises_is_a_finding(monkeypatch):
     monkeypatch.setattr(doctor, "_dmlab2d", lambda: iter(()))
     (finding,) = [one for one in doctor.examine() if one.name == "packages"]
     assert (finding.level, finding.found) == ("fail", "looking at it raised OSError: no such place")
+
+
+@pytest.mark.parametrize(
+    ("renderer", "found", "level"),
+    [
+        (Renderer(0, "NVIDIA H100", cuda=1, file="/dev/dri/card2"), "NVIDIA H100 (CUDA GPU 1, /dev/dri/card2)", "ok"),
+        (Renderer(1, "llvmpipe (LLVM 15)"), "llvmpipe (LLVM 15) (on the processor)", "ok"),
+        (Renderer(2, problem="no OpenGL context"), "no OpenGL context", "warn"),
+    ],
+)
+def test_each_device_of_egl_is_shown_with_what_drew(monkeypatch, renderer, found, level):
+    monkeypatch.setattr(doctor, "find_renderers", lambda: iter([renderer]))
+    (finding,) = doctor._egl()
+    assert (finding.name, finding.found, finding.level) == (f"EGL device {renderer.number}", found, level)
+
+
+@pytest.mark.skipif(ctypes.util.find_library("EGL") is None, reason="needs EGL")
+def test_a_picture_is_drawn_on_each_device_of_egl():
+    for number, renderer in enumerate(find_renderers()):
+        assert renderer.number == number
+        assert bool(renderer.name) != bool(renderer.problem)

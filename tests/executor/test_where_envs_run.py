@@ -7,6 +7,7 @@ import pytest
 
 import envherd
 from envherd import ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor.monitor.watching import Watch, listings
 from envherd.executor.pools.variables import visible_gpus
 from envherd.workers.testing import CountingEnv
 
@@ -78,6 +79,10 @@ def test_workers_get_the_gpus_that_this_process_sees_in_turn(gpus, expected, mon
         renderers = [gpu if gpu.isdigit() else None for gpu in expected]  # a renderer knows no UUID
         assert seen(env, *names) == [(gpu, one, one) for gpu, one in zip(expected, renderers, strict=True)]
         assert [worker.gpu for worker in env.statistics().workers] == expected
+        (listing,) = [one for one in listings() if one.pid == os.getpid()]
+        watch = Watch(listing)
+        assert [worker.gpu for worker in watch.look().workers] == expected
+        watch.close()
 
 
 def test_the_users_variables_come_before_those_of_the_gpu(monkeypatch):
