@@ -46,16 +46,6 @@ def memory_of(pid: int, *, is_alone: bool = False) -> dict[str, int]:
     return {**sums, "uss": sums["dirty"] + sums["clean"]}
 
 
-def anonymous_bytes(pid: int) -> int:
-    """Return bytes of anonymous memory of a process and its descendants; fast (tens of us)."""
-    total = 0
-    for one in descendants(pid):
-        fields = _text(f"/proc/{one}/statm").split()
-        if len(fields) > 2:
-            total += (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
-    return total
-
-
 def resident_bytes(pid: int) -> int:
     """Return the RSS of a process and its descendants; shared pages count for each of them."""
     total = 0
@@ -65,9 +55,21 @@ def resident_bytes(pid: int) -> int:
     return total
 
 
-def children_cpu_ns(pid: int) -> int:
-    """Return nanoseconds of processor time of a process's running descendants, in steps of 10 ms."""
-    return sum(map(cpu_ns, descendants(pid)[1:]))
+def processor_ns(pid: int) -> tuple[int, int, int]:
+    """Return nanoseconds of a process's main thread on a processor and waiting for one, and of its other threads.
+
+    The last is the processor time of all other threads, and of its descendants. Without /proc/PID/schedstat, nothing is
+    known of waiting and of other threads, and the first is in steps of 10 ms.
+    """
+    own, delay, others = cpu_ns(pid), 0, 0
+    for one in descendants(pid):
+        for task in _entries(f"/proc/{one}/task"):
+            fields = _text(f"/proc/{one}/task/{task}/schedstat").split()
+            if len(fields) > 1 and int(task) == pid:
+                own, delay = int(fields[0]), int(fields[1])
+            elif fields:
+                others += int(fields[0])
+    return own, delay, others
 
 
 def cpu_ns(pid: int) -> int:
@@ -80,12 +82,6 @@ def cpu_of(pid: int) -> int | None:
     """Return the processor that a process runs on, or ran on last; None if it has gone."""
     fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return int(fields[36]) if len(fields) > 36 else None
-
-
-def run_delay_ns() -> int:
-    """Return nanoseconds that the calling thread was runnable but waited for a processor (costs 5 us)."""
-    fields = _text("/proc/thread-self/schedstat").split()
-    return int(fields[1]) if len(fields) > 1 else 0
 
 
 def num_threads(pid: int) -> int:

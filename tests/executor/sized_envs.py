@@ -57,16 +57,6 @@ class LeakingEnv(CountingEnv):
         return super().step(action)
 
 
-class BottomlessEnv(CountingEnv):
-    """Allocates memory in its first reset until none is left."""
-
-    def reset(self, seed, options=None):
-        taken = []
-        while True:
-            taken.append(np.ones(16 * MIB, np.uint8))
-            time.sleep(0.002)
-
-
 class DyingEnv(CountingEnv):
     """Ends its process in a step."""
 
@@ -161,5 +151,21 @@ class LonelyEnv(CountingEnv):
             LonelyEnv.own.bind(f"\0envherd-lonely-{os.getppid()}")
 
 
+class SingleEnv(CountingEnv):
+    """Cannot be built a second time in a process."""
+
+    num_built = 0
+
+    def __init__(self):
+        super().__init__()
+        SingleEnv.num_built += 1
+        if SingleEnv.num_built > 1:
+            raise RuntimeError("there is one already")
+
+
 def make_failing():
     raise RuntimeError("no licence")
+
+
+def make_dying():
+    os._exit(7)

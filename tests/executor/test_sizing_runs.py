@@ -11,7 +11,7 @@ import pytest
 from envherd.executor import ParallelEnv
 from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.machine.machine import read_machine
-from envherd.executor.sizing import search
+from envherd.executor.sizing import confirming
 from envherd.executor.sizing.driving import Driver
 from envherd.executor.sizing.recommending import recommend
 from envherd.executor.sizing.settings import WORKERS_ONLY, Goal
@@ -118,7 +118,7 @@ def test_an_alarm_of_the_program_ends_the_search(monkeypatch):
     ],
 )
 def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(make_env, said, monkeypatch):
-    monkeypatch.setattr(search, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(confirming, "_PATIENCE_S", 2.0)
     done = sized(make_env, budget_s=60.0, num_envs=4)
     failed = {one.setting.num_workers: one.refusal for one in done.runs if one.refusal is not None}
     assert set(failed) == {1}

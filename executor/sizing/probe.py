@@ -1,0 +1,214 @@
+"""The probe: measure one env in an executor of one worker, and its memory also in one of two envs.
+
+Guarantees: no env is built in this process. Times are those of the worker, from its words in the slab; processor time
+and memory are the kernel's figures of its process. A probe ends when it has enough samples, at the latest when its
+budget is spent plus one step, reset or start of an executor.
+Does not know: the load of other processes. It measures how long the worker waited for a processor.
+Platforms: Linux (/proc).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import psutil
+
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.machine.gpus import memory_used_by
+from envherd.executor.monitor.loads import quantile
+from envherd.executor.sizing.driving import RandomActions, Subject
+from envherd.executor.sizing.measurement import Measurement, share_of_ends
+from envherd.executor.sizing.settings import Setting
+from envherd.shm.slab import plan_slab
+from envherd.shm.specs import EnvSpec
+from envherd.workers.errors import EnvherdError
+from envherd.workers.processes import descendants, memory_of, num_threads, processor_ns
+
+#: Called with the current activity and the used share of the budget.
+Progress = Callable[[str, float], None]
+
+#: Shares of the budget for uncounted steps (caches, lazy imports and compilers warm up in them), for steps, for
+#: the resets before and after them, and for those of two envs.
+_WARM_UP_SHARE, _STEPS_SHARE, _RESETS_SHARE = 0.02, 0.4, 0.1
+#: Uncounted steps at least.
+_WARM_UP_STEPS = 5
+#: Steps, seconds and ended episodes that are enough; and a number of resets.
+_ENOUGH_STEPS, _ENOUGH_S, _ENOUGH_EPISODES, _ENOUGH_RESETS = 500, 0.3, 2, 8
+#: A call that takes this many budgets longer, plus this many seconds, counts as hanging.
+_PATIENCE_FACTOR, _PATIENCE_S = 4.0, 30.0
+#: Bytes by which a process may grow because of Python itself.
+_NOISE_BYTES = 64 * 1024
+#: Least share of a step's processor time that counts as that of other threads.
+_LEAST_HIDDEN = 0.02
+
+
+def probe(subject: Subject, budget_s: float, progress: Progress) -> Measurement:
+    """Measure an env in a worker.
+
+    Args:
+        subject: the env.
+        budget_s: seconds of the measurement.
+        progress: called with the stage and the used share of the budget.
+
+    Raises:
+        FactoryError: the factory raised, or returned no env.
+        EnvError: the env raised.
+        WorkerLost, WorkerTimeout: the worker died, or a call took too long.
+    """
+    began = time.monotonic()
+
+    def show(stage: str) -> None:
+        progress(stage, min(1.0, (time.monotonic() - began) / budget_s))
+
+    def start(num_envs: int) -> BatchedEnv:
+        show("build" if num_envs == 1 else "two envs")
+        return subject.start(Setting(num_envs=num_envs, num_workers=1), _PATIENCE_S + _PATIENCE_FACTOR * budget_s)
+
+    with contextlib.closing(start(1)) as env:
+        build_s = time.monotonic() - began
+        one = _Env(env)
+        show("reset")
+        early = one.memory_after_resets(_RESETS_SHARE * budget_s)
+        show("step")
+        one.step_for(_WARM_UP_SHARE * budget_s, _WARM_UP_STEPS)
+        figures = one.measure_steps(_STEPS_SHARE * budget_s)
+        show("reset")
+        memory = one.memory_after_resets(_RESETS_SHARE * budget_s)
+        gpu_bytes = memory_used_by(descendants(one.pid))
+    second_s, both = build_s, None
+    is_costly = build_s + one.resets_s[0] > budget_s
+    if not is_costly:  # only a second env in the process shows the memory of a further one
+        began_second = time.monotonic()
+        with contextlib.suppress(EnvherdError), contextlib.closing(start(2)) as env:
+            second_s = time.monotonic() - began_second - build_s
+            both = _Env(env).memory_after_resets(_RESETS_SHARE * budget_s)
+    resets_s = np.array(one.resets_s)
+    return Measurement(
+        spec=one.spec,
+        build_s=build_s,
+        build_further_s=max(0.0, second_s),
+        first_reset_s=resets_s[0],
+        reset_median_s=float(np.median(resets_s[1:] if len(resets_s) > 1 else resets_s)),
+        num_threads=max(0, one.num_threads - 1),
+        worker_bytes=memory["dirty"],
+        further_env_bytes=memory["dirty"] if both is None else max(0, both["dirty"] - early["dirty"]),
+        shared_bytes=memory["shared"],
+        row_bytes=row_bytes(one.spec),
+        gpu_bytes=gpu_bytes,
+        is_alone=both is None and not is_costly,
+        resets_s=resets_s,
+        **figures,
+    )
+
+
+class _Env:
+    """The envs of one worker, stepped with random actions; all are reset when one ends.
+
+    Attributes:
+        pid: of the worker.
+        resets_s: seconds of each reset.
+        episodes: steps of each episode that ended, within the steps of `measure_steps`.
+        length: steps of the current one.
+        num_threads: of the worker and its descendants, after the steps.
+    """
+
+    def __init__(self, env: BatchedEnv) -> None:
+        self._env, self._actions = env, RandomActions(env)
+        pool = env.engine.pool
+        self.spec, self.pid, self._words = pool.specs[0], pool.pid_of(0), pool.slab.words
+        self.resets_s: list[float] = []
+        self.episodes: list[int] = []
+        self.length = self.num_threads = 0
+        self._in_resets = np.zeros(3, np.int64)
+
+    def reset(self) -> None:
+        """Reset; note how long it took, and the processor time."""
+        before, cpu = int(self._words["reset_ns"][0]), processor_ns(self.pid)
+        self._td = self._env.reset()
+        self.resets_s.append((int(self._words["reset_ns"][0]) - before) / 1e9)
+        self._in_resets += np.subtract(processor_ns(self.pid), cpu)
+        self.length = 0
+
+    def step_for(self, seconds: float, least: int) -> None:
+        """Make at least `least` steps, and more until the time is up or enough is known."""
+        began, count = time.monotonic(), 0
+        while True:
+            spent_s = time.monotonic() - began
+            is_known = count >= _ENOUGH_STEPS and spent_s >= _ENOUGH_S and len(self.episodes) >= _ENOUGH_EPISODES
+            if count >= least and (spent_s >= seconds or is_known):
+                return
+            ends = self._words["ends"].sum()
+            self._td = self._env.step(
+                self._actions.set_in(self._env.current() if self._actions.has_masks else self._td)
+            )
+            count += 1
+            self.length += 1
+            if self._words["ends"].sum() != ends:
+                self.episodes.append(self.length)
+                self.reset()
+
+    def measure_steps(self, seconds: float) -> dict[str, Any]:
+        """Step until enough is known; return the attributes of `Measurement` that are of steps."""
+        self.episodes.clear()
+        dirty, before, bins_before = memory_of(self.pid)["dirty"], *self._read()
+        self.step_for(seconds, 1)
+        after, bins = self._read()
+        bins -= bins_before
+        steps = int(after[0] - before[0])
+        busy_s, cpu_s, delay_s, hidden_s = (after[1:] - before[1:]) / 1e9
+        grown = memory_of(self.pid)["dirty"] - dirty - _NOISE_BYTES
+        self.num_threads = num_threads(self.pid)
+        # Between commands the worker also computes, as it looks for the next one, and waits for a processor.
+        undisturbed_s = min(busy_s, max(busy_s - delay_s, cpu_s, steps * (quantile(bins, 0.1) or 0.0)))
+        own_s = min(cpu_s, undisturbed_s)
+        hidden_s = hidden_s if hidden_s > _LEAST_HIDDEN * own_s else 0.0
+        return {
+            "steps_measured": steps,
+            "end_share": share_of_ends(np.array(self.episodes, np.int64), self.length),
+            "episode_steps": self.episodes[0] if len(set(self.episodes)) == 1 else 0,
+            "step_median_s": quantile(bins, 0.5) or 0.0,
+            "step_p99_s": quantile(bins, 0.99) or 0.0,
+            "step_mean_s": undisturbed_s / steps,
+            "cpu_per_step_s": (own_s + hidden_s) / steps,
+            "hidden_cpu_share": hidden_s / max(own_s + hidden_s, 1e-9),
+            "contention": 1 - undisturbed_s / max(busy_s, 1e-9),
+            "grown_per_1000_steps_bytes": int(max(0, grown) * 1000 / steps),
+            "step_bins": bins,
+        }
+
+    def _read(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return what steps have taken so far, int `[5]`, and their histogram.
+
+        The first are the number of steps, and ns: busy, on a processor, waiting for one, on one in other threads.
+        """
+        words = self._words
+        counts = words["env_steps"].sum(), words["busy_ns"][0] - words["reset_ns"][0]
+        times = np.subtract(processor_ns(self.pid), self._in_resets)
+        return np.array([*counts, *times]), words["step_bins"].copy()
+
+    def memory_after_resets(self, seconds: float) -> dict[str, int]:
+        """Reset and step for this time, and at least once; return the mean memory after a reset and a step.
+
+        An env's memory may differ by a half from one episode to the next (Melting Pot, by when Lua collects garbage).
+
+        Returns:
+            "dirty": private data of the worker; "shared": what it and its helper have once for all workers.
+        """
+        began, states = time.monotonic(), list[dict[str, int]]()
+        while not states or (len(states) < _ENOUGH_RESETS and time.monotonic() - began < seconds):
+            self.reset()
+            self.step_for(0.0, 1)
+            states.append(memory_of(self.pid))
+        mean = {key: sum(state[key] for state in states) // len(states) for key in states[0]}
+        helper = memory_of(psutil.Process(self.pid).ppid(), is_alone=True)
+        return {"dirty": mean["dirty"], "shared": helper["pss"] + mean["pss"] - mean["dirty"]}
+
+
+def row_bytes(spec: EnvSpec) -> int:
+    """Return bytes of one env in a batch: its transition, its next root, its inputs."""
+    plan = plan_slab([spec], 1, 1)
+    return plan.groups[0].frame.nbytes + sum(field.nbytes for field in plan.groups[0].inputs)
