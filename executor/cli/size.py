@@ -67,6 +67,9 @@ class Size:
     json: Annotated[
         str | None, typer.Option(metavar="PATH", callback=text_file, help="Write the report as JSON; - prints it.")
     ] = None
+    yaml: Annotated[
+        str | None, typer.Option(metavar="PATH", callback=text_file, help="Write the setting as YAML; - prints it.")
+    ] = None
     quiet: Quiet = False
 
     def run(self) -> int:
@@ -102,7 +105,7 @@ class Size:
         from envherd.executor.sizing.recommending import recommend
 
         factory, goal = prepared
-        console = Console(stderr=self.json == "-", quiet=self.quiet)
+        console = Console(stderr="-" in (self.json, self.yaml), quiet=self.quiet)
         is_here = self.cpus is None and self.memory is None and self.gpu is None
         with Console(stderr=True, quiet=self.quiet).status("starting") as status:
             sizing = recommend(
@@ -118,7 +121,7 @@ class Size:
 
     def _report(self, sizing: Sizing, console: Console) -> None:
         from envherd.executor.cli.commands import write_text
-        from envherd.executor.cli.sizing_report import plain_report, table
+        from envherd.executor.cli.sizing_report import plain_report, table, yaml_text
 
         console.print(table(self.env, sizing))
         if self.plot is not None:
@@ -127,6 +130,7 @@ class Size:
             draw(self.plot, self.env, sizing)
             console.print(f"plot: {self.plot}")
         write_text(self.json, json.dumps(plain_report(self.env, sizing), indent=2) + "\n")
+        write_text(self.yaml, yaml_text(self.env, sizing))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The report of `envherd size`: a table for readers, JSON for programs."""
+"""The report of `envherd size`: a table for readers, JSON for programs, YAML for config files."""
 
 from __future__ import annotations
 
@@ -120,6 +120,24 @@ def plain_report(env: str, sizing: Sizing) -> dict[str, Any]:
         "measured": sizing.measured.to_plain(),
         "machine": machine,
     }
+
+
+def yaml_text(env: str, sizing: Sizing) -> str:
+    """Return the recommended setting as YAML, with its speed and memory as comments."""
+    advice, setting, one = sizing.advice, sizing.advice.setting, sizing.advice.predicted
+    how = "scaled from the probe" if one.is_scaled else "measured"
+    lines = [
+        f"# {env}: {one.steps_per_s:,.0f} env-steps/s ({how}), {size_text(one.memory_bytes)}",
+        f"# binds: {advice.binding}",
+        f"executor: {'ParallelEnv' if setting.num_workers else 'SerialEnv'}",
+        f"num_envs: {setting.num_envs}",
+    ]
+    if setting.num_workers:
+        lines.append(f"num_workers: {setting.num_workers}")
+    lines.append(f"stepping: {setting.mode}")
+    if setting.reset_ahead:
+        lines += ["options:", "  reset_ahead: true"]
+    return "\n".join(lines) + "\n"
 
 
 def size_text(size: float) -> str:

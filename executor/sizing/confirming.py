@@ -43,6 +43,11 @@ class _Candidate:
         self.turns: list[Turn] = []
         self.driver: Driver | None = None
 
+    def close(self) -> None:
+        """Close the executor, if there is one; it may have been closed before."""
+        if self.driver is not None:
+            self.driver.close()
+
 
 class Confirmation:
     """Runs settings of an env in rounds.
@@ -77,8 +82,9 @@ class Confirmation:
         with contextlib.ExitStack() as stack:  # closes all executors, even if one raises
             for setting, refusal in settings.items():
                 one = _Candidate(setting, refusal)
+                stack.callback(one.close)
                 if refusal is None:
-                    self._start(one, stack)
+                    self._start(one)
                 self._candidates.append(one)
             for number in range(1, NUM_ROUNDS + 1):
                 self._show(f"round {number}")
@@ -99,7 +105,7 @@ class Confirmation:
         spent_s = time.monotonic() - self._began
         self._progress(text, min(1.0, spent_s / max(self._end - self._began, 1e-9)))
 
-    def _start(self, one: _Candidate, stack: contextlib.ExitStack) -> None:
+    def _start(self, one: _Candidate) -> None:
         setting = one.setting
         same = [other for other in self._alive if _executor(other.setting) == _executor(setting)]
         if same:
@@ -113,7 +119,6 @@ class Confirmation:
         begin = functools.partial(self._subject.start, setting, self._patience_s(setting))
         try:
             one.driver = Driver(begin, self._span_s, self._limits.goal.policy_s)
-            stack.callback(one.driver.close)
         except Exception as error:  # any failure excludes only this setting
             one.refusal = self._failure(setting, error)
 
@@ -150,7 +155,7 @@ class Confirmation:
             one.turns.append(one.driver.turn(one.setting.mode))
         except Exception as error:  # as in a start
             refusal = self._failure(one.setting, error)
-            one.driver.close()
+            one.close()
             for other in self._alive:
                 if other.driver is one.driver:
                     other.refusal = refusal

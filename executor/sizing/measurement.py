@@ -39,7 +39,7 @@ class Measurement:
         grown_per_1000_steps_bytes: of one env; small ones are noise.
         row_bytes: of one env in a batch: a transition, the next root and the action.
         gpu_bytes: memory of GPUs that the probe used; None without a GPU.
-        is_alone: whether a process can have only one such env: two could not be built in one.
+        why_alone: why a process can have only one such env: the error of several in one process; empty if it can.
         step_bins: int `[NUM_BINS]`, steps by duration; see `shm.slab.bin_of`.
         resets_s: seconds of each reset, float `[n]`.
     """
@@ -64,10 +64,15 @@ class Measurement:
     grown_per_1000_steps_bytes: int
     row_bytes: int
     gpu_bytes: int | None = None
-    is_alone: bool = False
+    why_alone: str = ""
     episode_steps: int = 0
     step_bins: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))
     resets_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a process can have only one such env."""
+        return bool(self.why_alone)
 
     @property
     def waits_share(self) -> float:
@@ -91,7 +96,7 @@ class Measurement:
     def to_plain(self) -> dict[str, Any]:
         """Return the figures as documented in docs/sizing.md."""
         plain = {name: value for name, value in vars(self).items() if name not in ("spec", "step_bins", "resets_s")}
-        return {**plain, "waits_share": self.waits_share, "reset_share": self.reset_share}
+        return {**plain, **{name: getattr(self, name) for name in ("waits_share", "reset_share", "is_alone")}}
 
 
 def share_of_ends(episodes: np.ndarray, under_way: int) -> float:

@@ -1,4 +1,4 @@
-"""The probe: measure one env in an executor of one worker, and its memory also in one of two envs.
+"""The probe: measure one env in an executor of one worker, and what further ones add in one of several envs.
 
 Guarantees: no env is built in this process. Times are those of the worker, from its words in the slab; processor time
 and memory are the kernel's figures of its process. A probe ends when it has enough samples, at the latest when its
@@ -9,7 +9,6 @@ Platforms: Linux (/proc).
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +37,11 @@ _WARM_UP_SHARE, _STEPS_SHARE, _RESETS_SHARE = 0.02, 0.4, 0.1
 _WARM_UP_STEPS = 5
 #: Steps, seconds and ended episodes that are enough; and a number of resets.
 _ENOUGH_STEPS, _ENOUGH_S, _ENOUGH_EPISODES, _ENOUGH_RESETS = 500, 0.3, 2, 8
+#: Steps that take less are measured again with this number of envs in the worker: one after the other, as in every
+#: executor of such envs. A worker that is woken for each step has cold caches (CartPole on one processor: 37 us, with
+#: eight envs 23 us; 2026-11-27).
+#: That is not done with envs that take more memory than this: eight might be too many for the machine.
+_SHORT_STEP_S, _SHORT_ENVS, _LIGHT_BYTES = 0.2e-3, 8, 128 * 2**20
 #: A call that takes this many budgets longer, plus this many seconds, counts as hanging.
 _PATIENCE_FACTOR, _PATIENCE_S = 4.0, 30.0
 #: Bytes by which a process may grow because of Python itself.
@@ -65,41 +69,57 @@ def probe(subject: Subject, budget_s: float, progress: Progress) -> Measurement:
         progress(stage, min(1.0, (time.monotonic() - began) / budget_s))
 
     def start(num_envs: int) -> BatchedEnv:
-        show("build" if num_envs == 1 else "two envs")
+        show("build" if num_envs == 1 else f"{num_envs} envs")
         return subject.start(Setting(num_envs=num_envs, num_workers=1), _PATIENCE_S + _PATIENCE_FACTOR * budget_s)
 
-    with contextlib.closing(start(1)) as env:
+    with start(1) as env:
         build_s = time.monotonic() - began
         one = _Env(env)
         show("reset")
         early = one.memory_after_resets(_RESETS_SHARE * budget_s)
         show("step")
         one.step_for(_WARM_UP_SHARE * budget_s, _WARM_UP_STEPS)
+        one.episodes.clear()
+        dirty = memory_of(one.pid)["dirty"]
         figures = one.measure_steps(_STEPS_SHARE * budget_s)
+        grown = max(0, memory_of(one.pid)["dirty"] - dirty - _NOISE_BYTES)
+        steps, episodes, under_way = figures["steps_measured"], np.array(one.episodes, np.int64), one.length
+        threads = num_threads(one.pid)
         show("reset")
-        memory = one.memory_after_resets(_RESETS_SHARE * budget_s)
+        late = one.memory_after_resets(_RESETS_SHARE * budget_s)
         gpu_bytes = memory_used_by(descendants(one.pid))
-    second_s, both = build_s, None
-    is_costly = build_s + one.resets_s[0] > budget_s
-    if not is_costly:  # only a second env in the process shows the memory of a further one
-        began_second = time.monotonic()
-        with contextlib.suppress(EnvherdError), contextlib.closing(start(2)) as env:
-            second_s = time.monotonic() - began_second - build_s
-            both = _Env(env).memory_after_resets(_RESETS_SHARE * budget_s)
+    further_s, further_bytes, why_alone = build_s, late["dirty"], ""
+    if build_s + one.resets_s[0] < budget_s:
+        is_short = figures["step_mean_s"] < _SHORT_STEP_S and late["dirty"] < _LIGHT_BYTES
+        began_further = time.monotonic()
+        count = _SHORT_ENVS if is_short else 2
+        try:
+            with start(count) as env:
+                further_s = max(0.0, time.monotonic() - began_further - build_s) / (count - 1)
+                several = _Env(env)
+                all_bytes = several.memory_after_resets(_RESETS_SHARE * budget_s)["dirty"]
+                further_bytes = max(0, all_bytes - early["dirty"]) // (count - 1)
+                if is_short:
+                    figures = several.measure_steps(_STEPS_SHARE * budget_s)
+        except EnvherdError as error:
+            why_alone = error.message.partition("\n")[0]
     resets_s = np.array(one.resets_s)
     return Measurement(
         spec=one.spec,
         build_s=build_s,
-        build_further_s=max(0.0, second_s),
-        first_reset_s=resets_s[0],
+        build_further_s=further_s,
+        first_reset_s=one.resets_s[0],
         reset_median_s=float(np.median(resets_s[1:] if len(resets_s) > 1 else resets_s)),
-        num_threads=max(0, one.num_threads - 1),
-        worker_bytes=memory["dirty"],
-        further_env_bytes=memory["dirty"] if both is None else max(0, both["dirty"] - early["dirty"]),
-        shared_bytes=memory["shared"],
+        num_threads=max(0, threads - 1),
+        end_share=share_of_ends(episodes, under_way),
+        episode_steps=int(episodes[0]) if len(set(episodes.tolist())) == 1 else 0,
+        worker_bytes=late["dirty"],
+        further_env_bytes=further_bytes,
+        shared_bytes=late["shared"],
+        grown_per_1000_steps_bytes=int(grown * 1000 / steps),
         row_bytes=row_bytes(one.spec),
         gpu_bytes=gpu_bytes,
-        is_alone=both is None and not is_costly,
+        why_alone=why_alone,
         resets_s=resets_s,
         **figures,
     )
@@ -111,9 +131,8 @@ class _Env:
     Attributes:
         pid: of the worker.
         resets_s: seconds of each reset.
-        episodes: steps of each episode that ended, within the steps of `measure_steps`.
+        episodes: steps of each episode that ended.
         length: steps of the current one.
-        num_threads: of the worker and its descendants, after the steps.
     """
 
     def __init__(self, env: BatchedEnv) -> None:
@@ -122,7 +141,7 @@ class _Env:
         self.spec, self.pid, self._words = pool.specs[0], pool.pid_of(0), pool.slab.words
         self.resets_s: list[float] = []
         self.episodes: list[int] = []
-        self.length = self.num_threads = 0
+        self.length = 0
         self._in_resets = np.zeros(3, np.int64)
 
     def reset(self) -> None:
@@ -153,30 +172,24 @@ class _Env:
 
     def measure_steps(self, seconds: float) -> dict[str, Any]:
         """Step until enough is known; return the attributes of `Measurement` that are of steps."""
-        self.episodes.clear()
-        dirty, before, bins_before = memory_of(self.pid)["dirty"], *self._read()
+        before, bins_before = self._read()
         self.step_for(seconds, 1)
         after, bins = self._read()
         bins -= bins_before
         steps = int(after[0] - before[0])
-        busy_s, cpu_s, delay_s, hidden_s = (after[1:] - before[1:]) / 1e9
-        grown = memory_of(self.pid)["dirty"] - dirty - _NOISE_BYTES
-        self.num_threads = num_threads(self.pid)
+        busy_s, cpu_s, delay_s, hidden_s = ((after[1:] - before[1:]) / 1e9).tolist()
         # Between commands the worker also computes, as it looks for the next one, and waits for a processor.
         undisturbed_s = min(busy_s, max(busy_s - delay_s, cpu_s, steps * (quantile(bins, 0.1) or 0.0)))
         own_s = min(cpu_s, undisturbed_s)
         hidden_s = hidden_s if hidden_s > _LEAST_HIDDEN * own_s else 0.0
         return {
             "steps_measured": steps,
-            "end_share": share_of_ends(np.array(self.episodes, np.int64), self.length),
-            "episode_steps": self.episodes[0] if len(set(self.episodes)) == 1 else 0,
             "step_median_s": quantile(bins, 0.5) or 0.0,
             "step_p99_s": quantile(bins, 0.99) or 0.0,
             "step_mean_s": undisturbed_s / steps,
             "cpu_per_step_s": (own_s + hidden_s) / steps,
             "hidden_cpu_share": hidden_s / max(own_s + hidden_s, 1e-9),
             "contention": 1 - undisturbed_s / max(busy_s, 1e-9),
-            "grown_per_1000_steps_bytes": int(max(0, grown) * 1000 / steps),
             "step_bins": bins,
         }
 

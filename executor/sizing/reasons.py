@@ -138,6 +138,8 @@ def _kind(limits: Limits, chosen: Run, serial: Run | None) -> Iterator[str]:
 
 def _about_env(limits: Limits, chosen: Run) -> Iterator[str]:
     measured = limits.measured
+    if measured.is_alone:
+        yield f"each env needs its own worker; several in one failed: {measured.why_alone}"
     if measured.reset_share > _WORTH_A_SENTENCE:
         yield f"resets take {measured.reset_share:.0%} of an env's time ({time_text(measured.reset_median_s)} each)."
     if measured.end_share == 0:

@@ -128,12 +128,12 @@ def recommend(  # noqa: PLR0913  # the env, the goal and the limits
         limits = Limits(measured, machine or here, goal, options.num_frames, is_here=machine is None)
         wanted = settings_for(measured, limits.machine.cores, goal)
         if machine is not None or not wanted[0].num_workers:  # `SerialEnv` makes what the probe made
-            return decide(limits, planned(limits, wanted[0]))
+            return decide(limits, plan(limits, wanted[0]))
         confirmation = Confirmation(subject, limits, (began, began + budget_s), progress)
         return decide(limits, confirmation.run(limits.fitting(wanted)))
 
 
-def planned(limits: Limits, wanted: Setting) -> tuple[Run, ...]:
+def plan(limits: Limits, wanted: Setting) -> tuple[Run, ...]:
     """Return what a setting is predicted to make, or the largest that fits in its place, after the reason.
 
     Raises:

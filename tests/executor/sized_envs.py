@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -22,6 +24,19 @@ class SleepingEnv(CountingEnv):
         return super().step(action)
 
 
+class ThreadedEnv(CountingEnv):
+    """Computes in a thread, and waits for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.thread = ThreadPoolExecutor(1)
+        self.text = bytes(2 * MIB)
+
+    def step(self, action):
+        self.thread.submit(hashlib.sha256, self.text).result()  # without the GIL
+        return super().step(action)
+
+
 class HeavyMemoryEnv(CountingEnv):
     """Holds 48 MiB of private memory."""
 
@@ -31,11 +46,14 @@ class HeavyMemoryEnv(CountingEnv):
 
 
 class BreathingEnv(CountingEnv):
-    """Has 40 MiB in every other episode, and 8 MiB in those between."""
+    """Has 40 MiB in every other episode, and 8 MiB in those between; so have every other env of a process at a time."""
+
+    num_built = 0
 
     def __init__(self):
         super().__init__()
-        self.num_resets = 0
+        self.num_resets = BreathingEnv.num_built
+        BreathingEnv.num_built += 1
 
     def reset(self, seed, options=None):
         self.num_resets += 1

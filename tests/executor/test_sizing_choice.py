@@ -14,7 +14,7 @@ from envherd.executor.machine.gpus import Gpu, parse_apps
 from envherd.executor.sizing.confirming import choose, speeds
 from envherd.executor.sizing.limits import DoesNotFit, Limits
 from envherd.executor.sizing.measurement import share_of_ends
-from envherd.executor.sizing.recommending import decide, planned
+from envherd.executor.sizing.recommending import decide, plan
 from envherd.executor.sizing.rule import settings_for
 from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Refusal, Run, Setting
 from tests.executor.sizing_figures import GIB, MIB, machine_of, measured_of, run_of
@@ -54,7 +54,7 @@ RULE = {
     "fewer envs than processors": (measured_of(), 8.0, {"num_envs": 6}, [(6, "sync"), (3, "sync")]),
     "a quota": (measured_of(), 2.5, {"num_envs": 8}, [(3, "sync"), (2, "sync")]),
     "workers fixed": (CHEAP, 8.0, {"num_envs": 8, "num_workers": 3}, [(3, "sync")]),
-    "envs apart": (replace(CHEAP, is_alone=True), 2.0, {"num_envs": 2}, [(2, "sync")]),
+    "envs apart": (replace(CHEAP, why_alone="one at a time"), 2.0, {"num_envs": 2}, [(2, "sync")]),
     "uneven steps": (measured_of(**UNEVEN), 2.0, {}, [(2, "first-k"), (2, "sync"), (1, "first-k")]),
     "uneven short steps": (measured_of(1e-5, step_p99_s=1e-4), 2.0, {"num_envs": 8}, [(1, "sync"), (2, "sync")]),
     "uneven steps, workers only": (measured_of(**UNEVEN), 2.0, {"workers_only": True}, [(2, "sync"), (1, "sync")]),
@@ -79,7 +79,7 @@ def test_more_envs_hide_what_a_batch_costs_where_steps_are_short():
         return settings_for(measured_of(step_s, **changes), 2.0, Goal())[0].most_per_worker
 
     assert [most(step_s) for step_s in (1e-6, 1e-4, 1e-2)] == [64, 16, 4]
-    assert most(1e-6, is_alone=True) == 1
+    assert most(1e-6, why_alone="one at a time") == 1
 
 
 RESULTS = json.loads((Path(__file__).parents[2] / "benchmarks/results/sizing.json").read_text())
@@ -242,7 +242,7 @@ def decided(*runs, measured=None, machine=None, here=None, goal=None):
     """Return the decision from runs here, or for a machine on which nothing is run."""
     where = machine or here or machine_of(2)
     limits = Limits(measured or measured_of(), where, goal or Goal(num_envs=8), is_here=machine is None)
-    return decide(limits, runs or planned(limits, settings_for(limits.measured, where.cores, limits.goal)[0]))
+    return decide(limits, runs or plan(limits, settings_for(limits.measured, where.cores, limits.goal)[0]))
 
 
 def test_another_machine_is_planned_for_and_that_is_said():
@@ -320,6 +320,8 @@ def test_what_a_reader_should_know_is_said():
     assert "other processes used the machine: the probe waited for a processor for 50% of its time" in why
     assert "computes in 2 threads besides the worker's" in why
     assert "--episode-steps" in " ".join(decided(run_of(2, 1.0), measured=measured_of(end_share=0.0)).advice.why)
+    alone = " ".join(decided(run_of(2, 1000.0), measured=measured_of(why_alone="one at a time")).advice.why)
+    assert "each env needs its own worker; several in one failed: one at a time" in alone
     missed = decided(run_of(2, 1000.0), goal=Goal(num_envs=8, target_steps_per_s=3000.0)).advice
     assert missed.meets_target is False
     assert "out of reach here by a factor of 3.0" in " ".join(missed.why)
@@ -333,4 +335,4 @@ def test_workers_are_compared_with_serial_by_the_probe():
     assert not any("SerialEnv" in why for one in (fast, busy) for why in one.advice.why)
     assert fast.advice.to_plain()["executor"] == "ParallelEnv"
     assert decided(run_of(2, 700.0), goal=WORKERS_ONLY).serial is None
-    assert decided(run_of(2, 700.0), measured=measured_of(is_alone=True)).serial is None
+    assert decided(run_of(2, 700.0), measured=measured_of(why_alone="one at a time")).serial is None

@@ -11,7 +11,7 @@ import pytest
 from envherd.executor import ParallelEnv
 from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.machine.machine import read_machine
-from envherd.executor.sizing import confirming
+from envherd.executor.sizing import confirming, probe
 from envherd.executor.sizing.driving import Driver
 from envherd.executor.sizing.recommending import recommend
 from envherd.executor.sizing.settings import WORKERS_ONLY, Goal
@@ -119,6 +119,7 @@ def test_an_alarm_of_the_program_ends_the_search(monkeypatch):
 )
 def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(make_env, said, monkeypatch):
     monkeypatch.setattr(confirming, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(probe, "_SHORT_ENVS", 2)
     done = sized(make_env, budget_s=60.0, num_envs=4)
     failed = {one.setting.num_workers: one.refusal for one in done.runs if one.refusal is not None}
     assert set(failed) == {1}
@@ -127,7 +128,8 @@ def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(make_env, sai
 
 
 @pytest.mark.broken_pool
-def test_if_every_setting_fails_the_command_fails_with_the_last_error():
+def test_if_every_setting_fails_the_command_fails_with_the_last_error(monkeypatch):
+    monkeypatch.setattr(probe, "_SHORT_ENVS", 2)
     with pytest.raises(EnvherdError, match="exit code 7"):
         sized(sized_envs.CrowdedEnv, num_envs=4, num_workers=1)
 
