@@ -97,22 +97,18 @@ class Turn:
 
 
 class RandomActions:
-    """Random actions for an executor: legal ones if it has masks, else from batches that were drawn in advance.
-
-    Attributes:
-        has_masks: whether actions depend on the observation.
-    """
+    """Random actions for an executor: legal ones if it has masks, else from batches that were drawn in advance."""
 
     def __init__(self, env: BatchedEnv) -> None:
         self._env = env
-        self.has_masks = any(leaf.key[-1] == "action_mask" for leaf in env.observation_spec)
-        keys = [leaf.key for leaf in (*env.action_spec, *env.spec.state)]
-        count = 0 if self.has_masks else _NUM_DRAWN
+        self._has_masks = any(leaf.key[-1] == "action_mask" for leaf in env.observation_spec)
+        keys = [leaf.key for leaf in env.action_spec]
+        count = 0 if self._has_masks else _NUM_DRAWN
         self._drawn = itertools.cycle([env.rand_action().select(*keys) for _ in range(count)])
 
     def set_in(self, td: TensorDictBase, env_ids: Any = None) -> TensorDictBase:
-        """Set the actions of some envs, or of all."""
-        if self.has_masks:
+        """Set the actions of some envs, or of all, in the batch to act on (which has their state, if they take one)."""
+        if self._has_masks:
             return self._env.rand_action(td)
         drawn = next(self._drawn)
         return td.update(drawn if env_ids is None else drawn[env_ids])

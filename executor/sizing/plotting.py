@@ -37,7 +37,7 @@ def _draw_speed(axes: Any, sizing: Sizing) -> None:
     ran = sorted((one for one in sizing.runs if one.refusal is None), key=lambda one: one.relative)
     colors = [_BLUE if one.setting == sizing.advice.setting else _GREY for one in ran]
     axes.barh([str(one.setting) for one in ran], [one.steps_per_s for one in ran], color=colors)
-    axes.set(xlabel="env-steps/s", title="speed on this machine")
+    axes.set(xlabel="env-steps/s", title="speed")
     axes.grid(alpha=0.3, axis="x")
 
 

@@ -32,11 +32,11 @@ Progress = Callable[[str, float], None]
 
 #: Shares of the budget for uncounted steps (caches, lazy imports and compilers warm up in them), for steps, for
 #: the resets before and after them, and for those of two envs.
-_WARM_UP_SHARE, _STEPS_SHARE, _RESETS_SHARE = 0.02, 0.4, 0.1
+_WARM_UP_SHARE, _STEPS_SHARE, _RESETS_SHARE = 0.02, 0.4, 0.08
 #: Uncounted steps at least.
 _WARM_UP_STEPS = 5
 #: Steps, seconds and ended episodes that are enough; and a number of resets.
-_ENOUGH_STEPS, _ENOUGH_S, _ENOUGH_EPISODES, _ENOUGH_RESETS = 500, 0.3, 2, 8
+_ENOUGH_STEPS, _ENOUGH_S, _ENOUGH_EPISODES, _ENOUGH_RESETS = 500, 0.2, 2, 8
 #: Steps that take less are measured again with this number of envs in the worker: one after the other, as in every
 #: executor of such envs. A worker that is woken for each step has cold caches (CartPole on one processor: 37 us, with
 #: eight envs 23 us; 2026-11-27).
@@ -147,7 +147,7 @@ class _Env:
     def reset(self) -> None:
         """Reset; note how long it took, and the processor time."""
         before, cpu = int(self._words["reset_ns"][0]), processor_ns(self.pid)
-        self._td = self._env.reset()
+        self._env.reset()
         self.resets_s.append((int(self._words["reset_ns"][0]) - before) / 1e9)
         self._in_resets += np.subtract(processor_ns(self.pid), cpu)
         self.length = 0
@@ -161,9 +161,7 @@ class _Env:
             if count >= least and (spent_s >= seconds or is_known):
                 return
             ends = self._words["ends"].sum()
-            self._td = self._env.step(
-                self._actions.set_in(self._env.current() if self._actions.has_masks else self._td)
-            )
+            self._env.step(self._actions.set_in(self._env.current()))
             count += 1
             self.length += 1
             if self._words["ends"].sum() != ends:

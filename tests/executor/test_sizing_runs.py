@@ -18,6 +18,7 @@ from envherd.executor.sizing.settings import WORKERS_ONLY, Goal
 from envherd.workers.errors import EnvherdError
 from envherd.workers.testing import CountingEnv
 from tests.executor import sized_envs
+from tests.extras import needs
 
 pytestmark = pytest.mark.slow
 CORES = len(os.sched_getaffinity(0))
@@ -143,3 +144,12 @@ def test_a_driver_goes_on_in_another_mode_from_where_the_envs_are():
     assert made > sum(turn.steps for turn in turns)
     assert made - sum(turn.steps for turn in turns) <= 4 * (2 * 4 + 4)  # warm-up, and what was under way at the end
     assert all(0 < turn.busy_s < 2 * turn.seconds for turn in turns)
+
+
+@needs("torchrl")
+def test_a_driver_steps_envs_that_take_their_state():
+    from torchrl.envs import PendulumEnv
+
+    with ParallelEnv(2, PendulumEnv, num_workers=1, seed=0) as env:
+        driver = Driver(lambda: env, 0.01)
+        assert all(driver.turn(mode).steps >= 2 for mode in ("sync", "first-k"))
