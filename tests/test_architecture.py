@@ -29,7 +29,7 @@ READERS = {
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
 BUDGET = {
     "shm/*": 1469,
-    "workers/*": 2360,
+    "workers/*": 2366,
     "workers/adapters": 971,
     "workers/adapters/common": 485,
     "workers/adapters/dm_env": 353,
@@ -62,7 +62,7 @@ BUDGET = {
     "executor/rollouts": 906,
     "executor/show": 1128,
     "executor/simulator": 798,
-    "executor/sizing": 1618,
+    "executor/sizing": 1615,
 }
 #: What a number may be above the lines that are there: a share, or this number of lines if that is more.
 SLACK, SLACK_LINES = 0.03, 30

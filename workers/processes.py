@@ -84,6 +84,12 @@ def cpu_of(pid: int) -> int | None:
     return int(fields[36]) if len(fields) > 36 else None
 
 
+def parent_of(pid: int) -> int:
+    """Return the process id of a process's parent; 0 if it has gone."""
+    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return int(fields[1]) if len(fields) > 1 else 0
+
+
 def num_threads(pid: int) -> int:
     """Return how many threads a process and its descendants have."""
     return sum(len(_entries(f"/proc/{one}/task")) for one in descendants(pid))

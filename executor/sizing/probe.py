@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import psutil
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.machine.gpus import memory_used_by
@@ -25,7 +25,7 @@ from envherd.executor.sizing.settings import Setting
 from envherd.shm.slab import plan_slab
 from envherd.shm.specs import EnvSpec
 from envherd.workers.errors import EnvherdError
-from envherd.workers.processes import descendants, memory_of, num_threads, processor_ns
+from envherd.workers.processes import descendants, memory_of, num_threads, parent_of, processor_ns
 
 #: Called with the current activity and the used share of the budget.
 Progress = Callable[[str, float], None]
@@ -64,6 +64,9 @@ def probe(subject: Subject, budget_s: float, progress: Progress) -> Measurement:
         WorkerLost, WorkerTimeout: the worker died, or a call took too long.
     """
     began = time.monotonic()
+    # One process for all of the time: its figures are read.
+    options = replace(subject.options, on_worker_loss="raise", recycle_after=None, max_worker_memory=None)
+    subject = replace(subject, options=options)
 
     def show(stage: str) -> None:
         progress(stage, min(1.0, (time.monotonic() - began) / budget_s))
@@ -215,7 +218,7 @@ class _Env:
             self.step_for(0.0, 1)
             states.append(memory_of(self.pid))
         mean = {key: sum(state[key] for state in states) // len(states) for key in states[0]}
-        helper = memory_of(psutil.Process(self.pid).ppid(), is_alone=True)
+        helper = memory_of(parent_of(self.pid), is_alone=True)
         return {"dirty": mean["dirty"], "shared": helper["pss"] + mean["pss"] - mean["dirty"]}
 
 

@@ -17,7 +17,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from envherd.executor import ExecutorOptions, ParallelEnv, WorkerTimeout
+from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost, WorkerTimeout
 from envherd.executor.cli.app import app
 from envherd.executor.cli.size import parse_size, planned
 from envherd.executor.cli.sizing_report import yaml_text
@@ -69,8 +69,8 @@ def test_another_machine_is_planned_for():
 # ---- the probe -------------------------------------------------------------------------------------
 
 
-def probed(make_env, budget_s=0.6):
-    subject = Subject(make_env, {}, ExecutorOptions())
+def probed(make_env, budget_s=0.6, **options):
+    subject = Subject(make_env, {}, ExecutorOptions(**options))
     with subject.helper():
         return probing.probe(subject, budget_s, lambda _stage, _share: None)
 
@@ -114,6 +114,15 @@ def test_a_probe_distinguishes_waiting_from_computing():
     assert len(counting.resets_s) > 1
     assert 0 < counting.step_bins.sum() <= counting.steps_measured
     assert counting.step_p99_s >= counting.step_median_s > 0
+
+
+@pytest.mark.slow
+@pytest.mark.broken_pool
+def test_a_probe_has_one_process_whatever_the_options_say():
+    with pytest.raises(WorkerLost, match="step failed: worker 0 ended with exit code 7"):
+        probed(sized_envs.DyingEnv, on_worker_loss="restart")
+    recycled = probed(CountingEnv, recycle_after=1, max_worker_memory=1)
+    assert recycled.worker_bytes > recycled.further_env_bytes
 
 
 @pytest.mark.slow
