@@ -37,9 +37,8 @@ from envherd.executor import ExecutorOptions, MeltingPotFactory, SerialEnv
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.env_names import factory_for
 from envherd.executor.machine.machine import read_machine
-from envherd.executor.sizing.driving import Driver
+from envherd.executor.sizing.driving import Driver, Subject
 from envherd.executor.sizing.measurement import Measurement
-from envherd.executor.sizing.opening import helper, start, subject_of
 from envherd.executor.sizing.recommending import recommend
 from envherd.executor.sizing.settings import Goal, Setting
 
@@ -179,17 +178,16 @@ def sweep(
         span_s: seconds of a turn.
         least_steps: least env-steps of a turn: two whole episodes, if resets are long and simultaneous.
     """
-    options, order = ExecutorOptions(), random.Random(0)
-    subject = subject_of(factory, None, options)
+    subject, order = Subject(factory, {}, ExecutorOptions()), random.Random(0)
     rates: dict[Setting, list[float]] = {setting: [] for setting in settings}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(helper(subject, options))
+        stack.enter_context(subject.helper())
         drivers: dict[tuple[int, bool], Driver] = {}
 
         def begin(one: Setting) -> BatchedEnv:
             if not one.num_workers:
                 return SerialEnv(NUM_ENVS, factory, seed=0)
-            return start(subject, options, one, _PATIENCE_S)
+            return subject.start(one, _PATIENCE_S)
 
         for one in settings:
             if _key(one) not in drivers:

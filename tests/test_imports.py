@@ -106,7 +106,7 @@ ORDER = {
         *("adapters.gymnasium", "adapters.gymnasium_vector", "adapters.envpool", "adapters.dm_env"),
         *("adapters.meltingpot", "adapters.pettingzoo", "adapters.torchrl", "adapters.simulators"),
         *("adapters.torch_native", "adapters.named", "adapters"),
-        *("native", "block", "build", "adapters.hosts", "probing", "process", "testing"),
+        *("native", "block", "build", "adapters.hosts", "process", "testing"),
     ),
     "executor": (
         *("keywords", "progress", "options", "machine", "batches", "pools", "monitor", "protocol"),

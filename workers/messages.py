@@ -137,32 +137,11 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe:
-    """Measure an env instead of building a block; the answer is "probed" frames, the last of them marked, or a fault.
-
-    Attributes:
-        factory: pickled.
-        env_kwargs: keyword arguments of the factory call.
-        root_seed: of the envs and of the random actions.
-        block: how the envs are run.
-        num_envs: how many envs exist at the same time at most.
-        budget_s: seconds after which no further step, reset or build begins.
-    """
-
-    factory: bytes
-    env_kwargs: dict[str, Any]
-    root_seed: int
-    block: BlockOptions
-    num_envs: int
-    budget_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Close:
     """Close the envs and leave."""
 
 
-Message = Register | Build | Attach | AttachStorage | DetachStorage | Seed | Prepare | Ask | Probe | Close
+Message = Register | Build | Attach | AttachStorage | DetachStorage | Seed | Prepare | Ask | Close
 
 
 def _frames_in(data: bytes) -> tuple[list[tuple[int, bytes, int]], bytes]:

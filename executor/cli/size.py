@@ -59,14 +59,6 @@ class Size:
         str | None, typer.Option(metavar="SIZE", callback=_size, help="Plan for a GPU with this much memory.")
     ] = None
     budget: Annotated[float, typer.Option(min=0.5, help="Maximum seconds of the measurement.")] = 20.0
-    probe_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            callback=_size,
-            help="Memory limit of the measurement (default: most of the available memory).",
-        ),
-    ] = None
     headroom: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the memory to leave free.")] = 0.2
     env_kwargs: EnvKwargs = None
     plot: Annotated[
@@ -74,9 +66,6 @@ class Size:
     ] = None
     json: Annotated[
         str | None, typer.Option(metavar="PATH", callback=text_file, help="Write the report as JSON; - prints it.")
-    ] = None
-    yaml: Annotated[
-        str | None, typer.Option(metavar="PATH", callback=text_file, help="Write the setting as YAML; - prints it.")
     ] = None
     quiet: Quiet = False
 
@@ -113,8 +102,7 @@ class Size:
         from envherd.executor.sizing.recommending import recommend
 
         factory, goal = prepared
-        probe_bytes = None if self.probe_memory is None else parse_size(self.probe_memory)
-        console = Console(stderr="-" in (self.json, self.yaml), quiet=self.quiet)
+        console = Console(stderr=self.json == "-", quiet=self.quiet)
         is_here = self.cpus is None and self.memory is None and self.gpu is None
         with Console(stderr=True, quiet=self.quiet).status("starting") as status:
             sizing = recommend(
@@ -123,7 +111,6 @@ class Size:
                 goal=goal,
                 budget_s=self.budget,
                 machine=None if is_here else planned(read_machine(), self.cpus, self.memory, self.gpu),
-                probe_bytes=probe_bytes,
                 progress=lambda text, share: status.update(f"{text} ({share:.0%} of {self.budget:g} s)"),
             )
         self._report(sizing, console)
@@ -131,7 +118,7 @@ class Size:
 
     def _report(self, sizing: Sizing, console: Console) -> None:
         from envherd.executor.cli.commands import write_text
-        from envherd.executor.cli.sizing_report import plain_report, table, yaml_text
+        from envherd.executor.cli.sizing_report import plain_report, table
 
         console.print(table(self.env, sizing))
         if self.plot is not None:
@@ -140,7 +127,6 @@ class Size:
             draw(self.plot, self.env, sizing)
             console.print(f"plot: {self.plot}")
         write_text(self.json, json.dumps(plain_report(self.env, sizing), indent=2) + "\n")
-        write_text(self.yaml, yaml_text(self.env, sizing))
 
 
 @contextlib.contextmanager

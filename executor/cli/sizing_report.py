@@ -15,7 +15,7 @@ from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.recommending import Sizing
 from envherd.executor.sizing.settings import counted, time_text
 
-SCHEMA = "envherd.size/3"
+SCHEMA = "envherd.size/4"
 _MIB, _GIB = 2**20, 2**30
 
 
@@ -64,7 +64,7 @@ def _measured(measured: Measurement) -> list[tuple[str, str]]:
     if measured.num_threads:
         cpu += f", {measured.hidden_cpu_share:.0%} in {counted(measured.num_threads, 'further thread')}"
     memory = (
-        f"{size_text(measured.worker_bytes + measured.first_env_bytes)} a worker with its first env, "
+        f"{size_text(measured.worker_bytes)} a worker with its first env, "
         f"{size_text(measured.further_env_bytes)} each further env, {size_text(measured.shared_bytes)} shared by all"
     )
     return [
@@ -120,24 +120,6 @@ def plain_report(env: str, sizing: Sizing) -> dict[str, Any]:
         "measured": sizing.measured.to_plain(),
         "machine": machine,
     }
-
-
-def yaml_text(env: str, sizing: Sizing) -> str:
-    """Return the recommended setting as YAML, with its speed and memory as comments."""
-    advice, setting, one = sizing.advice, sizing.advice.setting, sizing.advice.predicted
-    how = "scaled from the probe" if one.is_scaled else "measured"
-    lines = [
-        f"# {env}: {one.steps_per_s:,.0f} env-steps/s ({how}), {size_text(one.memory_bytes)}",
-        f"# binds: {advice.binding}",
-        f"executor: {'ParallelEnv' if setting.num_workers else 'SerialEnv'}",
-        f"num_envs: {setting.num_envs}",
-    ]
-    if setting.num_workers:
-        lines.append(f"num_workers: {setting.num_workers}")
-    lines.append(f"stepping: {setting.mode}")
-    if setting.reset_ahead:
-        lines += ["options:", "  reset_ahead: true"]
-    return "\n".join(lines) + "\n"
 
 
 def size_text(size: float) -> str:

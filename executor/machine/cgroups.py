@@ -24,8 +24,6 @@ class Cgroup:
         cpus: ids that the cpuset allows, or None if there is no cpuset.
         memory_limit: bytes; None without one.
         memory_room: bytes left below the tightest limit; page cache that can be dropped counts as free.
-        memory_used: bytes charged to the group with that limit (without a limit, the process's own), without page
-            cache.
         oom_kills: processes of the process's own group that the kernel has killed for a memory limit so far.
         pids_room: processes and threads that may still be created; None without a limit.
     """
@@ -35,7 +33,6 @@ class Cgroup:
     cpus: tuple[int, ...] | None = None
     memory_limit: int | None = None
     memory_room: int | None = None
-    memory_used: int | None = None
     oom_kills: int = 0
     pids_room: int | None = None
 
@@ -59,7 +56,6 @@ def read_cgroup(root: Path = Path("/")) -> Cgroup:
         cpus=sets[0] if sets else None,
         memory_limit=memory.limit,
         memory_room=memory.room,
-        memory_used=memory.used,
         oom_kills=_oom_kills(folders["memory"][0]) if folders["memory"] else 0,
         pids_room=min(rooms, default=None),
     )

@@ -113,8 +113,8 @@ def read_machine(root: Path = _ROOT) -> Machine:
         num_cpus=len(online) or (os.cpu_count() or 1 if is_live else len(cpus)),
         physical_cores=_physical_cores(root, cpus),
         cgroup=cgroup,
-        memory_total=memory.get("MemTotal", 0) or _psutil_memory("total", is_live=is_live),
-        memory_free=memory.get("MemAvailable", 0) or _psutil_memory("available", is_live=is_live),
+        memory_total=memory.get("MemTotal", 0),
+        memory_free=memory.get("MemAvailable", 0),
         shm_total=shm_total,
         shm_free=shm_free,
         limits=read_limits(root),
@@ -186,10 +186,6 @@ def _cpu_pressure(root: Path) -> float | None:
             fields = dict(part.split("=") for part in line.split()[1:])
             return float(fields["avg10"]) / 100
     return None
-
-
-def _psutil_memory(name: str, *, is_live: bool) -> int:
-    return int(getattr(psutil.virtual_memory(), name)) if is_live else 0
 
 
 def _user_threads() -> int:

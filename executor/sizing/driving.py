@@ -1,23 +1,82 @@
-"""Run an executor like a training loop, with random actions, synchronously or first-K, in turns."""
+"""Start the executor of a setting, and run it like a training loop, with random actions, in turns."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.monitor.statistics import read_workers
-from envherd.executor.sizing.settings import Mode
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.ahead_pool import AheadPool
+from envherd.executor.pools.blueprint import as_factories, draw
+from envherd.executor.pools.preloading import preloading
+from envherd.executor.pools.worker_pool import WorkerPool
+from envherd.executor.sizing.settings import Mode, Setting
 
 #: Number of batches of random actions that are drawn in advance and used cyclically.
 _NUM_DRAWN = 16
 #: Uncounted batches before a turn, least number of batches of a turn, and the largest number of seconds for reaching
 #: it.
 _WARM_UP, _LEAST_BATCHES, _LEAST_S = 2, 4, 1.0
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The env that is sized.
+
+    Attributes:
+        make_env: see `ParallelEnv`; called in workers only.
+        env_kwargs: keyword arguments of the call.
+        options: of the executors.
+    """
+
+    make_env: Callable[..., Any]
+    env_kwargs: dict[str, Any]
+    options: ExecutorOptions
+
+    @contextlib.contextmanager
+    def helper(self) -> Iterator[None]:
+        """Make all executors start their workers from one helper, if possible, and wait until it is ready."""
+        with contextlib.ExitStack() as stack:
+            if self.options.start_method == "zygote":
+                blueprint = draw(as_factories(1, self.make_env), self.env_kwargs, 1, 0, self.options)
+                stack.enter_context(preloading(*blueprint.preload, options=self.options)).wait_ready()
+            yield
+
+    def start(self, setting: Setting, patience_s: float) -> BatchedEnv:
+        """Start the executor of a setting with worker processes.
+
+        Args:
+            setting: see `Setting`.
+            patience_s: most seconds for a build, a reset or a step of a worker.
+
+        Raises:
+            EnvherdError: it cannot be started; none of its processes is left running.
+        """
+        own = self.options
+        options = replace(
+            own,
+            reset_ahead=setting.reset_ahead,
+            build_timeout_s=min(patience_s, own.build_timeout_s or patience_s),
+            reset_timeout_s=min(patience_s, own.reset_timeout_s or patience_s),
+            step_timeout_s=min(patience_s, own.step_timeout_s or patience_s),
+        )
+        factories = as_factories(setting.num_envs, self.make_env)
+        blueprint = draw(factories, self.env_kwargs, setting.num_workers, 0, options)
+        pool = AheadPool(blueprint, options) if setting.reset_ahead else WorkerPool(blueprint, options)
+        pool.start()
+        try:
+            return BatchedEnv(pool, seed=0, device=None, copy=True, options=options)
+        except BaseException:
+            pool.close(timeout_s=0)
+            raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +96,24 @@ class Turn:
     busy_s: float = 0.0
 
 
+class RandomActions:
+    """Random actions for an executor: legal ones if it has masks, else from batches that were drawn in advance."""
+
+    def __init__(self, env: BatchedEnv) -> None:
+        self._env = env
+        self._has_masks = any(leaf.key[-1] == "action_mask" for leaf in env.observation_spec)
+        keys = [leaf.key for leaf in env.action_spec]
+        count = 0 if self._has_masks else _NUM_DRAWN
+        self._drawn = itertools.cycle([env.rand_action().select(*keys) for _ in range(count)])
+
+    def set_in(self, td: TensorDictBase, env_ids: Any = None) -> TensorDictBase:
+        """Set the actions of some envs, or of all, in the batch to act on (which has their state, if they take one)."""
+        if self._has_masks:
+            return self._env.rand_action(td)
+        drawn = next(self._drawn)
+        return td.update(drawn if env_ids is None else drawn[env_ids])
+
+
 class Driver:
     """Starts an executor and steps it in turns; between turns no env is stepping.
 
@@ -51,12 +128,9 @@ class Driver:
         self._env = env = open_env()
         try:
             self._span_s, self._policy_s = span_s, policy_s
-            self._keys = [leaf.key for leaf in (*env.action_spec, *env.spec.state)]
             self._root = env.reset()
             self.start_s = time.monotonic() - began
-            self._has_masks = any(leaf.key[-1] == "action_mask" for leaf in env.observation_spec)
-            self._drawn = [env.rand_action().select(*self._keys) for _ in range(_NUM_DRAWN)]
-            self._num_acts = 0
+            self._actions = RandomActions(env)
             self._half = max(1, env.num_envs // 2)
         except BaseException:
             env.close()
@@ -96,11 +170,7 @@ class Driver:
         """Set actions, after the policy's time."""
         if self._policy_s:
             time.sleep(self._policy_s)
-        if self._has_masks:
-            return self._env.rand_action(td)
-        drawn = self._drawn[self._num_acts % _NUM_DRAWN]
-        self._num_acts += 1
-        return td.update(drawn if env_ids is None else drawn[env_ids])
+        return self._actions.set_in(td, env_ids)
 
     def _step(self) -> int:
         _, self._root = self._env.step_and_maybe_reset(self._act(self._root, None))

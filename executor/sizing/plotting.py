@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from envherd.executor.sizing.recommending import Sizing
+from envherd.shm.slab import NUM_BINS, bin_middle
 from envherd.workers.errors import FactoryError
 
 try:
@@ -36,18 +37,23 @@ def _draw_speed(axes: Any, sizing: Sizing) -> None:
     ran = sorted((one for one in sizing.runs if one.refusal is None), key=lambda one: one.relative)
     colors = [_BLUE if one.setting == sizing.advice.setting else _GREY for one in ran]
     axes.barh([str(one.setting) for one in ran], [one.steps_per_s for one in ran], color=colors)
-    axes.set(xlabel="env-steps/s", title="speed on this machine")
+    axes.set(xlabel="env-steps/s", title="speed")
     axes.grid(alpha=0.3, axis="x")
 
 
 def _draw_times(axes: Any, sizing: Sizing) -> None:
     measured = sizing.measured
-    series = [("steps", measured.step_samples, _BLUE), ("resets", measured.reset_samples, _ORANGE)]
-    everything = np.concatenate([values for _, values, _ in series])
+    middles = np.array([bin_middle(index) for index in range(NUM_BINS)]) / 1e9
+    was_seen = measured.step_bins > 0
+    series = [
+        ("steps", middles[was_seen], measured.step_bins[was_seen], _BLUE),
+        ("resets", measured.resets_s, np.ones(len(measured.resets_s), np.int64), _ORANGE),
+    ]
+    everything = np.concatenate([times for _, times, _, _ in series])
     bins = np.geomspace(max(float(everything.min()), 1e-7) * 0.9, float(everything.max()) * 1.1, 50)
-    for name, values, color in series:
-        share = np.full(len(values), 1 / max(1, len(values)))
-        axes.hist(values, bins=bins, weights=share, color=color, alpha=0.7, label=f"{name} ({len(values):,})")
+    for name, times, counts, color in series:
+        shares, label = counts / max(1, counts.sum()), f"{name} ({counts.sum():,})"
+        axes.hist(times, bins=bins, weights=shares, color=color, alpha=0.7, label=label)
     axes.axvline(measured.step_p99_s, color=_GREY, linewidth=1, linestyle="--", label="p99 of steps")
     axes.set(xscale="log", xlabel="seconds, as the clock saw them", ylabel="share", title="how long they take")
     axes.legend(fontsize=8)

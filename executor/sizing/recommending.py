@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -12,21 +11,18 @@ from typing import Any, Literal
 from envherd.executor.machine.machine import Machine, read_machine
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.blueprint import MakeEnv, choose_apart
+from envherd.executor.sizing.confirming import Confirmation, choose
+from envherd.executor.sizing.driving import Subject
 from envherd.executor.sizing.limits import Limits
 from envherd.executor.sizing.measurement import Measurement
-from envherd.executor.sizing.opening import helper, start, subject_of
-from envherd.executor.sizing.probing import ProbeLimits, Subject, probe
-from envherd.executor.sizing.reasons import Facts, reasons
+from envherd.executor.sizing.probe import Progress, probe
+from envherd.executor.sizing.reasons import reasons
 from envherd.executor.sizing.rule import settings_for
-from envherd.executor.sizing.scaling import Prediction, Scale, plan
-from envherd.executor.sizing.search import Found, Progress, Run, Search
-from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Setting
+from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Run, Setting
 
 _log = logging.getLogger("envherd")
 #: Seconds of measurement for `recommend`, and for `"auto"`, which delays a program's start.
 BUDGET_S, AUTO_BUDGET_S = 20.0, 5.0
-#: Share of the available memory that a probe, and all executors of a search, may take.
-PROBE_MEMORY_SHARE = 0.8
 #: Share of the budget that the probe may take.
 _PROBE_SHARE = 0.25
 
@@ -39,7 +35,7 @@ class Advice:
 
     Attributes:
         setting: see `Setting`; with 0 workers it is `SerialEnv`.
-        predicted: its prediction.
+        predicted: its speed, memory and start, as it was run, or predicted from the probe.
         binding: its bottleneck, in one or two words.
         why: sentences, the most important first.
         parallel: the best setting with worker processes; None if `SerialEnv` is chosen.
@@ -49,7 +45,7 @@ class Advice:
     """
 
     setting: Setting
-    predicted: Prediction
+    predicted: Run
     binding: str
     why: tuple[str, ...]
     parallel: Setting | None
@@ -59,13 +55,14 @@ class Advice:
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as documented in docs/sizing.md."""
-        plain = {name: value for name, value in vars(self).items() if name not in ("setting", "parallel", "predicted")}
+        names = ("binding", "why", "memory_room_bytes", "most_envs_in_memory", "meets_target")
+        predicted = ("steps_per_s", "batch_s", "memory_bytes", "start_s", "is_scaled")
         return {
             **asdict(self.setting),
             "executor": "ParallelEnv" if self.setting.num_workers else "SerialEnv",
-            **plain,
+            **{name: getattr(self, name) for name in names},
             "parallel": None if self.parallel is None else asdict(self.parallel),
-            "predicted": asdict(self.predicted),
+            "predicted": {name: getattr(self.predicted, name) for name in predicted},
         }
 
 
@@ -76,8 +73,8 @@ class Sizing:
     Attributes:
         machine: the planned one.
         measured: of the env.
-        runs: every setting that was considered, with its speed on this machine or the reason why it was not run;
-            none with worker processes if another machine is planned for.
+        runs: every setting that was considered: as it was run on this machine, or with the reason why it was not run.
+            For another machine, and for `SerialEnv`, the figures are predicted from the probe.
         advice: the decision.
     """
 
@@ -100,7 +97,6 @@ def recommend(  # noqa: PLR0913  # the env, the goal and the limits
     budget_s: float = BUDGET_S,
     machine: Machine | None = None,
     options: ExecutorOptions | None = None,
-    probe_bytes: int | None = None,
     progress: Progress = lambda _text, _share: None,
 ) -> Sizing:
     """Measure an env, run at most three settings on real executors, and recommend the smallest of the fastest ones.
@@ -112,102 +108,64 @@ def recommend(  # noqa: PLR0913  # the env, the goal and the limits
         budget_s: seconds of measurement, at most; it may end a few seconds later if starts are slow.
         machine: to plan for; None for this one. For another machine the probe is scaled, and no setting is run.
         options: of the executors; `reset_ahead` is tried if resets are costly, whatever its value here.
-        probe_bytes: memory for the probe, and for all executors together; None for most of what is available.
         progress: called with the current activity and the used share of the budget.
 
     Raises:
-        FactoryError, EnvError: the env failed. ProbeFailed: it could not be measured within the limits.
+        FactoryError, EnvError, WorkerLost, WorkerTimeout: the env failed, its process died, or a call took too long.
         DoesNotFit: not even one fits.
     """
-    options, goal = replace(options or ExecutorOptions(), reset_ahead=False), goal or Goal()
-    limits = ProbeLimits(budget_s=budget_s, memory_bytes=probe_bytes)
-    subject = subject_of(make_env, env_kwargs, options)
-    measured, here, found = measure(subject, goal, limits, options, progress, is_here=machine is None)
-    return decide(measured, here, found, goal, machine or here, options.num_frames)
-
-
-def measure(  # as `recommend`
-    subject: Subject,
-    goal: Goal,
-    limits: ProbeLimits,
-    options: ExecutorOptions,
-    progress: Progress = lambda _text, _share: None,
-    *,
-    is_here: bool = True,
-) -> tuple[Measurement, Machine, Found]:
-    """Probe an env and confirm the rule's choice, on this machine; see `recommend`.
-
-    Args:
-        subject: the env.
-        goal: see `recommend`.
-        limits: seconds and bytes of the whole measurement.
-        options: the executors'.
-        progress: see `recommend`.
-        is_here: whether this machine is planned for; otherwise nothing is run after the probe.
-    """
-    began, here = time.monotonic(), read_machine()
-    most_bytes = int(here.memory_available * PROBE_MEMORY_SHARE) if limits.memory_bytes is None else limits.memory_bytes
-    with helper(subject, options):
-        probe_limits = replace(limits, budget_s=_PROBE_SHARE * limits.budget_s, memory_bytes=most_bytes)
+    began, here, goal = time.monotonic(), read_machine(), goal or Goal()
+    options = replace(options or ExecutorOptions(), reset_ahead=False)
+    subject = Subject(make_env, env_kwargs or {}, options)
+    with subject.helper():
         measured = probe(
-            subject, probe_limits, options, lambda stage, share: progress(f"probe: {stage}", _PROBE_SHARE * share)
+            subject,
+            _PROBE_SHARE * budget_s,
+            lambda stage, share: progress(f"probe: {stage}", _PROBE_SHARE * share),
         )
         if goal.episode_steps is not None:
             measured = replace(measured, end_share=1 / goal.episode_steps, episode_steps=goal.episode_steps)
-        wanted = settings_for(measured, here.cores, goal)
-        fitting = Limits(measured, here, goal, options.num_frames)
-        if not (is_here and wanted[0].num_workers):  # `SerialEnv` makes what the probe made
-            return measured, here, Found((), wanted[0])
-        begin = functools.partial(start, subject, options)
-        search = Search(begin, fitting, goal, most_bytes, (began, began + limits.budget_s), progress)
-        return measured, here, search.run(wanted)
+        limits = Limits(measured, machine or here, goal, options.num_frames, is_here=machine is None)
+        wanted = settings_for(measured, limits.machine.cores, goal)
+        if machine is not None or not wanted[0].num_workers:  # `SerialEnv` makes what the probe made
+            return decide(limits, plan(limits, wanted[0]))
+        confirmation = Confirmation(subject, limits, (began, began + budget_s), progress)
+        return decide(limits, confirmation.run(limits.fitting(wanted)))
 
 
-def decide(
-    measured: Measurement, here: Machine, found: Found, goal: Goal, machine: Machine, num_frames: int = 4
-) -> Sizing:
-    """Return the decision, for the machine on which settings were run or for another; pure.
+def plan(limits: Limits, wanted: Setting) -> tuple[Run, ...]:
+    """Return what a setting is predicted to make, or the largest that fits in its place, after the reason.
 
     Raises:
-        DoesNotFit: the other machine has no room.
+        DoesNotFit: the machine has no room.
     """
-    limits = Limits(measured, machine, goal, num_frames)
-    scale = Scale(measured, found.runs, here, limits, goal.policy_s)
-    chosen, runs = found.chosen, found.runs
-    if not runs:
-        wanted, (chosen, _) = settings_for(measured, machine.cores, goal)[0], plan(scale, limits, goal)
-        if wanted != chosen:
-            runs += (Run(setting=wanted, refusal=limits.refusal(wanted)),)
-    predicted, serial, considered = scale.predict(chosen), None, runs
+    return tuple(map(limits.predict, limits.fitting([wanted])))
+
+
+def decide(limits: Limits, runs: tuple[Run, ...]) -> Sizing:
+    """Return the decision from what was run or planned; pure."""
+    measured, goal = limits.measured, limits.goal
+    ran = [one for one in runs if one.refusal is None]
+    fastest = max(ran, key=lambda one: one.steps_per_s)
+    chosen = choose(ran, goal.target_steps_per_s)
+    serial, considered = None, runs
     if not (goal.workers_only or measured.is_alone):
-        setting = Setting(num_envs=chosen.num_envs, num_workers=0)
-        serial = scale.predict(setting)
-        fastest = max((one.steps_per_s for one in found.runs), default=serial.steps_per_s)
-        runs += (
-            Run(
-                setting=setting,
-                steps_per_s=serial.steps_per_s,
-                relative=serial.steps_per_s / fastest,
-                memory_bytes=serial.memory_bytes,
-                start_s=serial.start_s,
-                refusal=limits.refusal(setting),
-            ),
-        )
-    facts = Facts(limits=limits, goal=goal, runs=considered, chosen=chosen, predicted=predicted, serial=serial)
-    binding, why = reasons(facts)
-    ran = [one for one in found.runs if one.refusal is None]
-    best = max(ran, key=lambda one: one.steps_per_s).setting if ran else chosen
+        serial = limits.predict(Setting(num_envs=chosen.setting.num_envs, num_workers=0))
+        if chosen.setting.num_workers:
+            considered = (*runs, serial)
+    binding, why = reasons(limits, chosen, runs, serial)
     advice = Advice(
-        setting=chosen,
-        predicted=predicted,
+        setting=chosen.setting,
+        predicted=chosen,
         binding=binding,
         why=why,
-        parallel=best if best.num_workers else None,
+        parallel=fastest.setting if fastest.setting.num_workers else None,
         memory_room_bytes=limits.room,
-        most_envs_in_memory=limits.most_envs(chosen.num_workers),
-        meets_target=facts.meets_target,
+        most_envs_in_memory=limits.most_envs(chosen.setting.num_workers),
+        meets_target=goal.is_met_by(chosen),
     )
-    return Sizing(machine=machine, measured=measured, runs=runs, advice=advice)
+    relative = tuple(replace(one, relative=one.steps_per_s / fastest.steps_per_s) for one in considered)
+    return Sizing(machine=limits.machine, measured=measured, runs=relative, advice=advice)
 
 
 def resolve(

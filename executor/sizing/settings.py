@@ -1,9 +1,9 @@
-"""Settings: numbers of envs and workers, and the mode of stepping. Pure."""
+"""Settings: numbers of envs and workers, and the mode of stepping; what is wanted, and what is known of one. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 #: "sync": a step of all envs at a time. "first-k": `send`, and `recv` of the half that is ready first.
 Mode = Literal["sync", "first-k"]
@@ -71,9 +71,72 @@ class Goal:
     headroom: float = 0.2
     workers_only: bool = False
 
+    def is_met_by(self, run: Run) -> bool | None:
+        """Return whether a run reaches the target; None without one."""
+        return None if self.target_steps_per_s is None else run.steps_per_s >= self.target_steps_per_s
+
 
 #: For executors with worker processes, stepped and reset in the usual way.
 WORKERS_ONLY = Goal(workers_only=True)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a setting is not run.
+
+    Attributes:
+        kind: "memory", "open files", "processes", "GPU memory", "failure" or "budget".
+        text: the reason, with the numbers.
+    """
+
+    kind: str
+    text: str
+
+    @property
+    def is_of_machine(self) -> bool:
+        """Whether the machine is too small."""
+        return self.kind not in ("failure", "budget")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a setting makes: as it was run, or else predicted from the probe; or why it was not run.
+
+    Attributes:
+        setting: see `Setting`.
+        steps_per_s: env-steps per second, with the usual number of resets, and with the policy.
+        relative: speed relative to the fastest setting.
+        busy_share: of its workers' time, spent on commands, 0..1.
+        rounds: number of its turns; 0 if it was not run: then the figures are predicted.
+        memory_bytes: of workers, helper and shared memory, from the probe's measurement.
+        start_s: until it is ready and its envs are reset.
+        refusal: why it was not run, or does not fit; None if it was run or may be.
+    """
+
+    setting: Setting
+    steps_per_s: float = 0.0
+    relative: float = 0.0
+    busy_share: float = 0.0
+    rounds: int = 0
+    memory_bytes: int = 0
+    start_s: float = 0.0
+    refusal: Refusal | None = None
+
+    @property
+    def batch_s(self) -> float:
+        """Seconds of one step of all envs, with the policy."""
+        return self.setting.num_envs / self.steps_per_s
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the speed is scaled from the probe; otherwise the setting was run."""
+        return self.rounds == 0
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as documented in docs/sizing.md."""
+        plain = {**vars(self.setting), **vars(self)}
+        del plain["setting"]
+        return {**plain, "refusal": None if self.refusal is None else self.refusal.text}
 
 
 def counted(count: int, noun: str) -> str:

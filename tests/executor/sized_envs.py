@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -22,6 +24,19 @@ class SleepingEnv(CountingEnv):
         return super().step(action)
 
 
+class ThreadedEnv(CountingEnv):
+    """Computes in a thread, and waits for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.thread = ThreadPoolExecutor(1)
+        self.text = bytes(2 * MIB)
+
+    def step(self, action):
+        self.thread.submit(hashlib.sha256, self.text).result()  # without the GIL
+        return super().step(action)
+
+
 class HeavyMemoryEnv(CountingEnv):
     """Holds 48 MiB of private memory."""
 
@@ -31,11 +46,14 @@ class HeavyMemoryEnv(CountingEnv):
 
 
 class BreathingEnv(CountingEnv):
-    """Has 40 MiB in every other episode, and 8 MiB in those between."""
+    """Has 40 MiB in every other episode, and 8 MiB in those between; so have every other env of a process at a time."""
+
+    num_built = 0
 
     def __init__(self):
         super().__init__()
-        self.num_resets = 0
+        self.num_resets = BreathingEnv.num_built
+        BreathingEnv.num_built += 1
 
     def reset(self, seed, options=None):
         self.num_resets += 1
@@ -55,16 +73,6 @@ class LeakingEnv(CountingEnv):
     def step(self, action):
         self.kept.append(np.ones(8192, np.uint8))
         return super().step(action)
-
-
-class BottomlessEnv(CountingEnv):
-    """Allocates memory in its first reset until none is left."""
-
-    def reset(self, seed, options=None):
-        taken = []
-        while True:
-            taken.append(np.ones(16 * MIB, np.uint8))
-            time.sleep(0.002)
 
 
 class DyingEnv(CountingEnv):
@@ -161,5 +169,21 @@ class LonelyEnv(CountingEnv):
             LonelyEnv.own.bind(f"\0envherd-lonely-{os.getppid()}")
 
 
+class SingleEnv(CountingEnv):
+    """Cannot be built a second time in a process."""
+
+    num_built = 0
+
+    def __init__(self):
+        super().__init__()
+        SingleEnv.num_built += 1
+        if SingleEnv.num_built > 1:
+            raise RuntimeError("there is one already")
+
+
 def make_failing():
     raise RuntimeError("no licence")
+
+
+def make_dying():
+    os._exit(7)

@@ -7,8 +7,7 @@ from dataclasses import replace
 from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.machine.machine import Machine
 from envherd.executor.sizing.measurement import Measurement
-from envherd.executor.sizing.search import Run
-from envherd.executor.sizing.settings import Setting
+from envherd.executor.sizing.settings import Run, Setting
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 
 GIB, MIB = 2**30, 2**20
@@ -30,7 +29,7 @@ def measured_of(step_s=1e-3, **changes):
         spec=SPEC, build_s=0.1, build_further_s=0.1, first_reset_s=10 * step_s, reset_median_s=10 * step_s,
         step_median_s=step_s, step_p99_s=step_s, step_mean_s=step_s, cpu_per_step_s=step_s,
         hidden_cpu_share=0.0, num_threads=0, steps_measured=1000, end_share=0.001, contention=0.0,
-        worker_bytes=5 * MIB, first_env_bytes=20 * MIB, further_env_bytes=10 * MIB, shared_bytes=30 * MIB,
+        worker_bytes=25 * MIB, further_env_bytes=10 * MIB, shared_bytes=30 * MIB,
         grown_per_1000_steps_bytes=0, row_bytes=100,
     )  # fmt: skip
     return replace(plain, **changes)

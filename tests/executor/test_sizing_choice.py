@@ -11,13 +11,12 @@ import pytest
 
 from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.machine.gpus import Gpu, parse_apps
-from envherd.executor.sizing.limits import DoesNotFit, Limits, Refusal
+from envherd.executor.sizing.confirming import choose, speeds
+from envherd.executor.sizing.limits import DoesNotFit, Limits
 from envherd.executor.sizing.measurement import share_of_ends
-from envherd.executor.sizing.recommending import decide
+from envherd.executor.sizing.recommending import decide, plan
 from envherd.executor.sizing.rule import settings_for
-from envherd.executor.sizing.scaling import Scale
-from envherd.executor.sizing.search import Found, choose, speeds
-from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Setting
+from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Refusal, Run, Setting
 from tests.executor.sizing_figures import GIB, MIB, machine_of, measured_of, run_of
 
 SERIAL, ONE, TWO = (Setting(num_envs=8, num_workers=count) for count in range(3))
@@ -55,7 +54,7 @@ RULE = {
     "fewer envs than processors": (measured_of(), 8.0, {"num_envs": 6}, [(6, "sync"), (3, "sync")]),
     "a quota": (measured_of(), 2.5, {"num_envs": 8}, [(3, "sync"), (2, "sync")]),
     "workers fixed": (CHEAP, 8.0, {"num_envs": 8, "num_workers": 3}, [(3, "sync")]),
-    "envs apart": (replace(CHEAP, is_alone=True), 2.0, {"num_envs": 2}, [(2, "sync")]),
+    "envs apart": (replace(CHEAP, why_alone="one at a time"), 2.0, {"num_envs": 2}, [(2, "sync")]),
     "uneven steps": (measured_of(**UNEVEN), 2.0, {}, [(2, "first-k"), (2, "sync"), (1, "first-k")]),
     "uneven short steps": (measured_of(1e-5, step_p99_s=1e-4), 2.0, {"num_envs": 8}, [(1, "sync"), (2, "sync")]),
     "uneven steps, workers only": (measured_of(**UNEVEN), 2.0, {"workers_only": True}, [(2, "sync"), (1, "sync")]),
@@ -80,7 +79,7 @@ def test_more_envs_hide_what_a_batch_costs_where_steps_are_short():
         return settings_for(measured_of(step_s, **changes), 2.0, Goal())[0].most_per_worker
 
     assert [most(step_s) for step_s in (1e-6, 1e-4, 1e-2)] == [64, 16, 4]
-    assert most(1e-6, is_alone=True) == 1
+    assert most(1e-6, why_alone="one at a time") == 1
 
 
 RESULTS = json.loads((Path(__file__).parents[2] / "benchmarks/results/sizing.json").read_text())
@@ -124,7 +123,7 @@ def test_resets_ahead_take_twice_the_processes_and_envs():
 
 
 def test_the_largest_setting_that_fits_is_tried_instead():
-    limits = Limits(measured_of(first_env_bytes=100 * MIB), machine_of(memory=500 * MIB), Goal())
+    limits = Limits(measured_of(worker_bytes=105 * MIB), machine_of(memory=500 * MIB), Goal())
     assert limits.fitted(Setting(num_envs=8, num_workers=8)) == Setting(num_envs=3, num_workers=3)
     assert limits.fitted(Setting(num_envs=8, num_workers=2)) == Setting(num_envs=8, num_workers=2)
     fixed = Limits(limits.measured, limits.machine, Goal(num_envs=8))
@@ -161,13 +160,17 @@ def test_gpu_memory_of_processes():
     ],
 )
 def test_the_smallest_within_five_percent_of_the_best_is_taken(speeds, chosen):
-    assert choose(speeds) == chosen
+    assert choose(runs_of(speeds)).setting == chosen
 
 
 def test_the_smallest_that_reaches_a_target_is_taken():
     rates = {ONE: 60.0, TWO: 100.0}
-    assert choose(rates, target=55.0) == ONE
-    assert choose(rates, target=1e6) == TWO
+    assert choose(runs_of(rates), target=55.0).setting == ONE
+    assert choose(runs_of(rates), target=1e6).setting == TWO
+
+
+def runs_of(rates):
+    return [Run(setting=setting, steps_per_s=rate) for setting, rate in rates.items()]
 
 
 def test_settings_are_compared_within_rounds():
@@ -212,21 +215,15 @@ def test_an_episode_under_way_counts_for_what_it_is_worth(kind):
 # ---- predictions -----------------------------------------------------------------------------------
 
 
-def predicted(setting, *runs, machine=None, here=None, **changes):
+def predicted(setting, *, machine=None, **changes):
     measured = measured_of(end_share=0.0, **changes)
-    limits = Limits(measured, machine or machine_of(2), Goal())
-    return Scale(measured, runs, here or machine_of(2), limits).predict(setting)
-
-
-def test_what_was_run_is_predicted_as_it_was():
-    made = predicted(TWO, run_of(2, 1000.0))
-    assert (made.steps_per_s, made.batch_s, made.is_scaled) == (1000.0, 8e-3, False)
+    return Limits(measured, machine or machine_of(2), Goal(), is_here=machine is None).predict(setting)
 
 
 def test_the_envs_part_of_a_batch_is_divided_among_processors_and_the_callers_is_not():
     many = Setting(num_envs=256, num_workers=64)
-    made = predicted(many, run_of(64, 1.0, num_envs=256), machine=machine_of(64))
-    assert made.is_scaled  # the run was on another machine
+    made = predicted(many, machine=machine_of(64))
+    assert made.is_scaled
     assert made.batch_s == pytest.approx(4e-3 + 286e-6)
     assert predicted(many).batch_s == pytest.approx(128e-3 + 286e-6)
     # More workers than cores gain nothing, unless envs wait.
@@ -242,10 +239,10 @@ def test_the_envs_part_of_a_batch_is_divided_among_processors_and_the_callers_is
 
 
 def decided(*runs, measured=None, machine=None, here=None, goal=None):
-    here = here or machine_of(2)
-    ran = [one for one in runs if one.refusal is None]
-    chosen = max(ran, key=lambda one: one.steps_per_s).setting if ran else SERIAL
-    return decide(measured or measured_of(), here, Found(runs, chosen), goal or Goal(num_envs=8), machine or here)
+    """Return the decision from runs here, or for a machine on which nothing is run."""
+    where = machine or here or machine_of(2)
+    limits = Limits(measured or measured_of(), where, goal or Goal(num_envs=8), is_here=machine is None)
+    return decide(limits, runs or plan(limits, settings_for(limits.measured, where.cores, limits.goal)[0]))
 
 
 def test_another_machine_is_planned_for_and_that_is_said():
@@ -296,9 +293,9 @@ def test_what_binds(run, given, binding, said):
 
 
 def test_serial_gets_as_many_envs_as_fit():
-    advice = decided(here=machine_of(1, memory=80 * MIB), goal=Goal()).advice
+    advice = decided(here=machine_of(1, memory=120 * MIB), goal=Goal()).advice
     assert advice.setting == Setting(num_envs=4, num_workers=0)
-    tight = decided(here=machine_of(1, memory=60 * MIB), goal=Goal()).advice
+    tight = decided(here=machine_of(1, memory=100 * MIB), goal=Goal()).advice
     assert (tight.setting, tight.binding) == (Setting(num_envs=2, num_workers=0), "memory")
 
 
@@ -323,6 +320,8 @@ def test_what_a_reader_should_know_is_said():
     assert "other processes used the machine: the probe waited for a processor for 50% of its time" in why
     assert "computes in 2 threads besides the worker's" in why
     assert "--episode-steps" in " ".join(decided(run_of(2, 1.0), measured=measured_of(end_share=0.0)).advice.why)
+    alone = " ".join(decided(run_of(2, 1000.0), measured=measured_of(why_alone="one at a time")).advice.why)
+    assert "each env needs its own worker: one at a time" in alone
     missed = decided(run_of(2, 1000.0), goal=Goal(num_envs=8, target_steps_per_s=3000.0)).advice
     assert missed.meets_target is False
     assert "out of reach here by a factor of 3.0" in " ".join(missed.why)
@@ -336,4 +335,4 @@ def test_workers_are_compared_with_serial_by_the_probe():
     assert not any("SerialEnv" in why for one in (fast, busy) for why in one.advice.why)
     assert fast.advice.to_plain()["executor"] == "ParallelEnv"
     assert decided(run_of(2, 700.0), goal=WORKERS_ONLY).serial is None
-    assert decided(run_of(2, 700.0), measured=measured_of(is_alone=True)).serial is None
+    assert decided(run_of(2, 700.0), measured=measured_of(why_alone="one at a time")).serial is None

@@ -158,6 +158,8 @@ def test_envs_that_must_be_alone_have_a_process_each():
     for num_workers in (None, 3, "auto"):
         with ParallelEnv(3, Place, num_workers=num_workers, options=options) as env:
             assert len(env.statistics().workers) == 3
+    with ParallelEnv("auto", Place, options=options) as env:
+        assert len(env.statistics().workers) == env.num_envs
     with pytest.raises(ValueError, match=r"num_workers failed: expected 3 \(one for each env\) .* with alone, got 2"):
         ParallelEnv(3, Place, num_workers=2, options=options)
     with pytest.raises(ValueError, match=r"SerialEnv failed: expected one env with alone=True, got 2"):

@@ -140,7 +140,6 @@ class Worker:
             messages.Seed: self._on_seed,
             messages.Prepare: self._on_prepare,
             messages.Ask: self._on_ask,
-            messages.Probe: self._on_probe,
         }
 
     def serve(self) -> None:
@@ -245,11 +244,6 @@ class Worker:
             self._channel.send_plain(reply)
         elif isinstance(self._block, AheadBlock):
             self._block.forget_ahead()
-
-    def _on_probe(self, message: messages.Probe) -> None:
-        from envherd.workers.probing.probe import Prober  # imported here: other workers do not need it
-
-        Prober(message, self._channel.send_plain).run()
 
     def _trim_log(self) -> None:
         """Truncate the log: an env may print for days."""

@@ -11,13 +11,14 @@ import pytest
 from envherd.executor import ParallelEnv
 from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.machine.machine import read_machine
-from envherd.executor.sizing import search
+from envherd.executor.sizing import confirming, probe
 from envherd.executor.sizing.driving import Driver
 from envherd.executor.sizing.recommending import recommend
 from envherd.executor.sizing.settings import WORKERS_ONLY, Goal
 from envherd.workers.errors import EnvherdError
 from envherd.workers.testing import CountingEnv
 from tests.executor import sized_envs
+from tests.extras import needs
 
 pytestmark = pytest.mark.slow
 CORES = len(os.sched_getaffinity(0))
@@ -118,7 +119,8 @@ def test_an_alarm_of_the_program_ends_the_search(monkeypatch):
     ],
 )
 def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(make_env, said, monkeypatch):
-    monkeypatch.setattr(search, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(confirming, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(probe, "_SHORT_ENVS", 2)
     done = sized(make_env, budget_s=60.0, num_envs=4)
     failed = {one.setting.num_workers: one.refusal for one in done.runs if one.refusal is not None}
     assert set(failed) == {1}
@@ -127,7 +129,8 @@ def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(make_env, sai
 
 
 @pytest.mark.broken_pool
-def test_if_every_setting_fails_the_command_fails_with_the_last_error():
+def test_if_every_setting_fails_the_command_fails_with_the_last_error(monkeypatch):
+    monkeypatch.setattr(probe, "_SHORT_ENVS", 2)
     with pytest.raises(EnvherdError, match="exit code 7"):
         sized(sized_envs.CrowdedEnv, num_envs=4, num_workers=1)
 
@@ -141,3 +144,12 @@ def test_a_driver_goes_on_in_another_mode_from_where_the_envs_are():
     assert made > sum(turn.steps for turn in turns)
     assert made - sum(turn.steps for turn in turns) <= 4 * (2 * 4 + 4)  # warm-up, and what was under way at the end
     assert all(0 < turn.busy_s < 2 * turn.seconds for turn in turns)
+
+
+@needs("torchrl")
+def test_a_driver_steps_envs_that_take_their_state():
+    from torchrl.envs import PendulumEnv
+
+    with ParallelEnv(2, PendulumEnv, num_workers=1, seed=0) as env:
+        driver = Driver(lambda: env, 0.01)
+        assert all(driver.turn(mode).steps >= 2 for mode in ("sync", "first-k"))

@@ -1,1 +1,0 @@
-"""Measuring one env in a worker."""
