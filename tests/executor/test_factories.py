@@ -11,10 +11,8 @@ import pytest
 
 from envherd.executor import FactoryError, ParallelEnv, SerialEnv, SpecError
 from envherd.workers.testing import CountingEnv
+from tests.executor.calls import both
 from tests.extras import needs
-
-PARALLEL = pytest.param(functools.partial(ParallelEnv, num_workers=1), id="parallel", marks=pytest.mark.slow)
-both = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="serial")])
 
 
 def cartpole():

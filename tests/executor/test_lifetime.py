@@ -15,10 +15,8 @@ from tensordict import LazyStackedTensorDict
 
 from envherd.executor import Busy, Closed, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
 from envherd.workers.testing import CountingEnv, GlobalRandomEnv, TextEnv
+from tests.executor.calls import both
 from tests.gates import Gate
-
-PARALLEL = pytest.param(functools.partial(ParallelEnv, num_workers=2), id="parallel", marks=pytest.mark.slow)
-both = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="serial")])
 
 
 def ones(td):

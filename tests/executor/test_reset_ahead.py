@@ -31,6 +31,7 @@ from envherd.executor.pools.turns import Turns
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, PairEnv, TextEnv
 from tests.executor.ahead_envs import ROOT_SEED, BreakingEnv, GatedEnv, LevelEnv, telling
+from tests.executor.calls import ENDLESS
 from tests.executor.drives import DRIVES, act, fused, reset_by_hand
 from tests.extras import needs
 from tests.faults.envs import LeakyEnv
@@ -41,7 +42,6 @@ pytestmark = pytest.mark.slow
 AHEAD = ExecutorOptions(reset_ahead=True)
 RESTART = ExecutorOptions(reset_ahead=True, on_worker_loss="restart")
 REUSING = functools.partial(CountingEnv, reuses_buffers=True)
-ENDLESS = functools.partial(CountingEnv, 1_000_000)
 
 
 def ahead(make: Any, num_envs: int = 2, options: ExecutorOptions = AHEAD, **kwargs: Any) -> ParallelEnv:

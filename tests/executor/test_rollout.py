@@ -19,11 +19,9 @@ from envherd.executor.show.episode_logger import EpisodeLogger
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv, PlainEnv, TextEnv
 from envherd.workers.testing.envs import action_leaf
+from tests.executor.calls import both
 from tests.faults.children import in_child
 from tests.gates import wait_for
-
-PARALLEL = pytest.param(functools.partial(ParallelEnv, num_workers=2), id="parallel", marks=pytest.mark.slow)
-both = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="serial")])
 
 long_env = functools.partial(CountingEnv, 1_000)
 short_env = functools.partial(CountingEnv, 3)

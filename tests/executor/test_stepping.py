@@ -12,11 +12,9 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from envherd.executor import ActionError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, SpecError
 from envherd.shm.specs import Discrete, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv
+from tests.executor.calls import both, counters
 from tests.faults.envs import HaltingEnv
 from tests.gates import Gate
-
-PARALLEL = pytest.param(functools.partial(ParallelEnv, num_workers=2), id="parallel", marks=pytest.mark.slow)
-both = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="serial")])
 
 long_env = functools.partial(CountingEnv, 1_000)
 NUM_ENVS = 3
@@ -24,10 +22,6 @@ NUM_ENVS = 3
 
 def act(td, *actions):
     return td.set("action", torch.tensor(actions or [1] * len(td)))
-
-
-def counters(td):
-    return td["observation"][:, 1].tolist()
 
 
 @both

@@ -7,7 +7,6 @@ import functools
 import itertools
 import linecache
 import os
-import random
 import signal
 import sys
 import threading
@@ -365,70 +364,6 @@ def test_a_worker_that_is_lost_while_an_interrupt_is_got_over(tmp_path):
         assert caught.value.env_ids == (0, 1)
         with pytest.raises(WorkerLost):
             env.reset(only(0, 1))
-
-
-class Late(Exception):
-    """Raised by the handler of an alarm."""
-
-
-def raise_late(*_: object) -> None:
-    raise Late
-
-
-def interrupted(env: Any, call: Callable[[Any], Any], kind: str, delay_s: float) -> bool:
-    """Repeat a call until a signal breaks it off; return whether one has."""
-    presser = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
-    swallowed: list[Any] = []  # in a callback of the garbage collector, which can raise nothing
-    before, sys.unraisablehook = sys.unraisablehook, swallowed.append
-    try:
-        try:
-            presser.start() if kind == "ctrl-c" else signal.setitimer(signal.ITIMER_REAL, delay_s)
-            end = time.monotonic() + 10
-            while time.monotonic() < end and not swallowed:
-                try:
-                    call(env)
-                except ResetNeeded as error:
-                    env.reset(only(*error.env_ids))
-        finally:
-            presser.join() if kind == "ctrl-c" else signal.setitimer(signal.ITIMER_REAL, 0)
-    except (KeyboardInterrupt, Late):
-        return True
-    except ValueError as error:  # TensorDict's constructor swallows what is raised while it reads its batch size
-        if "batch size was not specified" in str(error):
-            return True
-        raise
-    finally:
-        sys.unraisablehook = before
-    return bool(swallowed)
-
-
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (functools.partial(ParallelEnv, num_workers=2), "ctrl-c"),
-        (functools.partial(ParallelEnv, num_workers=2), "alarm"),
-        (SerialEnv, "ctrl-c"),  # there, what another handler raises in an env's method is the env's
-    ],
-    ids=["parallel-ctrl-c", "parallel-alarm", "serial-ctrl-c"],
-)
-def test_at_random_instants(make, kind):
-    """Real signals, in a process of several threads: the system may give one to any of them."""
-    rng = random.Random(kind)
-    idle = threading.Event()
-    other = threading.Thread(target=idle.wait)
-    other.start()
-    before = signal.signal(signal.SIGALRM, raise_late)
-    try:
-        with make(NUM_ENVS, functools.partial(CountingEnv, 4), seed=0) as env:
-            env.reset()
-            for trial in range(60):
-                name = rng.choice([*CALLS])
-                assert interrupted(env, CALLS[name][0], kind, rng.uniform(1e-5, 0.004))
-                _check(env, f"trial {trial}: {name}")
-    finally:
-        signal.signal(signal.SIGALRM, before)
-        idle.set()
-        other.join()
 
 
 def _ended(env: Any) -> list[int]:

@@ -1,6 +1,5 @@
 """However the owner ends, nothing is left; after any interrupt, no stale data are returned."""
 
-import functools
 import signal
 import subprocess
 import sys
@@ -8,12 +7,6 @@ import time
 
 import psutil
 import pytest
-import torch
-
-from envherd.executor import ParallelEnv, ResetNeeded
-from envherd.workers.testing import CountingEnv
-from tests.faults.envs import HaltingEnv
-from tests.gates import Gate, interrupt
 
 pytestmark = pytest.mark.slow
 
@@ -87,39 +80,3 @@ def test_a_script_is_not_run_again(tmp_path):
     )  # fmt: skip
     assert done.stdout.strip() == "[[], []]"
     assert (tmp_path / "log").read_text() == "ran "
-
-
-@pytest.mark.parametrize("victim", [0, 3])
-def test_ctrl_c_during_a_step(victim, tmp_path):
-    make = [functools.partial(CountingEnv, 1_000_000)] * 4
-    make[victim] = functools.partial(HaltingEnv, Gate(tmp_path), 3)
-    with ParallelEnv(4, make, num_workers=2, seed=0) as env:
-        root = env.reset()
-        for _ in range(2):
-            root["action"] = torch.zeros(4, dtype=torch.int64)
-            root = env.step_and_maybe_reset(root)[1]
-        pids = [worker.pid for worker in env.statistics().workers]
-        root["action"] = torch.zeros(4, dtype=torch.int64)
-        interrupt(Gate(tmp_path), lambda: env.step_and_maybe_reset(root))
-        with pytest.raises(ResetNeeded):
-            env.step_and_maybe_reset(root)
-        root = env.reset()
-        assert root["observation"][:, 1].tolist() == [0] * 4
-        for count in range(1, 3):
-            root["action"] = torch.ones(4, dtype=torch.int64)
-            root = env.step_and_maybe_reset(root)[1]
-            assert root["observation"][:, 1].tolist() == [count] * 4
-            assert root["observation"][:, 2].tolist() == [1] * 4
-        assert [worker.pid for worker in env.statistics().workers] == pids
-
-
-def test_ctrl_c_during_recv_loses_nothing(tmp_path):
-    make = [functools.partial(CountingEnv, 1_000_000), functools.partial(HaltingEnv, Gate(tmp_path), 1)]
-    with ParallelEnv(2, make, num_workers=2, seed=0) as env:
-        root = env.reset()
-        root["action"] = torch.zeros(2, dtype=torch.int64)
-        env.send(root)
-        interrupt(Gate(tmp_path), env.recv)
-        received = env.recv()
-        assert sorted(received["env_ids"].tolist()) == [0, 1]
-        assert received["next", "observation"][:, 1].tolist() == [1, 1]

@@ -23,6 +23,7 @@ from tensordict import TensorDict
 
 from envherd.executor import ActionError, Closed, EnvError, ExecutorOptions, ParallelEnv, WorkerLost
 from envherd.workers.testing import ChattyEnv, CountingEnv, FaultyEnv
+from tests.executor.calls import ENDLESS
 from tests.faults.children import (
     be_bound_by_process_limits,
     can_limit_memory,
@@ -44,7 +45,6 @@ pytestmark = [
     pytest.mark.usefixtures("own_helper"),
 ]
 
-ENDLESS = functools.partial(CountingEnv, 1_000_000)
 make = functools.partial(ParallelEnv, num_workers=2, seed=0)
 
 
