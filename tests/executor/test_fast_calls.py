@@ -495,9 +495,9 @@ def slow_pair(*, copy: bool = True) -> Any:
     return ParallelEnv(2, functools.partial(Slow, 50), num_workers=2, copy=copy, seed=0)
 
 
-def be_patient(patch: pytest.MonkeyPatch) -> None:
+def be_patient(patch: pytest.MonkeyPatch, wait_s: float = 30.0) -> None:
     """Let calls in C wait for slow answers themselves, even on a busy machine; before compiling, which copies it."""
-    patch.setattr(fast_commands, "LOOK_S", 30.0)
+    patch.setattr(fast_commands, "LOOK_S", wait_s)
 
 
 def refuse(*_: Any, **__: Any) -> None:
@@ -608,7 +608,7 @@ CALLS = ["step", "step with views", "recv"]
 @pytest.fixture(params=CALLS)
 def waiting(request, tmp_path, monkeypatch):
     """Return an executor, a function that sends its envs to a gate (if the call is `recv`), and the call."""
-    be_patient(monkeypatch)
+    be_patient(monkeypatch, 1.0)  # also if another thread closes the executor
     call = request.param.partition(" ")[0]
     with held_pair(Gate(tmp_path), copy="views" not in request.param, close_timeout_s=0.0) as env:
         env.reset()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 from tests.extras import needs, skip_without
 
@@ -15,9 +14,8 @@ import torch
 from torchrl.envs import PettingZooWrapper
 from torchrl.envs import SerialEnv as OwnSerialEnv
 
-from envherd.executor import ExecutorOptions
 from envherd.executor.facades.torchrl import ParallelEnv
-from envherd.workers.errors import EnvError, WorkerTimeout
+from envherd.workers.errors import EnvError
 from tests import torchrl_own as own
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.preloads(*own.PRELOADED)]
@@ -31,15 +29,6 @@ env = ParallelEnv(2, lambda: GymEnv("CartPole-v1"), num_processes=1)
 print(tuple(env.rollout(3).shape))
 env.close()
 """
-
-
-class Stuck(own.CountingEnv):
-    """Hangs in steps whose action is 7, or in everything that seeds it."""
-
-    def _step(self, tensordict):
-        if int(tensordict["action"].sum()) == 7:
-            time.sleep(600)
-        return super()._step(tensordict)
 
 
 class Misshapen(own.CountingEnv):
@@ -66,17 +55,6 @@ def test_a_script_needs_no_main_guard_and_runs_once(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:2] == ["the script runs", "(2, 3)"]
-
-
-@pytest.mark.broken_pool
-def test_a_step_may_have_a_deadline_and_closing_does_not_wait_for_each_worker_in_turn():
-    options = ExecutorOptions(step_timeout_s=2.0, reset_timeout_s=60.0, close_timeout_s=1.0, worker_threads=1)
-    env = ParallelEnv(3, Stuck, num_processes=3, options=options)
-    td = act(env, 7)
-    with pytest.raises(WorkerTimeout, match=r"time\.sleep|_step"):
-        env.step(td)
-    env.close()
-    assert env.is_closed
 
 
 def test_wrong_shapes_are_named_and_kill_nobody():
