@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 
 import numpy as np
@@ -160,12 +161,10 @@ def test_receives_of_every_size_use_their_memory_again(monkeypatch):
 
 @both
 @pytest.mark.parametrize("ring_frames", [2, 3, 4])
-@pytest.mark.parametrize("num_resets", [1, 2, 3])
-@pytest.mark.parametrize("is_loaded", [False, True])
-def test_the_reset_after_a_step_does_not_overwrite_its_root(make, ring_frames, num_resets, is_loaded):
+def test_the_reset_after_a_step_does_not_overwrite_its_root(make, ring_frames):
     """Every step ends its episode, after resets in a row, and at each place of the ring."""
     with make(2, functools.partial(CountingEnv, 1), seed=0, options=ExecutorOptions(ring_frames=ring_frames)) as env:
-        for _ in range(ring_frames + 1):
+        for num_resets, is_loaded, _ in itertools.product((1, 2, 3), (False, True), range(ring_frames + 1)):
             for _ in range(num_resets):
                 root = env.reset()
             env.send(env.rand_action(root))
@@ -332,25 +331,23 @@ NO_IDS = r"expected env ids as integers, or as a bool mask of shape \(3,\)"
 
 
 @both
-@pytest.mark.parametrize(
-    ("env_ids", "message"),
-    [
-        *((ids, NO_IDS) for ids in ([0.7], np.array([1.9]), torch.tensor([0.0]), [True, False], ["0"])),
-        (torch.ones(3, 1, dtype=torch.bool), NO_IDS),
-        *((ids, r"expected different env ids in 0\.\.2") for ids in ([3], [-1], [0, 0])),
-    ],
-)
-def test_what_is_neither_ids_nor_a_mask_is_refused(make, env_ids, message):
+def test_what_is_neither_ids_nor_a_mask_is_refused(make):
+    no_ids = [[0.7], np.array([1.9]), torch.tensor([0.0]), [True, False], ["0"]]
+    wrong = [*((ids, NO_IDS) for ids in (*no_ids, torch.ones(3, 1, dtype=torch.bool)))]
+    wrong += [(ids, r"different env ids in 0\.\.2") for ids in ([3], [-1], [0, 0])]
     with make(3, CountingEnv, seed=0) as env:
         env.reset()
-        for ask in (
-            functools.partial(env.current, env_ids),
-            functools.partial(env.call, "pid", env_ids=env_ids),
-            functools.partial(env.set, "length", 1, env_ids=env_ids),
-            functools.partial(env.get, "num_steps", env_ids=env_ids),
-        ):
-            with pytest.raises(ValueError, match=message):
-                ask()
+        for env_ids, message in wrong:
+            for ask in (
+                functools.partial(env.current, env_ids),
+                functools.partial(env.call, "pid", env_ids=env_ids),
+                functools.partial(env.set, "length", 1, env_ids=env_ids),
+                functools.partial(env.get, "num_steps", env_ids=env_ids),
+                functools.partial(env.send, act(env)[: len(env_ids)], env_ids),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    ask()
+        assert env.statistics().env_steps == 0
 
 
 @pytest.mark.slow

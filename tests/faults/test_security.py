@@ -123,6 +123,9 @@ def test_what_is_shared_has_no_name_and_is_the_owners():
                     assert "(deleted)" in target
                     assert os.fstat(int(fd)).st_nlink == 0  # no name anywhere
         assert shared >= 4  # the slab, and the logs
+        maps = Path(f"/proc/{env.statistics().workers[0].pid}/maps").read_text()
+        assert "envherd-slab" in maps
+        assert "/dev/shm" not in maps
         assert len(data) == 2
 
 

@@ -36,7 +36,7 @@ from tests.faults.children import (
 from tests.faults.envs import MEDDLING, DeafEnv, GrowingEnv, HungryEnv, MeddlingEnv, NanEnv, NestedEnv
 from tests.faults.matrix import _held, _left
 from tests.faults.page import record
-from tests.scale import IS_FULL
+from tests.scale import IS_FULL, scaled
 
 pytestmark = [
     pytest.mark.slow,
@@ -438,10 +438,9 @@ def test_an_executor_in_an_env_of_an_executor():
     record("nested", what="an executor in an env of an executor, and its end", seen="works; nothing is left")
 
 
-@pytest.mark.skipif(not IS_FULL, reason="ten are opened and closed in test_lost_workers")
 @pytest.mark.timeout(1200)
 def test_many_executors():
-    count = 200
+    count = scaled(5, full=200)
     before = _held()
     num_threads = threading.active_count()
     for _ in range(count):
