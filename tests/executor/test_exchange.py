@@ -11,12 +11,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd.executor import Busy, EnvError, ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor import Busy, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.batches import reused_memory
 from envherd.shm.sync import Doorbell
 from envherd.workers import native
 from envherd.workers.testing import CountingEnv, FaultyEnv, TextEnv
-from tests.executor.calls import ENDLESS, TWO_WORKERS, act, both, only
+from tests.executor.calls import ENDLESS, TWO_WORKERS, act, both
 from tests.executor.sized_envs import SleepingEnv
 from tests.faults.envs import HaltingEnv
 from tests.gates import Gate, wait_for
@@ -47,32 +47,6 @@ def test_different_tasks_are_received_with_their_own_leaves(make):
         assert td.batch_size == (2,)
         assert [("next", "pixels") in td[i].keys(include_nested=True) for i in range(2)] == [True, False]
         assert not any(key in td[0] for key in ("observation", "action"))
-
-
-def test_no_row_of_an_env_that_raised_is_handed_out():
-    """All envs raise at about the same time: each is reported exactly once, whenever its message is read."""
-    with ParallelEnv(6, functools.partial(FaultyEnv, "value_error", step=1), num_workers=3) as env:
-        for _ in range(30):
-            env.reset()
-            env.send(act(env))
-            raised: list[int] = []
-            while len(raised) < 6:
-                with pytest.raises(EnvError) as caught:
-                    env.recv(1)
-                raised += caught.value.env_ids
-            assert sorted(raised) == list(range(6))
-        assert env.statistics().env_errors == 30 * 6
-
-
-def test_a_reset_of_others_leaves_a_fault_to_its_receiver():
-    with ParallelEnv(2, [functools.partial(FaultyEnv, "value_error", step=1), ENDLESS], num_workers=2) as env:
-        env.reset()
-        env.send(act(env)[:1], [0])
-        time.sleep(0.2)
-        assert env.reset(only(env, 1))["observation"][1, 1] == 0
-        with pytest.raises(EnvError, match=r"\(env 0, "):
-            env.recv(1)
-        env.reset(only(env, 0))
 
 
 def test_wake_ups_that_nobody_waited_for_do_not_pile_up():
@@ -232,24 +206,6 @@ def test_what_was_received_is_of_the_past_after_other_commands_and_after_writes_
         assert env.current(ids)["observation"][:, 1].tolist() == [0, 1]
         env.send(TensorDict({"action": torch.tensor([1, 1])}, [2]), ids)
         assert env.recv(env_ids=[0, 2])["env_ids"].tolist() == [0, 2]
-
-
-@both
-def test_what_was_acted_on_may_be_left_out(make):
-    envs = functools.partial(CountingEnv, 4)
-    with make(3, envs, seed=0) as env, make(3, envs, seed=0) as other:
-        roots = [one.reset() for one in (env, other)]
-        for _ in range(10):
-            env.send(env.rand_action(roots[0]))
-            other.send(other.rand_action(roots[1]))
-            whole, bare = env.recv(), other.recv(with_root=False)
-            assert sorted(bare.keys()) == ["env_ids", "next"]
-            assert bare.batch_size == whole.batch_size
-            order = [bare["env_ids"].argsort(), whole["env_ids"].argsort()]
-            assert (bare[order[0]] == whole.select("env_ids", "next")[order[1]]).all()
-            roots = [one.current(td["env_ids"]) for one, td in ((env, whole), (other, bare))]
-            roots = [root[index] for root, index in zip(roots, reversed(order), strict=True)]
-            assert (roots[0] == roots[1]).all()
 
 
 @pytest.mark.parametrize(

@@ -100,16 +100,9 @@ def test_a_captured_substrate_is_named():
     assert "Build it inside the factory" in message
 
 
-CAPTURED_LOCK = threading.Lock()
-
-
 class Holder:
     def __init__(self):
         self.lock = threading.Lock()
-
-
-def defaulted(lock=CAPTURED_LOCK):
-    return lock
 
 
 def capturing(what):

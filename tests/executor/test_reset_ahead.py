@@ -16,6 +16,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from envherd import RayParallelEnv
 from envherd.executor import (
     EnvError,
     ExecutorOptions,
@@ -554,30 +555,36 @@ class TestLosses:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("num_workers", [1, 3])
-    def test_another_number_of_workers(self, num_workers):
-        with pytest.raises(
-            ValueError, match=f"expected 2 .one for each env. or None with reset_ahead, got {num_workers}"
-        ):
-            ahead(CountingEnv, num_workers=num_workers)
-
     @pytest.mark.parametrize("num_workers", [2, None, "auto"])
     def test_the_number_of_workers_is_that_of_envs(self, num_workers):
         with ahead(CountingEnv, num_workers=num_workers) as env:
             assert env.num_workers == len(env.statistics().workers) == len(env.statistics().spares) == 2
 
-    def test_a_number_of_envs_that_would_be_measured(self):
-        with pytest.raises(ValueError, match="expected a number with reset_ahead, got 'auto'"):
-            ahead(CountingEnv, "auto")
-
-    def test_envs_that_are_batches(self):
-        with pytest.raises(ValueError, match="expected envs of one row, got batches"):
-            ahead(PairEnv)
-
-    @pytest.mark.parametrize("option", [{"episode_seeds": False}, {"isolate_rng": True}])
-    def test_options_that_have_episodes_depend_on_each_other(self, option):
-        with pytest.raises(ValueError, match=f"expected {next(iter(option))}=.* with reset_ahead"):
-            ExecutorOptions(reset_ahead=True, **option)
+    @pytest.mark.parametrize(
+        ("make", "text"),
+        [
+            *(
+                (
+                    functools.partial(ahead, CountingEnv, num_workers=number),
+                    f"expected 2 .one for each env. or None with reset_ahead, got {number}",
+                )
+                for number in (1, 3)
+            ),
+            (functools.partial(ahead, CountingEnv, "auto"), "expected a number with reset_ahead, got 'auto'"),
+            (functools.partial(ahead, PairEnv), "expected envs of one row, got batches"),
+            *(
+                (
+                    functools.partial(ExecutorOptions, reset_ahead=True, **{name: value}),
+                    f"expected {name}=.* with reset_ahead",
+                )
+                for name, value in (("episode_seeds", False), ("isolate_rng", True))
+            ),
+            (functools.partial(RayParallelEnv, 2, CountingEnv, options=AHEAD), "expected reset_ahead=False"),
+        ],
+    )
+    def test_what_cannot_be(self, make, text):
+        with pytest.raises(ValueError, match=text):
+            make()
 
     @needs("sb3")
     def test_facades_which_keep_their_hosts_seeding(self):
@@ -587,12 +594,6 @@ class TestRefusals:
         for kind in (gymnasium.AsyncVectorEnv, sb3.SubprocVecEnv):
             with pytest.raises(ValueError, match=r"expected episode_seeds=True with reset_ahead.*facades"):
                 kind([telling], options=AHEAD)
-
-    def test_a_cluster(self):
-        from envherd.executor import cluster
-
-        with pytest.raises(ValueError, match="expected reset_ahead=False"):
-            cluster.RayParallelEnv(2, CountingEnv, options=AHEAD)
 
     def test_a_serial_env_has_nothing_to_do_with_it(self):
         with serial(CountingEnv, options=AHEAD) as env, serial(CountingEnv) as other:

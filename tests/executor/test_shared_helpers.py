@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from envherd.executor import ExecutorOptions, ParallelEnv, preloaded
+from envherd.executor import ExecutorOptions, ParallelEnv
 from envherd.executor.facades.sb3 import SubprocVecEnv
 from envherd.executor.pools import zygote
 from tests.executor.seeing_env import Seeing
@@ -256,22 +256,6 @@ def test_a_fork_of_the_owner_starts_from_another_helper():
     assert is_running(helper)
     assert helper_of() == helper
     wait_for(lambda: not is_running(in_fork))
-
-
-def test_a_block_has_its_own():
-    helper = helper_of()
-    with preloaded("wave"):
-        of_block = helper_of()
-    assert of_block != helper
-    assert not psutil.pid_exists(of_block)
-
-
-def test_orphans_of_envs_end_with_their_executor():
-    with ParallelEnv(1, Seeing) as env:
-        (helper,) = env.call("helper")
-        orphans = [*env.call("leave_one"), *env.call("leave_background", is_forked=True)]
-    assert not any(map(psutil.pid_exists, orphans))
-    assert is_running(helper)
 
 
 @needs("torchrl")

@@ -9,7 +9,6 @@ import linecache
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,10 +20,9 @@ from tensordict import TensorDict
 
 import envherd.executor
 import envherd.workers.messages
-from envherd.executor import AsyncCollector, EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
+from envherd.executor import AsyncCollector, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
 from envherd.executor.rollouts import storage
 from envherd.workers.testing import CountingEnv
-from tests.gates import Gate
 from tests.scale import scaled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -235,48 +233,6 @@ def _check_rows(data: Any, seen: set[tuple[int, int]], when: str) -> None:
     seen |= steps
 
 
-def test_an_interrupt_while_it_is_noted_where_envs_were_stepped_to():
-    """The root after a reset is in one column, the step's row in another: a half-written position must not remain."""
-    with SerialEnv(NUM_ENVS, functools.partial(CountingEnv, 4), seed=0, options=ExecutorOptions(poison=True)) as env:
-        interrupts = at_each(lambda line: InterruptIn(line, {"stepped", "_put", "_put_latest"}), least=8)
-        for interrupt in interrupts:
-            for _ in range(3):  # frames that are no longer valid are poisoned
-                env.reset()
-                env.step(actions())
-            env.reset()
-            env.send(actions())
-            with tracing(interrupt):
-                env.recv()
-            _check(env, f"interrupted at {interrupt.where}")
-
-
-class Refusing(CountingEnv):
-    """Raises on the action 4."""
-
-    def step(self, action: list[Any]) -> Any:
-        if int(action[0]) == 4:
-            raise ValueError("four")
-        return super().step(action)
-
-
-@pytest.mark.parametrize("make", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)], ids=["serial", "parallel"])
-def test_an_interrupt_while_it_is_noted_that_an_env_which_was_sent_has_raised(make):
-    """The env has no row to hand out, whether or not the caller has seen its error."""
-    with make(NUM_ENVS, functools.partial(Refusing, 99), seed=0) as env:
-        names = {"wait_for", "_settle_sent", "drop", "hand_out", "move", "mark_lost"}
-        for interrupt in at_each(lambda line: InterruptIn(line, names), least=20):
-            env.reset()
-            env.send(TensorDict({"action": torch.tensor([1, 4, 1])}, [NUM_ENVS]))
-            with contextlib.suppress(EnvError), tracing(interrupt):
-                env.recv()
-            while env._engine.states.under_way.any():
-                with contextlib.suppress(EnvError):
-                    assert 1 not in env.recv(1)["env_ids"].tolist(), interrupt.where
-            assert env.current()["truncated"].flatten().tolist()[1], interrupt.where
-            with pytest.raises(ResetNeeded):
-                env.step(actions())
-
-
 @pytest.mark.broken_pool
 def test_an_interrupt_while_a_successor_is_put_into_service():
     """An abandoned successor must not have answered: the next one's envs are new."""
@@ -320,50 +276,6 @@ def test_an_interrupt_while_the_memory_of_rollouts_is_lent_or_dropped(num_forks)
                 maps = Path(f"/proc/{env._pool.pid_of(worker_id)}/maps").read_text()
                 assert maps.count("envherd-rollout") <= storage._MAX_ATTACHED, interrupt.where
             assert len(env._pool.crew._storages) <= storage._MAX_ATTACHED
-
-
-class HeldReset(CountingEnv):
-    """Its second reset waits at a gate."""
-
-    def __init__(self, gate: Gate) -> None:
-        super().__init__()
-        self._gate, self._num_resets = gate, 0
-
-    def reset(self, seed: int | None, options: Any = None) -> list[Any]:
-        self._num_resets += 1
-        if self._num_resets == 2:
-            self._gate.pass_through()
-        return super().reset(seed, options)
-
-
-@pytest.mark.broken_pool
-def test_a_worker_that_is_lost_while_an_interrupt_is_got_over(tmp_path):
-    """The interrupted call concerns one env of the worker: the row of the other must show that it needs a reset."""
-    gate = Gate(tmp_path)
-    factories = [CountingEnv, functools.partial(HeldReset, gate), CountingEnv]
-    with ParallelEnv(NUM_ENVS, factories, num_workers=2, seed=0) as env:
-        assert env._pool.worker_of.tolist() == [0, 0, 1]
-        env.reset()
-        pid = env._pool.pid_of(0)
-
-        def press_and_kill():
-            gate.await_somebody()
-            time.sleep(0.05)
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.5)  # the reset goes on, and the caller waits for it
-            os.kill(pid, signal.SIGKILL)
-
-        thread = threading.Thread(target=press_and_kill)
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):  # once the worker is lost
-            env.reset(only(1))
-        thread.join()
-        assert _ended(env) == [0, 1]
-        with pytest.raises(ResetNeeded) as caught:
-            env.step(actions())
-        assert caught.value.env_ids == (0, 1)
-        with pytest.raises(WorkerLost):
-            env.reset(only(0, 1))
 
 
 def _ended(env: Any) -> list[int]:
