@@ -149,7 +149,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], int]] = {
 @pytest.mark.parametrize("make", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)], ids=["serial", "parallel"])
 def test_at_every_line(make, name):
     with make(NUM_ENVS, functools.partial(CountingEnv, 4), seed=0, options=ExecutorOptions(poison=True)) as env:
-        interrupt_every_line(env, name)
+        interrupt_every_line(env, name, 1 if make is not SerialEnv else scaled(3, full=1))  # most lines are the same
 
 
 @pytest.mark.parametrize("name", ["fused", "step"])
@@ -165,14 +165,14 @@ def test_at_every_line_with_resets_ahead(name):
     """Every step ends an episode, and the pool itself gives a reset."""
     options = ExecutorOptions(reset_ahead=True)
     with ParallelEnv(NUM_ENVS, functools.partial(CountingEnv, 1), seed=0, options=options) as env:
-        interrupt_every_line(env, name)
+        interrupt_every_line(env, name, scaled(2, full=1))
 
 
-def interrupt_every_line(env: Any, name: str) -> None:
+def interrupt_every_line(env: Any, name: str, stride: int = 1) -> None:
     """Repeat a call, interrupted at a later line each time, and check the envs after each."""
-    call, stride = CALLS[name]
+    call, step = CALLS[name]
     env.reset()
-    for interrupt in at_each(Interrupt, stride, least=20):
+    for interrupt in at_each(Interrupt, step * stride, least=10):
         for env_id in _ended(env):
             env.reset(only(env_id))
         with tracing(interrupt):
@@ -200,7 +200,7 @@ def test_at_every_line_of_an_asynchronous_collector(in_background):
 
 def test_at_lines_of_the_first_batch_of_a_collector():
     """A row may be full before the collector has seen a whole transition."""
-    for interrupt in at_each(Interrupt, stride=11, least=30):
+    for interrupt in at_each(Interrupt, scaled(29, full=11), least=12):
         env = SerialEnv(NUM_ENVS, functools.partial(CountingEnv, 4), seed=0)
         with AsyncCollector(env, act, frames_per_batch=2, layout="flat", max_batch=2) as collector:
             with tracing(interrupt):
@@ -256,7 +256,7 @@ def test_an_interrupt_while_a_successor_is_put_into_service():
 def test_an_interrupt_while_the_memory_of_rollouts_is_lent_or_dropped(num_forks):
     """No memory is lent twice, and workers map no more of it than before."""
     places = {"attach_storage", "detach_storage", "mail", "_send_storage"}
-    file, stride = storage.__file__, scaled(11, full=1)
+    file, stride = storage.__file__, scaled(19, full=1)
     with ParallelEnv(NUM_ENVS, functools.partial(CountingEnv, 99), num_workers=2, seed=0) as env:
         for interrupt in at_each(
             lambda line: InterruptIn(line, places, file), stride, first=1 + 5 * num_forks, least=9
