@@ -34,6 +34,12 @@ def act(td):
     return td.set("action", torch.ones(td.shape[0], dtype=torch.int64))
 
 
+def seeded(seed, make):
+    return make(1, CountingEnv, seed=seed)
+
+
+NO_SEED = "seed failed: expected an integer of at least 0, or None, got "
+
 #: These calls have wrong types, so they are hidden from the type checker.
 collector: Any = Collector
 async_collector: Any = AsyncCollector
@@ -46,14 +52,7 @@ CONSTRUCTORS = {
     "no make_env": (lambda make: make(4), FactoryError, "make_env failed"),
     "a float": (lambda make: make(1.5, CountingEnv), ValueError, "num_envs failed"),
     "a list and a number": (lambda make: make([CountingEnv], 1), FactoryError, "expected the number of envs first"),
-    **{
-        f"seed {seed!r}": (
-            lambda make, seed=seed: make(1, CountingEnv, seed=seed),
-            ValueError,
-            "seed failed: expected an integer of at least 0, or None, got ",
-        )
-        for seed in (-1, "a", 1.5, True)
-    },
+    **{f"seed {seed!r}": (functools.partial(seeded, seed), ValueError, NO_SEED) for seed in (-1, "a", 1.5, True)},
     "num_workers": (lambda make: make(1, CountingEnv, num_workers=0), ValueError, "num_workers failed"),
     "copy": (lambda make: make(1, CountingEnv, copy="no"), ValueError, "copy failed"),
     "options": (

@@ -303,6 +303,8 @@ def test_what_is_neither_ids_nor_a_mask_is_refused(make):
             ):
                 with pytest.raises(ValueError, match=message):
                     ask()
+        with pytest.raises(ValueError, match="send failed: expected one row for each of 2 envs"):
+            env.send(act(env)[:1], [0, 1])
         assert env.statistics().env_steps == 0
 
 
