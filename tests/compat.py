@@ -52,7 +52,7 @@ TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-randomly", "hypothe
 GROUPS = {
     "core": (
         "executor/test_fast_calls.py",
-        "executor/test_restart.py",
+        "executor/test_losses.py",
         "executor/test_rollout.py",
         "executor/test_stepping.py",
         "executor/test_tensordict_access.py",

@@ -42,7 +42,7 @@ _LONG = (
     "tests/executor/facades/test_torchrl_parallel.py",
     "tests/executor/facades/test_torchrl_use.py",
     "tests/executor/facades/test_torchrl_limits.py",
-    "tests/executor/facades/test_torchrl_pains.py",
+    "tests/executor/facades/test_faults.py",
     "tests/executor/test_property.py",
     "tests/contracts/test_facade_horizons.py",
     "tests/contracts/test_matrix.py",

@@ -32,7 +32,12 @@ ROOT = Path(__file__).parents[1]
 _PR_SET_CHILD_SUBREAPER = 36
 
 _STEPS = ("executor/test_stepping.py", "executor/test_exchange.py")
-_LOSSES = ("executor/test_recovery.py", "executor/test_restart.py", "faults/test_matrix.py")
+_LOSSES = (
+    "faults/test_env_raises.py",
+    "executor/test_losses.py",
+    "faults/test_matrix.py",
+    "faults/test_executor_model.py",
+)
 #: File -> the test files that should notice a change of it, the likeliest first.
 TESTS = {
     "executor/protocol/engine.py": (*_STEPS, "executor/test_quick_step.py", *_LOSSES),
@@ -40,7 +45,7 @@ TESTS = {
     "executor/pools/worker_pool.py": (*_STEPS, *_LOSSES),
     "executor/pools/command_words.py": (*_STEPS, *_LOSSES),
     "executor/pools/fast_commands.py": ("executor/test_fast_calls.py", *_LOSSES),
-    "executor/pools/waiting.py": (*_LOSSES, "executor/test_losses.py", "executor/test_reset_ahead.py"),
+    "executor/pools/waiting.py": (*_LOSSES, "executor/test_reset_ahead.py"),
     "executor/pools/questions.py": (*_LOSSES, "executor/test_exchange.py"),
     "executor/protocol/fast_step.py": (
         "executor/test_fast_calls.py",
@@ -51,7 +56,7 @@ TESTS = {
     "executor/protocol/positions.py": (
         *_STEPS,
         "executor/test_quick_step.py",
-        "executor/test_recovery.py",
+        *_LOSSES,
         "executor/test_rollout.py",
     ),
     "executor/protocol/columns.py": (*_STEPS, "executor/test_quick_step.py", "executor/test_rollout.py"),
@@ -63,20 +68,19 @@ TESTS = {
         *_LOSSES,
         "executor/test_reset_ahead.py",
     ),
-    "executor/protocol/env_states.py": ("faults/test_env_model.py", "faults/test_executor_model.py", *_STEPS, *_LOSSES),
+    "executor/protocol/env_states.py": ("faults/test_env_model.py", *_STEPS, *_LOSSES),
     "executor/protocol/flight.py": (
-        "faults/test_executor_model.py",
         *_STEPS,
         *_LOSSES,
         "executor/test_rollout.py",
         "executor/facades/test_gymnasium_equality.py",
         "executor/facades/test_gymnasium_errors.py",
     ),
-    "executor/protocol/losses.py": (*_LOSSES, "executor/test_losses.py", "executor/test_exchange.py"),
+    "executor/protocol/losses.py": (*_LOSSES, "executor/test_exchange.py"),
     "executor/pools/ahead_pool.py": ("executor/test_reset_ahead.py",),
     "executor/pools/fused_words.py": ("executor/test_reset_ahead.py",),
     "executor/pools/turns.py": ("executor/test_reset_ahead.py",),
-    "executor/pools/supervisor.py": (*_LOSSES, "executor/test_losses.py", "executor/test_recycling.py"),
+    "executor/pools/supervisor.py": (*_LOSSES, "executor/test_recycling.py"),
     "executor/pools/spare_supervisor.py": ("executor/test_reset_ahead.py",),
     "executor/batches/actions.py": (
         "executor/test_intake.py",

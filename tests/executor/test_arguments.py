@@ -17,7 +17,6 @@ import envherd
 from envherd import (
     ActionError,
     AsyncCollector,
-    Closed,
     Collector,
     EnvError,
     ExecutorOptions,
@@ -35,15 +34,25 @@ def act(td):
     return td.set("action", torch.ones(td.shape[0], dtype=torch.int64))
 
 
+def seeded(seed, make):
+    return make(1, CountingEnv, seed=seed)
+
+
+NO_SEED = "seed failed: expected an integer of at least 0, or None, got "
+
 #: These calls have wrong types, so they are hidden from the type checker.
 collector: Any = Collector
 async_collector: Any = AsyncCollector
 CONSTRUCTORS = {
-    "make_env first": (lambda make: make(CountingEnv, 4), FactoryError, "expected the number of envs first"),
+    "make_env first": (
+        lambda make: make(CountingEnv, 4),
+        FactoryError,
+        r"the number of envs first, got <class .*CountingEnv.*Write \(4, make_env\)",
+    ),
     "no make_env": (lambda make: make(4), FactoryError, "make_env failed"),
     "a float": (lambda make: make(1.5, CountingEnv), ValueError, "num_envs failed"),
-    "seed below 0": (lambda make: make(1, CountingEnv, seed=-1), ValueError, "seed failed"),
-    "seed of text": (lambda make: make(1, CountingEnv, seed="a"), ValueError, "seed failed"),
+    "a list and a number": (lambda make: make([CountingEnv], 1), FactoryError, "expected the number of envs first"),
+    **{f"seed {seed!r}": (functools.partial(seeded, seed), ValueError, NO_SEED) for seed in (-1, "a", 1.5, True)},
     "num_workers": (lambda make: make(1, CountingEnv, num_workers=0), ValueError, "num_workers failed"),
     "copy": (lambda make: make(1, CountingEnv, copy="no"), ValueError, "copy failed"),
     "options": (
@@ -397,38 +406,49 @@ def test_a_collector_knows_how_many_batches_it_has(env):
         len(endless)
 
 
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("n_envs", "Did you mean num_envs?"),
-        ("create_env_fn", "Did you mean make_env?"),
-        ("num_env", "Did you mean num_envs?"),
-        ("step_timeout_s", "It is an option: options=ExecutorOptions(step_timeout_s=...)."),
-        ("frobnicate", "It takes num_envs, make_env,"),
-    ],
-)
-@pytest.mark.parametrize("kind", [ParallelEnv, SerialEnv])
-def test_an_unknown_keyword_names_the_one_that_is_meant(kind, name, advice):
-    with pytest.raises(TypeError, match=rf"{kind.__name__} failed: it has no argument '{name}'. {re.escape(advice)}"):
-        kind(**{name: 4})
+def meant(kind, name, advice):
+    """Return a row of the table: what is called, the keyword that it lacks, and what the error says then."""
+    return kind, name, advice if " " in advice else f"Did you mean {advice}?"
 
 
+GYM, ZOO, SB3 = (f"envherd.executor.facades.{name}" for name in ("gymnasium", "pettingzoo", "sb3"))
+
+
+@needs("sb3", "pettingzoo")
 @pytest.mark.parametrize(
-    ("kind", "name", "meant"),
+    ("path", "name", "advice"),
     [
-        (Collector, "frame_per_batch", "frames_per_batch"),
-        (Collector, "batch_size", "frames_per_batch"),
-        (Collector, "device", "policy_device"),
-        (AsyncCollector, "min_envs", "min_batch"),
-        (AsyncCollector, "max_batches", "max_batch"),
-        (ExecutorOptions, "step_timeout", "step_timeout_s"),
-        (ExecutorOptions, "on_worker_lost", "on_worker_loss"),
+        *(
+            meant(f"envherd.{kind}", name, advice)
+            for kind in ("ParallelEnv", "SerialEnv")
+            for name, advice in (
+                ("n_envs", "num_envs"),
+                ("create_env_fn", "make_env"),
+                ("num_env", "num_envs"),
+                ("step_timeout_s", "It is an option: options=ExecutorOptions(step_timeout_s=...)."),
+                ("frobnicate", "It takes num_envs, make_env,"),
+            )
+        ),
+        meant("envherd.Collector", "frame_per_batch", "frames_per_batch"),
+        meant("envherd.Collector", "batch_size", "frames_per_batch"),
+        meant("envherd.Collector", "device", "policy_device"),
+        meant("envherd.AsyncCollector", "min_envs", "min_batch"),
+        meant("envherd.AsyncCollector", "max_batches", "max_batch"),
+        meant("envherd.ExecutorOptions", "step_timeout", "step_timeout_s"),
+        meant("envherd.ExecutorOptions", "on_worker_lost", "on_worker_loss"),
+        meant("envherd.RayParallelEnv", "nodes", "num_nodes"),
+        meant(f"{GYM}.AsyncVectorEnv", "n_workers", "num_workers"),
+        meant(f"{GYM}.SyncVectorEnv", "autoreset", "autoreset_mode"),
+        meant(f"{ZOO}.ParallelVectorEnv", "num_cpus", "num_workers"),
+        meant(f"{ZOO}.AgentRowsEnv", "option", "options"),
+        meant(f"{SB3}.SubprocVecEnv", "n_processes", "num_workers"),
     ],
 )
-def test_collectors_and_options_name_the_keyword_that_is_meant(kind, name, meant):
-    expected = f"{kind.__name__} failed: it has no argument '{name}'. Did you mean {meant}?"
-    with pytest.raises(TypeError, match=re.escape(expected)):
-        kind(**{name: 4})
+def test_an_unknown_keyword_names_the_one_that_is_meant(path, name, advice):
+    module, _, kind = path.rpartition(".")
+    given = [] if module == "envherd" and kind != "RayParallelEnv" else [[CountingEnv]]
+    with pytest.raises(TypeError, match=re.escape(f"{kind} failed: it has no argument '{name}'. {advice}")):
+        getattr(importlib.import_module(module), kind)(*given, **{name: 4})
 
 
 @pytest.mark.parametrize(
@@ -441,39 +461,12 @@ def test_a_rollout_names_the_keyword_that_is_meant(env, name, advice):
         rollout(3, **{name: 1})
 
 
-@needs("sb3", "pettingzoo")
-@pytest.mark.parametrize(
-    ("path", "name", "meant"),
-    [
-        ("envherd.executor.facades.gymnasium.AsyncVectorEnv", "n_workers", "num_workers"),
-        ("envherd.executor.facades.gymnasium.SyncVectorEnv", "autoreset", "autoreset_mode"),
-        ("envherd.executor.facades.pettingzoo.ParallelVectorEnv", "num_cpus", "num_workers"),
-        ("envherd.executor.facades.pettingzoo.AgentRowsEnv", "option", "options"),
-        ("envherd.executor.facades.sb3.SubprocVecEnv", "n_processes", "num_workers"),
-        ("envherd.RayParallelEnv", "nodes", "num_nodes"),
-    ],
-)
-def test_facades_name_the_keyword_that_is_meant(path, name, meant):
+@needs("sb3")
+@pytest.mark.parametrize("path", [f"{GYM}.AsyncVectorEnv", f"{GYM}.SyncVectorEnv", f"{SB3}.SubprocVecEnv"])
+def test_facades_refuse_options_of_another_type(path):
     module, _, kind = path.rpartition(".")
-    with pytest.raises(TypeError, match=rf"{kind} failed: it has no argument '{name}'. Did you mean {meant}\?"):
-        getattr(importlib.import_module(module), kind)([CountingEnv], **{name: 1})
-
-
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("reset", lambda env: env.reset()),
-        ("rollout", lambda env: env.rollout(1)),
-        ("recv", lambda env: env.recv()),
-        ("statistics", lambda env: env.statistics()),
-        ("collect", lambda env: Collector(env, frames_per_batch=4, close_env=False).collect()),
-    ],
-)
-def test_an_error_names_the_method_that_was_called(name, call):
-    env = SerialEnv(1, CountingEnv)
-    env.close()
-    with pytest.raises(Closed, match=f"{name} failed: this executor is closed"):
-        call(env)
+    with pytest.raises(TypeError, match="options failed: expected an ExecutorOptions"):
+        getattr(importlib.import_module(module), kind)([CountingEnv], options={"poison": True})
 
 
 def test_nothing_to_receive(env):
@@ -503,21 +496,6 @@ def test_bars_are_shown_for_what_takes_long(capsys):
     assert capsys.readouterr().err == ""
     with pytest.raises(ValueError, match="progress failed"), progress(after_s=-1):
         pass
-
-
-@needs("sb3", "torchrl")
-@pytest.mark.parametrize(
-    "path",
-    [
-        "envherd.executor.facades.gymnasium.AsyncVectorEnv",
-        "envherd.executor.facades.gymnasium.SyncVectorEnv",
-        "envherd.executor.facades.sb3.SubprocVecEnv",
-    ],
-)
-def test_facades_refuse_options_of_another_type(path):
-    module, _, kind = path.rpartition(".")
-    with pytest.raises(TypeError, match="options failed: expected an ExecutorOptions"):
-        getattr(importlib.import_module(module), kind)([CountingEnv], options={"poison": True})
 
 
 def test_a_start_reports_how_many_workers_are_ready(caplog):

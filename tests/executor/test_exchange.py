@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd.executor import Busy, EnvError, ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor import Busy, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.batches import reused_memory
 from envherd.shm.sync import Doorbell
 from envherd.workers import native
 from envherd.workers.testing import CountingEnv, FaultyEnv, TextEnv
+from tests.executor.calls import ENDLESS, TWO_WORKERS, act, both
 from tests.executor.sized_envs import SleepingEnv
 from tests.faults.envs import HaltingEnv
 from tests.gates import Gate, wait_for
 
 pytestmark = pytest.mark.slow
 
-ENDLESS = functools.partial(CountingEnv, 1_000_000)
-EXECUTORS = [SerialEnv, functools.partial(ParallelEnv, num_workers=2)]
 
-
-def act(env: Any, count: int | None = None) -> TensorDict:
-    count = env.num_envs if count is None else count
-    return TensorDict({"action": torch.ones(count, dtype=torch.int64)}, [count])
-
-
-def only(env: Any, *env_ids: int) -> TensorDict:
-    mask = torch.zeros(env.num_envs, dtype=torch.bool)
-    mask[list(env_ids)] = True
-    return TensorDict({"_reset": mask}, [env.num_envs])
-
-
-@pytest.mark.parametrize("make", EXECUTORS)
+@both
 def test_text_belongs_to_its_own_row(make):
     with make(2, functools.partial(TextEnv, 3), seed=0) as env:
         env.reset()
@@ -49,43 +36,17 @@ def test_text_belongs_to_its_own_row(make):
         assert [env.current()[i]["text"].split(":")[1] for i in range(2)] == ["0"] * 2
 
 
-@pytest.mark.parametrize("make", EXECUTORS)
+@both
 def test_different_tasks_are_received_with_their_own_leaves(make):
     with make(3, [CountingEnv, functools.partial(CountingEnv, size=3), CountingEnv]) as env:
         env.reset()
         env.send(act(env))
         assert env.recv()["action"].tolist() == [1, 1, 1]
-        env.send(act(env, 2), [1, 0])
+        env.send(act(env)[:2], [1, 0])
         td = env.recv(env_ids=[1, 0], with_root=False)
         assert td.batch_size == (2,)
         assert [("next", "pixels") in td[i].keys(include_nested=True) for i in range(2)] == [True, False]
         assert not any(key in td[0] for key in ("observation", "action"))
-
-
-def test_no_row_of_an_env_that_raised_is_handed_out():
-    """All envs raise at about the same time: each is reported exactly once, whenever its message is read."""
-    with ParallelEnv(6, functools.partial(FaultyEnv, "value_error", step=1), num_workers=3) as env:
-        for _ in range(30):
-            env.reset()
-            env.send(act(env))
-            raised: list[int] = []
-            while len(raised) < 6:
-                with pytest.raises(EnvError) as caught:
-                    env.recv(1)
-                raised += caught.value.env_ids
-            assert sorted(raised) == list(range(6))
-        assert env.statistics().env_errors == 30 * 6
-
-
-def test_a_reset_of_others_leaves_a_fault_to_its_receiver():
-    with ParallelEnv(2, [functools.partial(FaultyEnv, "value_error", step=1), ENDLESS], num_workers=2) as env:
-        env.reset()
-        env.send(act(env, 1), [0])
-        time.sleep(0.2)
-        assert env.reset(only(env, 1))["observation"][1, 1] == 0
-        with pytest.raises(EnvError, match=r"\(env 0, "):
-            env.recv(1)
-        env.reset(only(env, 0))
 
 
 def test_wake_ups_that_nobody_waited_for_do_not_pile_up():
@@ -130,7 +91,7 @@ def test_closing_does_not_wait_for_what_was_sent():
     [
         SerialEnv,
         functools.partial(ParallelEnv, num_workers=1),
-        functools.partial(ParallelEnv, num_workers=2),
+        TWO_WORKERS,
         functools.partial(ParallelEnv, num_workers=1, options=ExecutorOptions(env_threads=True)),
         functools.partial(ParallelEnv, options=ExecutorOptions(reset_ahead=True)),
     ],
@@ -141,7 +102,7 @@ def test_requests_between_send_and_receive_reach_an_env_after_its_step(make):
         env.reset()
         for number in range(1, 40):
             ids = [0, 2] if number % 3 else [1]
-            env.send(act(env, len(ids)), ids)
+            env.send(act(env)[: len(ids)], ids)
             env.set("num_steps", 1000 * number)
             assert env.get("num_steps") == [1000 * number] * 3
             with pytest.raises(Busy, match=r"still owe an answer\. recv\(\) them first"):
@@ -165,21 +126,19 @@ def test_receives_of_every_size_use_their_memory_again(monkeypatch):
         for _ in range(10):
             for count in range(1, 9):
                 env_ids = env.recv(count)["env_ids"]
-                env.send(act(env, count), env_ids)
+                env.send(act(env)[:count], env_ids)
         env.recv()
     assert (
         0 < len(made) <= reused_memory.ReusedMemory.NUM_BLOCKS * 8 * 2
     )  # for each size, of `next` and of what was sent
 
 
-@pytest.mark.parametrize("make", EXECUTORS)
+@both
 @pytest.mark.parametrize("ring_frames", [2, 3, 4])
-@pytest.mark.parametrize("num_resets", [1, 2, 3])
-@pytest.mark.parametrize("is_loaded", [False, True])
-def test_the_reset_after_a_step_does_not_overwrite_its_root(make, ring_frames, num_resets, is_loaded):
+def test_the_reset_after_a_step_does_not_overwrite_its_root(make, ring_frames):
     """Every step ends its episode, after resets in a row, and at each place of the ring."""
     with make(2, functools.partial(CountingEnv, 1), seed=0, options=ExecutorOptions(ring_frames=ring_frames)) as env:
-        for _ in range(ring_frames + 1):
+        for num_resets, is_loaded, _ in itertools.product((1, 2, 3), (False, True), range(ring_frames + 1)):
             for _ in range(num_resets):
                 root = env.reset()
             env.send(env.rand_action(root))
@@ -194,7 +153,7 @@ def test_the_reset_after_a_step_does_not_overwrite_its_root(make, ring_frames, n
                 assert (td["observation"] == root["observation"]).all()
 
 
-@pytest.mark.parametrize("make", EXECUTORS)
+@both
 def test_where_received_envs_are_is_the_same_at_once_and_later_and_after_writes(make):
     """`current` right after `recv` shares the received leaves; later calls, and calls after a write, gather rows."""
     with make(4, functools.partial(CountingEnv, 5), seed=0) as env:
@@ -218,7 +177,7 @@ def test_where_received_envs_are_is_the_same_at_once_and_later_and_after_writes(
         assert td["next", "observation"].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("make", EXECUTORS)
+@both
 def test_envs_are_where_a_state_that_was_loaded_has_them(make):
     """The roots are not those of the envs received before."""
     with make(2, functools.partial(CountingEnv, 9), seed=0) as env:
@@ -230,7 +189,7 @@ def test_envs_are_where_a_state_that_was_loaded_has_them(make):
         assert (env.current(env_ids).exclude("env_ids") == root.exclude("action", "next")).all()
 
 
-@pytest.mark.parametrize("make", EXECUTORS)
+@both
 @pytest.mark.parametrize("as_written", [lambda ids: ids, lambda ids: ids.numpy(), np.from_dlpack])
 def test_what_was_received_is_of_the_past_after_other_commands_and_after_writes_to_its_ids(make, as_written):
     with make(3, functools.partial(CountingEnv, 100), seed=0) as env:
@@ -247,41 +206,6 @@ def test_what_was_received_is_of_the_past_after_other_commands_and_after_writes_
         assert env.current(ids)["observation"][:, 1].tolist() == [0, 1]
         env.send(TensorDict({"action": torch.tensor([1, 1])}, [2]), ids)
         assert env.recv(env_ids=[0, 2])["env_ids"].tolist() == [0, 2]
-
-
-@pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
-def test_what_was_acted_on_may_be_left_out(kind):
-    with kind(3, functools.partial(CountingEnv, 4), seed=0) as env, kind(3, functools.partial(CountingEnv, 4)) as other:
-        other.set_seed(0)
-        roots = [one.reset() for one in (env, other)]
-        for _ in range(10):
-            env.send(env.rand_action(roots[0]))
-            other.send(other.rand_action(roots[1]))
-            whole, bare = env.recv(), other.recv(with_root=False)
-            assert sorted(bare.keys()) == ["env_ids", "next"]
-            assert bare.batch_size == whole.batch_size
-            order = [bare["env_ids"].argsort(), whole["env_ids"].argsort()]
-            assert (bare[order[0]] == whole.select("env_ids", "next")[order[1]]).all()
-            roots = [one.current(td["env_ids"]) for one, td in ((env, whole), (other, bare))]
-            roots = [root[index] for root, index in zip(roots, reversed(order), strict=True)]
-            assert (roots[0] == roots[1]).all()
-
-
-@pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
-def test_two_groups_take_turns_each_in_its_own_order(kind):
-    groups = [[2, 0], [3, 1]]
-    with kind(4, functools.partial(CountingEnv, 5), seed=0) as env:
-        env.send(env.rand_action(env.reset()))
-        counts = dict.fromkeys(range(4), 0)
-        for turn in range(24):
-            group = groups[turn % 2]
-            td = env.recv(env_ids=group)
-            assert td["env_ids"].tolist() == group
-            counts |= {i: counts[i] % 5 + 1 for i in group}
-            assert td["next", "observation"][:, 1].tolist() == [counts[i] for i in group]
-            root = env.current(td["env_ids"])
-            env.send(root.set("action", torch.ones(2, dtype=torch.int64)), group)
-        env.recv()
 
 
 @pytest.mark.parametrize(
@@ -345,7 +269,7 @@ def test_who_waits_for_some_is_not_kept_by_what_others_answer():
                 assert env.recv(env_ids=env_ids)["env_ids"].tolist() == env_ids
 
 
-@pytest.mark.parametrize("make", EXECUTORS)
+@both
 def test_a_mask_says_which_envs_are_meant(make):
     with make(3, CountingEnv, seed=0) as env:
         env.reset()
@@ -362,26 +286,26 @@ def test_a_mask_says_which_envs_are_meant(make):
 NO_IDS = r"expected env ids as integers, or as a bool mask of shape \(3,\)"
 
 
-@pytest.mark.parametrize("make", EXECUTORS)
-@pytest.mark.parametrize(
-    ("env_ids", "message"),
-    [
-        *((ids, NO_IDS) for ids in ([0.7], np.array([1.9]), torch.tensor([0.0]), [True, False], ["0"])),
-        (torch.ones(3, 1, dtype=torch.bool), NO_IDS),
-        *((ids, r"expected different env ids in 0\.\.2") for ids in ([3], [-1], [0, 0])),
-    ],
-)
-def test_what_is_neither_ids_nor_a_mask_is_refused(make, env_ids, message):
+@both
+def test_what_is_neither_ids_nor_a_mask_is_refused(make):
+    no_ids = [[0.7], np.array([1.9]), torch.tensor([0.0]), [True, False], ["0"]]
+    wrong = [*((ids, NO_IDS) for ids in (*no_ids, torch.ones(3, 1, dtype=torch.bool)))]
+    wrong += [(ids, r"different env ids in 0\.\.2") for ids in ([3], [-1], [0, 0])]
     with make(3, CountingEnv, seed=0) as env:
         env.reset()
-        for ask in (
-            functools.partial(env.current, env_ids),
-            functools.partial(env.call, "pid", env_ids=env_ids),
-            functools.partial(env.set, "length", 1, env_ids=env_ids),
-            functools.partial(env.get, "num_steps", env_ids=env_ids),
-        ):
-            with pytest.raises(ValueError, match=message):
-                ask()
+        for env_ids, message in wrong:
+            for ask in (
+                functools.partial(env.current, env_ids),
+                functools.partial(env.call, "pid", env_ids=env_ids),
+                functools.partial(env.set, "length", 1, env_ids=env_ids),
+                functools.partial(env.get, "num_steps", env_ids=env_ids),
+                functools.partial(env.send, act(env)[: len(env_ids)], env_ids),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    ask()
+        with pytest.raises(ValueError, match="send failed: expected one row for each of 2 envs"):
+            env.send(act(env)[:1], [0, 1])
+        assert env.statistics().env_steps == 0
 
 
 @pytest.mark.slow

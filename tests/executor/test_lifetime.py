@@ -13,12 +13,10 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict
 
-from envherd.executor import Busy, Closed, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
+from envherd.executor import Busy, Closed, Collector, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
 from envherd.workers.testing import CountingEnv, GlobalRandomEnv, TextEnv
+from tests.executor.calls import both
 from tests.gates import Gate
-
-PARALLEL = pytest.param(functools.partial(ParallelEnv, num_workers=2), id="parallel", marks=pytest.mark.slow)
-both = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="serial")])
 
 
 def ones(td):
@@ -55,9 +53,11 @@ def test_every_call_after_close_is_closed(make):
     env.close()
     env.close()
     assert env.is_closed
-    for call in CALLS.values():
-        with pytest.raises(Closed):
+    for name, call in CALLS.items():
+        with pytest.raises(Closed, match=f"({name}|rand_action) failed: this executor is closed"):
             call(env)
+    with pytest.raises(Closed, match="collect failed: this executor is closed"):
+        Collector(env, frames_per_batch=4, close_env=False).collect()
 
 
 @both

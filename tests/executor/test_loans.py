@@ -167,20 +167,19 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", WRITES)
-def test_what_a_caller_writes_to_a_batch_is_never_seen_again(env, how):
+def test_what_a_caller_writes_to_a_batch_is_never_seen_again(env):
     """A twin whose batches are not written to has the same data in every call."""
-    rng = random.Random(how)
+    rng = random.Random(0)
 
     def spoil(td: Any) -> None:
         for key, leaf in td.items(include_nested=True, leaves_only=True):
             if isinstance(leaf, torch.Tensor) and key != "env_ids":
-                WRITES[how](leaf)
+                WRITES[rng.choice([*WRITES])](leaf)
 
     with SerialEnv(NUM_ENVS, Pictures, seed=0, options=env.options, copy=False) as twin:
         root, twin_root = env.reset(), twin.reset()
         keeps: list[Any] = []
-        for _ in range(60):
+        for _ in range(100):
             assert_same(values_of(root), values_of(twin_root))
             what = rng.choice(["step", "fused", "fused", "fused", "reset", "current", "rollout"])
             if what == "rollout":
@@ -219,16 +218,6 @@ def test_what_a_caller_writes_to_a_batch_is_never_seen_again(env, how):
                 root = env.current()
                 keeps.append(td)
             del keeps[: rng.choice([0, 0, 1, 3])]
-
-
-def test_what_was_written_is_dropped_before_a_frame_is_lent_again(env):
-    root = env.reset()
-    for _ in range(6):
-        td, root = env.step_and_maybe_reset(act(env, root))
-        assert not (td["next", "picture"] == 255).any()
-        td["next", "picture"].numpy()[:] = 255
-        root = env.current()
-        del td
 
 
 HOLDS: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -1,9 +1,14 @@
-"""After a loss no env is stepped without a reset, no refused input is used, and the caller is informed at once."""
+"""Losses of workers: what is refused, what is reset, what is replaced, and what the caller sees.
+
+`tests/faults/test_matrix.py` has each fault in each state of the protocol, `tests/faults/test_executor_model.py` orders
+of losses, faults and calls over simulated workers.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import logging
 import os
@@ -15,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -22,13 +28,12 @@ from tensordict import TensorDict
 
 from envherd.executor import (
     Busy,
-    Collector,
     EnvError,
     ExecutorOptions,
     InternalError,
     ParallelEnv,
-    ResetNeeded,
     SerialEnv,
+    SpecError,
     WorkerLost,
     WorkerTimeout,
 )
@@ -37,18 +42,15 @@ from envherd.executor.protocol.env_states import Event
 from envherd.executor.rollouts.policy_state import Carried
 from envherd.executor.rollouts.stepwise import StepwiseRun
 from envherd.shm.specs import EnvSpec, LeafSpec
+from envherd.workers.protocol import RING, Op
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import CountingEnv, FaultyEnv, PairEnv, TextEnv
-from tests.executor.test_recovery import ENDLESS, RESTART, act, counters, flags, kill, only
+from tests.executor.calls import ENDLESS, RESTART, act, counters, flags, kill, only
 from tests.faults.children import in_child
 from tests.faults.envs import HaltingEnv
-from tests.gates import Gate, wait_for
+from tests.gates import Gate, interrupt, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool]
-
-
-def die_in_step(tmp_path: Path, step: int = 2) -> Any:
-    return functools.partial(FaultyEnv, "kill", step=step, flag=str(tmp_path / "died"))
 
 
 class FlakyBuild(FaultyEnv):
@@ -63,86 +65,129 @@ class FlakyBuild(FaultyEnv):
         super().__init__("kill", step=step, flag=str(Path(folder, "died")))
 
 
-class TestBetweenRollouts:
-    """A loss between two batches is the first row of the next one."""
+@pytest.mark.parametrize("way", ["storage", "ring"])
+def test_an_env_that_the_last_step_ends_is_not_reset(way):
+    with ParallelEnv(2, [functools.partial(CountingEnv, 2), ENDLESS], num_workers=1, options=RESTART) as env:
+        engine = env.engine
+        env.rollout(2, break_when_any_done=False)
+        kill(env, 0)
+        if way == "storage":
+            data = env.rollout(1, auto_reset=False, break_when_any_done=False)
+        else:  # as with a device
+            carried = Carried(engine.known, None, None)
+            with env._guard:
+                run = StepwiseRun(engine, env.rand_action, carried, None, break_when_any_done=False)
+                data = run.collect(1, auto_reset=False)
+        assert flags(data, "interrupted") == [False, True]
+        words = engine.pool.slab.words
+        assert words["resets"].tolist() == [2, 1]
+        data = env.rollout(1, auto_reset=False, break_when_any_done=False)
+        assert counters(data) == [[1], [0]]
+        assert words["resets"].tolist() == [2, 2]
 
-    @pytest.mark.parametrize(("num_workers", "is_noticed"), [(1, False), (2, False), (2, True)])
-    def test_a_loss_while_another_env_must_be_reset(self, num_workers, is_noticed):
-        with ParallelEnv(
-            2, [functools.partial(CountingEnv, 5), ENDLESS], num_workers=num_workers, options=RESTART
-        ) as env:
-            env.rollout(5, break_when_any_done=False)
-            kill(env, num_workers - 1)
-            with pytest.raises(WorkerLost) if is_noticed else contextlib.nullcontext():
-                env.get("num_steps") if is_noticed else None
-            data = env.rollout(4, auto_reset=False, break_when_any_done=False)
-            assert counters(data)[1] == [5, 0, 1, 2]
-            assert counters(data["next"])[1] == [5, 1, 2, 3]
-            assert data["next", "interrupted"][1].flatten().tolist() == [True, False, False, False]
-            assert data["next", "truncated"][1].flatten().tolist() == [True, False, False, False]
-            assert not data["done"][1].any()
-            assert env.get("num_steps") == [4, 3]
 
-    def test_a_death_in_the_reset_at_the_begin(self, tmp_path):
-        dies = functools.partial(FaultyEnv, "kill", at="reset", episode=1, flag=str(tmp_path / "died"), length=3)
-        with ParallelEnv(2, [dies, ENDLESS], num_workers=1, options=RESTART) as env:
-            collector = Collector(env, None, frames_per_batch=6, close_env=False)
-            first, second = itertools.islice(collector, 2)
-            assert counters(first["next"])[1] == [1, 2, 3]
-            assert counters(second)[1] == [3, 0, 1]
-            assert counters(second["next"])[1] == [3, 1, 2]
-            assert flags(second, "interrupted")[3:] == [True, False, False]
+class TestReplacing:
+    def test_a_loss_noticed_by_a_question_still_interrupts_the_rows(self):
+        with ParallelEnv(4, ENDLESS, num_workers=2, options=RESTART) as env:
+            env.reset()
+            env.step_and_maybe_reset(act(env))
+            kill(env, 0)
+            for _ in range(2):
+                with pytest.raises(WorkerLost, match="SIGKILL"):
+                    env.call("pid")
+            td, root = env.step_and_maybe_reset(act(env))
+            assert flags(td, "interrupted") == [True, True, False, False]
+            assert counters(td["next"]) == [1, 1, 2, 2]
+            assert counters(root) == [0, 0, 2, 2]
+            assert len(set(env.call("pid"))) == 2
+            assert env.statistics().worker_losses == 1
 
-    def test_of_one_step(self):
-        with ParallelEnv(2, [functools.partial(CountingEnv, 2), ENDLESS], num_workers=1, options=RESTART) as env:
-            env.rollout(2, break_when_any_done=False)
+    @pytest.mark.parametrize("seeds", [7, [7, 8, 9, 10]])
+    def test_a_reset_of_a_lost_worker_has_its_seeds(self, seeds):
+        with (
+            ParallelEnv(4, ENDLESS, num_workers=2, options=RESTART, seed=0) as env,
+            SerialEnv(4, ENDLESS, seed=0) as serial,
+        ):
+            for one in (env, serial):
+                one.reset()
+            kill(env, 0)
+            for _ in range(2):
+                assert torch.equal(env.reset(seed=seeds)["observation"], serial.reset(seed=seeds)["observation"])
+
+    def test_a_worker_that_dies_in_a_reset_is_reset_with_the_same_arguments(self, tmp_path):
+        faulty = functools.partial(FaultyEnv, "kill", at="reset", episode=1, flag=str(tmp_path / "flag"))
+        with ParallelEnv(2, [faulty, ENDLESS], num_workers=2, options=RESTART) as env:
+            env.reset()
+            env.reset(seed=[5, 6], level=3)
+            assert env.get("seed") == [5, 6]
+            assert env.get("options") == [{"level": 3}] * 2
+
+    @pytest.mark.parametrize("grace_s", [30.0, None])
+    def test_a_loss_waits_for_the_others_as_long_as_the_grace_lasts(self, tmp_path, grace_s):
+        gate = Gate(tmp_path)
+
+        def let_through() -> None:
+            gate.await_somebody()
+            time.sleep(0.4)  # usually the loss is noticed in this time
+            gate.open()
+
+        make = [functools.partial(FaultyEnv, "kill", step=1), functools.partial(HaltingEnv, gate, 1)]
+        thread = threading.Thread(target=let_through)
+        with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(loss_grace_s=grace_s)) as env:
+            env.reset()
+            thread.start()
+            with pytest.raises(WorkerLost, match="SIGKILL") as caught:
+                env.step(act(env))
+            assert (tmp_path / "open").exists()
+            assert counters(caught.value.partial) == [0, 1]
+        thread.join()
+
+    def test_a_worker_that_cannot_be_replaced_is_lost_and_its_command_raises(self, monkeypatch):
+        def refuse(worker_id: int) -> None:
+            raise WorkerLost("no process can be started")
+
+        with ParallelEnv(4, ENDLESS, num_workers=2, options=RESTART) as env:
+            env.reset()
+            kill(env, 0)
+            pool: Any = env._pool
+            with monkeypatch.context() as patched:
+                patched.setattr(pool.crew, "replace", refuse)
+                with pytest.raises(WorkerLost, match="no process can be started"):
+                    env.step_and_maybe_reset(act(env))
+                assert not pool.is_serving(0)
+                assert list(pool.lost) == [0]
+            assert counters(env.reset()) == [0] * 4
+
+    @pytest.mark.parametrize("is_replaced", [False, True])
+    def test_the_pool_gives_commands_only_to_workers_that_serve(self, is_replaced):
+        with ParallelEnv(4, ENDLESS, num_workers=2, options=RESTART if is_replaced else None) as env:
+            env.reset()
+            kill(env, 0)
+            with pytest.raises(WorkerLost):
+                env.call("pid")
+            pool: Any = env._pool
+            number, env_ids = pool.number, np.array([0, 2])
+            if is_replaced:
+                pool.begin_restart(0)
+                pool.submit(env_ids, Op.RESET, RING, np.array([1, 1]))
+                assert pool.is_serving(0)
+                pool.wait_all(None)
+                assert pool.is_idle()
+            else:
+                with pytest.raises(WorkerLost):
+                    pool.submit(env_ids, Op.RESET, RING, np.array([1, 1]))
+                assert (pool.number, pool.is_idle()) == (number, True)
+            assert not pool.outcome.faults
+
+    def test_storages_given_back_while_a_worker_is_replaced(self):
+        with ParallelEnv(2, ENDLESS, num_workers=2, options=RESTART) as env:
+            kept = [env.rollout(length) for length in range(1, 6)]
             kill(env, 0)
             data = env.rollout(1, auto_reset=False)
-            assert (counters(data)[1], counters(data["next"])[1]) == ([2], [2])
-            assert counters(env.rollout(2, auto_reset=False, break_when_any_done=False))[1] == [0, 1]
-
-    @pytest.mark.parametrize("way", ["storage", "ring"])
-    def test_an_env_that_the_last_step_ends_is_not_reset(self, way):
-        with ParallelEnv(2, [functools.partial(CountingEnv, 2), ENDLESS], num_workers=1, options=RESTART) as env:
-            engine = env.engine
-            env.rollout(2, break_when_any_done=False)
-            kill(env, 0)
-            if way == "storage":
-                data = env.rollout(1, auto_reset=False, break_when_any_done=False)
-            else:  # as with a device
-                carried = Carried(engine.known, None, None)
-                with env._guard:
-                    run = StepwiseRun(engine, env.rand_action, carried, None, break_when_any_done=False)
-                    data = run.collect(1, auto_reset=False)
-            assert flags(data, "interrupted") == [False, True]
-            words = engine.pool.slab.words
-            assert words["resets"].tolist() == [2, 1]
-            data = env.rollout(1, auto_reset=False, break_when_any_done=False)
-            assert counters(data) == [[1], [0]]
-            assert words["resets"].tolist() == [2, 2]
-
-    @pytest.mark.parametrize("fault", ["kill", "value_error"])
-    def test_of_one_step_in_which_another_env_fails(self, tmp_path, fault):
-        """The row of the env that was lost earlier belongs to this step, although it makes none."""
-        fails = functools.partial(FaultyEnv, fault, step=1, flag=str(tmp_path / "failed"), length=2)
-        with ParallelEnv(2, [fails, ENDLESS], num_workers=1 + (fault != "kill"), options=RESTART) as env:
-            (tmp_path / "failed").touch()
-            env.rollout(2, break_when_any_done=False)
-            (tmp_path / "failed").unlink()
-            kill(env, -1)
-            with contextlib.suppress(WorkerLost):  # already known before the step
-                env.get("num_steps")
-            if fault == "kill":
-                data = env.rollout(1, auto_reset=False)
-                assert flags(data, "interrupted") == [True, True]
-                assert counters(data) == counters(data["next"]) == [[0], [2]]
-            else:
-                with pytest.raises(EnvError, match="env 0"):
-                    env.rollout(1, auto_reset=False)
-            assert env.current()["done"].all()
-            with pytest.raises(ResetNeeded):
-                env.step(act(env))
-            assert counters(env.rollout(2, auto_reset=False, break_when_any_done=False)) == [[0, 1], [0, 1]]
+            assert flags(data, "interrupted") == [True, False]
+            del kept, data
+            gc.collect()
+            assert env.rollout(9)["next", "observation"][:, -1, 1].tolist() == [9, 9]
 
 
 class TestSuccessorsThatFail:
@@ -208,21 +253,6 @@ class TestRefusals:
                 env.reset(seed=[123, 456])
             assert torch.equal(env.reset()["observation"], expected.reset()["observation"])
 
-    @pytest.mark.parametrize("refused", ["reset", "reset of some", "rollout"])
-    def test_a_refused_call_begins_nothing_and_leaves_the_other_envs_running(self, refused):
-        mask = {"_reset": torch.ones(2, dtype=torch.bool)} if refused == "reset of some" else {}
-        with ParallelEnv(2, ENDLESS, num_workers=2) as env:
-            env.reset()
-            env.step(act(env))
-            kill(env, 1)
-            with pytest.raises(WorkerLost):
-                env.call("pid")
-            with pytest.raises(WorkerLost):
-                env.rollout(2) if refused == "rollout" else env.reset(TensorDict(mask, [2]))
-            assert env.get("episode", [0]) == [0]
-            env.send(act(env)[:1], [0])
-            assert counters(env.recv()["next"]) == [2]
-
     def test_no_worker_steps_an_env_that_was_never_reset(self):
         for make in (functools.partial(ParallelEnv, num_workers=1), SerialEnv):
             with make(2, ENDLESS) as env:
@@ -270,63 +300,6 @@ class TestRefusals:
             data = env.rollout(2, callback=callback)
             assert seen == ["ValueError", "Busy"] * 2
             assert counters(data["next"]) == [[1, 2]]
-
-
-class TestFaultsAndLosses:
-    """One env raises in the batch in which another one's worker dies."""
-
-    def make(self, tmp_path: Path) -> Any:
-        raises = functools.partial(FaultyEnv, "value_error", step=2)
-        return ParallelEnv(3, [raises, die_in_step(tmp_path), ENDLESS], num_workers=3, options=RESTART)
-
-    @pytest.mark.parametrize("call", ["step", "step_and_maybe_reset"])
-    def test_in_a_step(self, tmp_path, call):
-        with self.make(tmp_path) as env:
-            env.reset()
-            env.step(act(env))
-            with pytest.raises(EnvError) as caught:
-                getattr(env, call)(act(env))
-            assert caught.value.env_ids == (0,)
-            partial = caught.value.partial
-            assert partial["interrupted"].flatten().tolist() == [False, True, False]
-            assert counters(partial) == [1, 1, 2]
-            assert env.statistics().interrupted == 1
-            if call == "step_and_maybe_reset":
-                assert counters(env.reset(only(env, 0))) == [0, 0, 2]
-                assert counters(env.step(act(env))["next"]) == [1, 1, 3]
-
-    def test_in_what_was_sent(self, tmp_path):
-        with self.make(tmp_path) as env:
-            env.reset()
-            env.step(act(env))
-            env.send(act(env))
-            wait_for((tmp_path / "died").exists)
-            received: dict[int, bool] = {}
-            with pytest.raises(EnvError) as caught:
-                self.take_all(env, received)
-            assert caught.value.env_ids == (0,)
-            while len(received) < 2:
-                received |= self.take(env)
-            assert received == {1: True, 2: False}
-
-    def take_all(self, env: Any, received: dict[int, bool]) -> None:
-        for _ in range(3):
-            received |= self.take(env)
-
-    def take(self, env: Any) -> dict[int, bool]:
-        td = env.recv(1)
-        return dict(zip(td["env_ids"].tolist(), flags(td, "interrupted"), strict=True))
-
-    def test_in_a_reset(self, tmp_path):
-        raises = functools.partial(FaultyEnv, "value_error", at="reset", episode=1)
-        dies = functools.partial(FaultyEnv, "kill", at="reset", episode=1, flag=str(tmp_path / "died"))
-        with ParallelEnv(2, [raises, dies], num_workers=2, options=RESTART) as env:
-            env.reset()
-            with pytest.raises(EnvError) as caught:
-                env.reset()
-            assert caught.value.env_ids == (0,)
-            env.send(act(env)[1:], [1])  # its successor has reset it
-            assert counters(env.recv()["next"]) == [1]
 
 
 class TestEnvsThatAreBatches:
@@ -405,28 +378,6 @@ class TestWhatTheCallerHears:
                 env.recv()
             gate.open()
             assert env.recv()["env_ids"].tolist() == [1]
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("options", [{}, {"on_worker_loss": "restart"}], ids=["raise", "restart"])
-def test_an_interrupt_while_a_loss_is_noticed_leaves_no_answer_to_wait_for(options, monkeypatch):
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    limits = ExecutorOptions(step_timeout_s=None, reset_timeout_s=None, **options)
-    with ParallelEnv(2, ENDLESS, num_workers=2, options=limits) as env:
-        env.reset()
-        kill(env, 0)
-        with monkeypatch.context() as patched:
-            patched.setattr(env._pool.crew.workers[0], "kill", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                env.step(act(env))
-        if options:
-            assert counters(env.reset()) == [0, 0]
-        else:
-            with pytest.raises(WorkerLost, match="SIGKILL"):
-                env.reset()
-        assert env.statistics().worker_losses == 1
 
 
 class TestDeadlines:
@@ -690,3 +641,94 @@ def test_the_rows_of_envs_that_must_be_reset_say_so():
         assert env.current()["done"].all()
         env.reset()
         env.step_and_maybe_reset(act(env))
+
+
+@pytest.mark.parametrize("policy", ["raise", "restart"])
+def test_a_loss_noticed_later_changes_no_view_of_a_step_before_it(policy):
+    options = ExecutorOptions(on_worker_loss=policy)
+    with ParallelEnv(2, ENDLESS, num_workers=2, seed=0, copy=False, options=options) as env:
+        env.reset()
+        view = env.step(act(env))["next"]
+        kept = view.clone()
+        kill(env, 1)
+        with pytest.raises(WorkerLost) if policy == "raise" else contextlib.nullcontext():
+            env.reset(only(env, 1))
+        assert (view == kept).all()
+        now = env.current()
+        assert now["truncated"].flatten().tolist() == [False, policy == "raise"]
+        assert counters(now) == [1, policy == "raise"]
+
+
+def test_a_crash_loop_ends_in_an_error():
+    make = [ENDLESS, ENDLESS, ENDLESS, functools.partial(FaultyEnv, "kill", step=1)]
+    options = ExecutorOptions(on_worker_loss="restart", max_restarts=2)
+    with ParallelEnv(4, make, num_workers=2, seed=0, options=options) as env:
+        env.reset()
+        for _ in range(2):
+            env.step_and_maybe_reset(act(env))
+        with pytest.raises(WorkerLost, match="SIGKILL") as caught:
+            env.step_and_maybe_reset(act(env))
+        assert env.statistics().worker_losses == 3
+    assert "is not replaced: ExecutorOptions.max_restarts=2 within restart_window_s=60 allows" in caught.value.message
+    assert "on_worker_loss='restart'" not in caught.value.message  # which it is
+    assert caught.value.context["exit_code"] == -9
+    assert caught.value.env_ids == (2, 3)
+
+
+def dies_and_is_another(flag):
+    if os.path.exists(flag):
+        return gymnasium.make("Pendulum-v1")
+    return FaultyEnv("kill", step=3, flag=flag)
+
+
+def test_an_env_with_another_spec_after_a_restart_is_its_factorys_fault(tmp_path):
+    make = functools.partial(dies_and_is_another, str(tmp_path / "broken"))
+    with ParallelEnv(1, make, options=RESTART) as env:
+        env.reset()
+        with pytest.raises(SpecError, match="restart failed: expected env 0 with the spec that it had"):
+            env.rollout(5, break_when_any_done=False)
+
+
+def test_a_crash_loop_slows_down_while_the_others_go_on():
+    make = [ENDLESS, functools.partial(FaultyEnv, "kill", step=1)]
+    options = ExecutorOptions(on_worker_loss="restart", max_restarts=3)
+    with ParallelEnv(2, make, num_workers=2, seed=0, options=options) as env:
+        env.reset()
+        env.send(act(env))
+        counts, began, times = [0, 0], time.monotonic(), []
+        while counts[1] < 3:
+            td = env.recv(min_envs=1)
+            for env_id in td["env_ids"].tolist():
+                counts[env_id] += 1
+                if env_id == 1:
+                    times.append(time.monotonic() - began)
+            env.send(act(env)[: len(td)], td["env_ids"])
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert all(gap > least for gap, least in zip(gaps, (0.08, 0.16), strict=True))  # of 0.1 and 0.2 s
+    assert counts[0] > 20 * counts[1]
+
+
+def test_episodes_go_on_counting(tmp_path):
+    """A successor does not replay the episodes of the worker it replaces."""
+    make = [ENDLESS, functools.partial(FaultyEnv, "kill", step=3, flag=str(tmp_path / "broken"))]
+    with ParallelEnv(2, make, num_workers=2, seed=0, options=RESTART) as env:
+        seeds = env.rollout(6, break_when_any_done=False)["observation"][1, :, 0].tolist()
+    assert seeds == [episode_seed(0, 1, 0)] * 3 + [episode_seed(0, 1, 1)] * 3
+
+
+def test_ctrl_c_after_a_recv_does_not_have_sent_again(tmp_path):
+    gate = Gate(tmp_path)
+
+    class Slow(CountingEnv):
+        def slowly(self) -> None:
+            gate.pass_through()
+
+    with ParallelEnv(2, functools.partial(Slow, 1_000_000), num_workers=2) as env:
+        env.reset()
+        env.send(act(env))
+        env.recv()
+        interrupt(gate, lambda: env.call("slowly"))
+        with pytest.raises(ValueError, match="that were sent"):
+            env.recv(env_ids=[0])
+        env.send(act(env))
+        assert sorted(counters(env.recv()["next"])) == [2, 2]

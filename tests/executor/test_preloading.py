@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from pathlib import Path
 
@@ -109,24 +108,6 @@ def test_an_executor_whose_helper_would_be_another_has_its_own():
         with preloaded("sched"):
             assert helper_of() != shared
         assert helper_of() == shared
-
-
-@pytest.mark.broken_pool
-def test_a_lost_worker_is_replaced_from_it():
-    with preloaded("wave"), ParallelEnv(1, Seeing, options=ExecutorOptions(on_worker_loss="restart")) as env:
-        helper = env.call("helper")
-        os.kill(env.statistics().workers[0].pid, 9)
-        env.rollout(5, break_when_any_done=False)
-        assert env.call("helper") == helper
-
-
-def test_a_helper_that_was_killed_is_no_ones_any_more():
-    with preloaded("wave"), ParallelEnv(1, Seeing) as env:
-        helper = env.call("helper")[0]
-        os.kill(helper, 9)
-        os.waitid(os.P_PID, helper, os.WEXITED | os.WNOWAIT)
-        assert helper_of() != helper
-        assert env.rollout(2).shape == (1, 2)  # its workers are there, and end with it
 
 
 def test_what_cannot_be_imported_is_said():

@@ -16,6 +16,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from envherd import RayParallelEnv
 from envherd.executor import (
     EnvError,
     ExecutorOptions,
@@ -31,6 +32,7 @@ from envherd.executor.pools.turns import Turns
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, PairEnv, TextEnv
 from tests.executor.ahead_envs import ROOT_SEED, BreakingEnv, GatedEnv, LevelEnv, telling
+from tests.executor.calls import ENDLESS
 from tests.executor.drives import DRIVES, act, fused, reset_by_hand
 from tests.extras import needs
 from tests.faults.envs import LeakyEnv
@@ -41,10 +43,9 @@ pytestmark = pytest.mark.slow
 AHEAD = ExecutorOptions(reset_ahead=True)
 RESTART = ExecutorOptions(reset_ahead=True, on_worker_loss="restart")
 REUSING = functools.partial(CountingEnv, reuses_buffers=True)
-ENDLESS = functools.partial(CountingEnv, 1_000_000)
 
 
-def ahead(make: Any, num_envs: int = 2, options: ExecutorOptions = AHEAD, **kwargs: Any) -> ParallelEnv:
+def ahead(make: Any, num_envs: Any = 2, options: ExecutorOptions = AHEAD, **kwargs: Any) -> ParallelEnv:
     return ParallelEnv(num_envs, make, seed=ROOT_SEED, options=options, **kwargs)
 
 
@@ -87,17 +88,17 @@ def kill(pid: int) -> None:
 
 class TestData:
     @pytest.mark.parametrize("make", [REUSING, AgentsEnv, TextEnv], ids=["reusing", "agents", "text"])
-    @pytest.mark.parametrize("drive", DRIVES, ids=lambda drive: drive.__name__)
-    def test_they_are_those_of_a_run_without_it(self, drive, make):
-        with serial(make) as env:
-            expected = drive(env, 18)
-        if make is REUSING:
-            with ParallelEnv(2, make, num_workers=2, seed=ROOT_SEED) as env:
-                assert_equal(drive(env, 18), expected)
-        with ahead(make) as env:
-            assert_equal(drive(env, 18), expected)
-            counted = env.statistics()
-        assert counted.resets_ahead > 0
+    def test_they_are_those_of_a_run_without_it(self, make):
+        with serial(make) as env, ParallelEnv(2, make, num_workers=2) as parallel, ahead(make) as other:
+            for drive in DRIVES:
+                rows = []
+                for one in (env, parallel, other):
+                    one.set_seed(ROOT_SEED)
+                    rows.append(drive(one, 18))
+                assert_equal(rows[1], rows[0])
+                assert_equal(rows[2], rows[0])
+            counted = other.statistics()
+        assert counted.resets_ahead > len(DRIVES)
         assert counted.resets_ahead + counted.resets_missed == counted.resets
         assert (counted.worker_losses, counted.interrupted, counted.env_errors) == (0, 0, 0)
 
@@ -554,30 +555,34 @@ class TestLosses:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("num_workers", [1, 3])
-    def test_another_number_of_workers(self, num_workers):
-        with pytest.raises(
-            ValueError, match=f"expected 2 .one for each env. or None with reset_ahead, got {num_workers}"
-        ):
-            ahead(CountingEnv, num_workers=num_workers)
-
     @pytest.mark.parametrize("num_workers", [2, None, "auto"])
     def test_the_number_of_workers_is_that_of_envs(self, num_workers):
         with ahead(CountingEnv, num_workers=num_workers) as env:
             assert env.num_workers == len(env.statistics().workers) == len(env.statistics().spares) == 2
 
-    def test_a_number_of_envs_that_would_be_measured(self):
-        with pytest.raises(ValueError, match="expected a number with reset_ahead, got 'auto'"):
-            ahead(CountingEnv, "auto")
-
-    def test_envs_that_are_batches(self):
-        with pytest.raises(ValueError, match="expected envs of one row, got batches"):
-            ahead(PairEnv)
-
-    @pytest.mark.parametrize("option", [{"episode_seeds": False}, {"isolate_rng": True}])
-    def test_options_that_have_episodes_depend_on_each_other(self, option):
-        with pytest.raises(ValueError, match=f"expected {next(iter(option))}=.* with reset_ahead"):
-            ExecutorOptions(reset_ahead=True, **option)
+    @pytest.mark.parametrize(
+        ("make", "text"),
+        [
+            *(
+                (
+                    functools.partial(ahead, CountingEnv, num_workers=number),
+                    f"expected 2 .one for each env. or None with reset_ahead, got {number}",
+                )
+                for number in (1, 3)
+            ),
+            (functools.partial(ahead, CountingEnv, "auto"), "expected a number with reset_ahead, got 'auto'"),
+            (functools.partial(ahead, PairEnv), "expected envs of one row, got batches"),
+            (
+                lambda: ExecutorOptions(reset_ahead=True, episode_seeds=False),
+                "expected episode_seeds=.*reset_ahead",
+            ),
+            (lambda: ExecutorOptions(reset_ahead=True, isolate_rng=True), "expected isolate_rng=.*reset_ahead"),
+            (functools.partial(RayParallelEnv, 2, CountingEnv, options=AHEAD), "expected reset_ahead=False"),
+        ],
+    )
+    def test_what_cannot_be(self, make, text):
+        with pytest.raises(ValueError, match=text):
+            make()
 
     @needs("sb3")
     def test_facades_which_keep_their_hosts_seeding(self):
@@ -587,12 +592,6 @@ class TestRefusals:
         for kind in (gymnasium.AsyncVectorEnv, sb3.SubprocVecEnv):
             with pytest.raises(ValueError, match=r"expected episode_seeds=True with reset_ahead.*facades"):
                 kind([telling], options=AHEAD)
-
-    def test_a_cluster(self):
-        from envherd.executor import cluster
-
-        with pytest.raises(ValueError, match="expected reset_ahead=False"):
-            cluster.RayParallelEnv(2, CountingEnv, options=AHEAD)
 
     def test_a_serial_env_has_nothing_to_do_with_it(self):
         with serial(CountingEnv, options=AHEAD) as env, serial(CountingEnv) as other:

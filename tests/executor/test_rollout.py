@@ -19,11 +19,9 @@ from envherd.executor.show.episode_logger import EpisodeLogger
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv, PlainEnv, TextEnv
 from envherd.workers.testing.envs import action_leaf
+from tests.executor.calls import both
 from tests.faults.children import in_child
 from tests.gates import wait_for
-
-PARALLEL = pytest.param(functools.partial(ParallelEnv, num_workers=2), id="parallel", marks=pytest.mark.slow)
-both = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="serial")])
 
 long_env = functools.partial(CountingEnv, 1_000)
 short_env = functools.partial(CountingEnv, 3)
@@ -400,14 +398,13 @@ def test_a_part_of_a_rollout_is_filled_and_what_is_around_it_stays(make):
 
 
 @both
-@pytest.mark.parametrize("shape", [(2, 4), (4, 4), (3,), (3, 0), (3, 4, 2)])
-def test_an_out_of_other_envs_is_refused(make, shape):
+def test_an_out_of_other_envs_is_refused(make):
     with make(3, long_env, seed=0) as env:
         data = env.rollout(4, ones)
         kept = data.clone()
-        out = data[:2] if shape == (2, 4) else TensorDict({}, shape)
-        with pytest.raises(ValueError, match=r"expected out of batch size \[3, T\]"):
-            env.rollout(4, ones, out=out)
+        for out in (data[:2], *(TensorDict({}, shape) for shape in [(4, 4), (3,), (3, 0), (3, 4, 2)])):
+            with pytest.raises(ValueError, match=r"expected out of batch size \[3, T\]"):
+                env.rollout(4, ones, out=out)
         assert (data == kept).all()
         with pytest.raises(ValueError, match=r"expected out to hold .*reward"):
             env.rollout(4, ones, out=TensorDict({"next": TensorDict({"reward": torch.zeros(3, 4)}, [3, 4])}, [3, 4]))

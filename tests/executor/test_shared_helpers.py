@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from envherd.executor import ExecutorOptions, ParallelEnv, preloaded
+from envherd.executor import ExecutorOptions, ParallelEnv
 from envherd.executor.facades.sb3 import SubprocVecEnv
 from envherd.executor.pools import zygote
 from tests.executor.seeing_env import Seeing
@@ -256,59 +256,6 @@ def test_a_fork_of_the_owner_starts_from_another_helper():
     assert is_running(helper)
     assert helper_of() == helper
     wait_for(lambda: not is_running(in_fork))
-
-
-def test_a_block_has_its_own():
-    helper = helper_of()
-    with preloaded("wave"):
-        of_block = helper_of()
-    assert of_block != helper
-    assert not psutil.pid_exists(of_block)
-
-
-def test_orphans_of_envs_end_with_their_executor():
-    with ParallelEnv(1, Seeing) as env:
-        (helper,) = env.call("helper")
-        orphans = [*env.call("leave_one"), *env.call("leave_background", is_forked=True)]
-    assert not any(map(psutil.pid_exists, orphans))
-    assert is_running(helper)
-
-
-_PROGRAM = """
-import os, signal, sys, time, warnings
-warnings.simplefilter("always")
-from envherd.executor import ParallelEnv
-from envherd.executor.pools import zygote
-from tests.executor.seeing_env import Seeing
-
-zygote._KEPT_CPU_S = 0.0
-env = ParallelEnv(1, Seeing)
-pids = [*env.call("helper"), env.statistics().workers[0].pid]
-{use}
-print(*pids, flush=True)
-{end}
-"""
-
-
-@pytest.mark.parametrize(
-    ("use", "end"),
-    [
-        ("", ""),
-        ("env.close()", ""),
-        ("env.close()", "os._exit(0)"),
-        ("env.close()", "os.kill(os.getpid(), signal.SIGKILL)"),
-        ("", "os.kill(os.getpid(), signal.SIGKILL)"),
-    ],
-    ids=["open, returns", "idle, returns", "idle, exits at once", "idle, is killed", "open, is killed"],
-)
-def test_a_program_that_ends_leaves_nothing(use, end, script_host, tmp_path):
-    script = tmp_path / "ends.py"
-    script.write_text(_PROGRAM.format(use=use, end=end))
-    done = script_host.run(script, folder=tmp_path, output=tmp_path)
-    pids = list(map(int, done.stdout.split()))
-    assert len(pids) == 2
-    assert done.stderr == ""
-    wait_for(lambda: not any(map(is_running, pids)))
 
 
 @needs("torchrl")

@@ -10,8 +10,8 @@ import pytest
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from envherd.executor import ActionError, ExecutorOptions, ParallelEnv, SerialEnv
+from tests.executor.calls import PARALLEL
 
-PARALLEL = pytest.param(functools.partial(ParallelEnv, num_workers=2), id="parallel", marks=pytest.mark.slow)
 AHEAD = pytest.param(
     functools.partial(ParallelEnv, options=ExecutorOptions(reset_ahead=True)), id="ahead", marks=pytest.mark.slow
 )

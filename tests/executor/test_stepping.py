@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,7 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from envherd.executor import ActionError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, SpecError
 from envherd.shm.specs import Discrete, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv
-from tests.faults.envs import HaltingEnv
-from tests.gates import Gate
-
-PARALLEL = pytest.param(functools.partial(ParallelEnv, num_workers=2), id="parallel", marks=pytest.mark.slow)
-both = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="serial")])
+from tests.executor.calls import both, counters
 
 long_env = functools.partial(CountingEnv, 1_000)
 NUM_ENVS = 3
@@ -24,10 +21,6 @@ NUM_ENVS = 3
 
 def act(td, *actions):
     return td.set("action", torch.tensor(actions or [1] * len(td)))
-
-
-def counters(td):
-    return td["observation"][:, 1].tolist()
 
 
 @both
@@ -171,29 +164,29 @@ def test_keyword_arguments_reach_the_envs_reset_unchanged(make):
     assert per_env == [{"k": i} for i in range(NUM_ENVS)]
 
 
+REFUSED_RESETS: list[tuple[dict[str, Any], str]] = [
+    ({"list_of_kwargs": [{"level": 1}, None, {}]}, r"expected a dict in list_of_kwargs, got None \(env 1\)"),
+    ({"seed": [123, "x", 3]}, r"expected an integer or None as seed, got 'x' \(env 1\)"),
+    ({"seed": [123]}, "expected 3 items in seed, got 1"),
+    ({"seed": 9, "list_of_kwargs": [{}]}, "expected 3 items in list_of_kwargs, got 1"),
+    (
+        {"seed": -3, "level": 1},
+        "reset failed: expected seed as an int of at least 0, a list of them or None, got -3",
+    ),
+]
+
+
 @both
-@pytest.mark.parametrize(
-    ("refused", "message"),
-    [
-        ({"list_of_kwargs": [{"level": 1}, None, {}]}, r"expected a dict in list_of_kwargs, got None \(env 1\)"),
-        ({"seed": [123, "x", 3]}, r"expected an integer or None as seed, got 'x' \(env 1\)"),
-        ({"seed": [123]}, "expected 3 items in seed, got 1"),
-        ({"seed": 9, "list_of_kwargs": [{}]}, "expected 3 items in list_of_kwargs, got 1"),
-        (
-            {"seed": -3, "level": 1},
-            "reset failed: expected seed as an int of at least 0, a list of them or None, got -3",
-        ),
-    ],
-)
-def test_of_a_refused_reset_nothing_is_kept(make, refused, message):
+def test_of_a_refused_reset_nothing_is_kept(make):
     with make(NUM_ENVS, long_env, seed=7) as env, make(NUM_ENVS, long_env, seed=7) as other:
         env.reset()
-        with pytest.raises((ValueError, TypeError), match=message):
-            env.reset(**refused)
-        assert env.seed == 7
         other.reset()
-        assert torch.equal(env.rollout(2, act)["observation"], other.rollout(2, act)["observation"])
-        assert env.get("options") == other.get("options")
+        for refused, message in REFUSED_RESETS:
+            with pytest.raises((ValueError, TypeError), match=message):
+                env.reset(**refused)
+            assert env.seed == 7
+            assert torch.equal(env.rollout(2, act)["observation"], other.rollout(2, act)["observation"])
+            assert env.get("options") == other.get("options")
 
 
 @pytest.mark.slow
@@ -241,25 +234,18 @@ ILLEGAL = [
 
 
 @both
-@pytest.mark.parametrize(("action", "message"), ILLEGAL)
-def test_an_illegal_action_steps_nobody(make, action, message):
+def test_an_illegal_action_steps_nobody(make):
     with make(NUM_ENVS, long_env, seed=0) as env:
         root = env.reset()
-        with pytest.raises(ActionError, match=message + ".*No env was stepped"):
-            env.step(root.clone().set("action", action))
+        for action, message in ILLEGAL:
+            with pytest.raises(ActionError, match=message + ".*No env was stepped"):
+                env.step(root.clone().set("action", action))
         with pytest.raises(ActionError, match=r"expected a key \('action',\), got none"):
             env.step(root.clone())
         with pytest.raises(ValueError, match="expected a batch of 3 envs"):
             env.step(act(root[:2].clone()))
         assert env.statistics().env_steps == 0
         assert env.call("state_dict") == [{"seed": s, "num_steps": 0} for s in root["observation"][:, 0].tolist()]
-
-
-@both
-def test_actions_may_need_grad_and_be_narrower(make):
-    with make(NUM_ENVS, long_env, seed=0) as env:
-        td = env.step(env.reset().set("action", torch.tensor([0, 1, 1], dtype=torch.int32)))
-        assert td["next", "observation"][:, 2].tolist() == [0, 1, 1]
 
 
 @both
@@ -272,21 +258,6 @@ def test_random_actions_repeat_with_the_seed(make):
         drawn = torch.stack(first)
         assert drawn.min() == 0
         assert drawn.max() == leaf.domain.n - 1
-
-
-@both
-def test_copies_are_the_callers(make):
-    with make(NUM_ENVS, long_env, seed=0) as env:
-        kept, copies = [], []
-        td = env.reset()
-        for _ in range(12):
-            td, root = env.step_and_maybe_reset(act(td))
-            kept.append(td["next"])
-            copies.append(td["next"].clone())
-            td = root
-        assert all((one == other).all() for one, other in zip(kept, copies, strict=True))
-        kept[-1]["observation"].zero_()
-        assert counters(env.current()) == [12] * NUM_ENVS
 
 
 @both
@@ -325,24 +296,6 @@ def test_views_are_valid_for_so_many_steps_whatever_is_done_in_between(make, bet
             view, kept = shown, shown.clone()
 
 
-@both
-def test_first_come_first_served(make):
-    with make(NUM_ENVS, long_env, seed=0) as env:
-        env.send(act(env.reset(), 0, 1, 1))
-        seen = []
-        for _ in range(10):
-            td = env.recv(min_envs=2)
-            ids = td["env_ids"]
-            assert td.batch_size == (2,)
-            assert torch.equal(td["next", "observation"][:, 1], td["observation"][:, 1] + 1)
-            assert torch.equal(td["next", "observation"][:, 2], td["action"])
-            seen += ids.tolist()
-            env.send(act(env.current(ids), 1, 0))
-        seen += env.recv()["env_ids"].tolist()
-        steps = env.statistics().steps_per_env
-        assert tuple(seen.count(i) for i in range(NUM_ENVS)) == steps
-
-
 def test_those_sent_longest_ago_come_first():
     with SerialEnv(NUM_ENVS, long_env, seed=0) as env:
         root = env.reset()
@@ -366,29 +319,6 @@ def test_a_sent_env_that_ends_is_reset_unless_told_otherwise(make):
         assert sorted(td["env_ids"].tolist()) == [0, 1, 2]
         assert counters(env.current()) == [1] * NUM_ENVS
         assert env.current()["done"].all()
-
-
-@pytest.mark.slow
-def test_a_slow_env_holds_nobody_up_and_a_time_out_loses_nothing(tmp_path):
-    gate = Gate(tmp_path)
-    make = [functools.partial(HaltingEnv, gate, 1), long_env]
-    with ParallelEnv(2, make, num_workers=2, seed=0) as env:
-        env.send(act(env.reset()))
-        assert env.recv(1)["env_ids"].tolist() == [1]
-        with pytest.raises(TimeoutError, match="Nothing is lost"):
-            env.recv(1, timeout_s=0.01)
-        gate.open()
-        td = env.recv(1)
-        assert td["env_ids"].tolist() == [0]
-        assert counters(td["next"]) == [1]
-
-
-@pytest.mark.parametrize("ids", [[0, 0], [3], [-1]])
-def test_wrong_env_ids(ids):
-    with SerialEnv(NUM_ENVS, long_env) as env:
-        root = env.reset()
-        with pytest.raises(ValueError, match=r"different env ids in 0\.\.2"):
-            env.send(act(root[: len(ids)].clone()), ids)
 
 
 @both

@@ -1,11 +1,14 @@
 """An explorer of the real executor over simulated workers: calls, answers, ends, faults, losses and interrupts.
 
 `env_model` explores the table of states; this explores what carries it out: `Flights`, `EnvStates`, `Positions`, the
-fast step, and the sends and receives in C. In each state that it meets, it makes the call that it has made least often
-there, with workers that answer at once or late, or die, and with an interrupt at a random line of the executor.
+fast step, and the sends and receives in C. In each state that it meets, it makes the call (every other time: a legal
+call) that it has made least often there. Workers answer at once or late or, in every other walk, die. Interrupts come
+at random lines of the executor.
 
 Checked after every call:
 - an instance was stepped only in an episode, and once for each row that a call returned;
+- the row of a step that was lost, or that raised, repeats the env's root before it;
+- the columns of a rollout follow from each other, and the first one from the root before it;
 - a RUNNING env is in an episode, and the executor's root of it is its instance's latest row, without a done flag;
 - the root of an env that must be reset has a done flag;
 - an env owes an answer only if its state says so; the row of an answer that was not taken is where the command says;
@@ -52,12 +55,13 @@ class Explorer:
     Attributes:
         tries: state -> event -> how often it was tried there.
         num_calls, num_interrupted, num_refused: calls made; of these, broken off, and ended by an error.
+        num_repeated: rows that repeat a root that is known.
     """
 
     def __init__(self, make: Callable[[], Any], seed: int) -> None:
         self._make, self._rng = make, random.Random(seed)
         self.tries: dict[Any, collections.Counter[str]] = {}
-        self.num_calls = self.num_interrupted = self.num_refused = 0
+        self.num_calls = self.num_interrupted = self.num_refused = self.num_repeated = 0
         self._lines: collections.Counter[str] = collections.Counter()  # of the longest call so far
         self._trail: list[str] = []
 
@@ -72,6 +76,10 @@ class Explorer:
             with contextlib.closing(self._make()) as env:
                 self._env = env
                 self._received: Any = None
+                self._known: list[tuple[int, bool] | None] = [
+                    None
+                ] * env.num_envs  # root of each env, and whether it must be reset
+                self._may_die = self._rng.random() < 0.5
                 self._events = self._events_of(env.num_envs)
                 try:
                     while num_calls > len(self._trail) and len(env._pool.lost) < env.num_workers:
@@ -88,8 +96,9 @@ class Explorer:
         events: dict[str, Callable[[], Any]] = {
             "step": self._step,
             "fused": self._fused,
-            "rollout": lambda: self._env.rollout(2, self._act, break_when_any_done=False),
-            "rollout that goes on": lambda: self._env.rollout(2, self._act, auto_reset=False),
+            "rollout": functools.partial(self._rollout, break_when_any_done=False),
+            "rollout that goes on": functools.partial(self._rollout, auto_reset=False),
+            "rollout of a part": functools.partial(self._rollout, auto_reset=False, break_when_any_done=False),
             "current": self._current,
             "reset": self._env.reset,
         }
@@ -104,7 +113,8 @@ class Explorer:
             events[f"recv up to {least}"] = functools.partial(self._recv, 1, max_envs=least)
         events["recv in no time"] = lambda: self._recv(1, timeout_s=0.0)
         events["recv all"] = self._recv
-        events["death"] = lambda: self._rng.choice(self._env._pool.crew.workers).kill()
+        if self._may_die:
+            events["death"] = lambda: self._rng.choice(self._env._pool.crew.workers).kill()
         return events
 
     def _act(self, td: Any) -> Any:
@@ -126,6 +136,24 @@ class Explorer:
         self._check_rows(td, range(self._env.num_envs))
         self._check_roots(root)
 
+    def _rollout(self, *, auto_reset: bool = True, break_when_any_done: bool = True) -> None:
+        data = self._env.rollout(2, self._act, auto_reset=auto_reset, break_when_any_done=break_when_any_done)
+        roots, nexts = data["observation"].squeeze(-1).tolist(), data["next", "observation"].squeeze(-1).tolist()
+        done = data["next", "done"].squeeze(-1).tolist()
+        interrupted = data["next"].get("interrupted", torch.zeros_like(data["next", "done"])).squeeze(-1)
+        assert not data["next", "reward"].squeeze(-1)[interrupted.bool()].any()
+        for env_id, known in enumerate(self._known):
+            before = known and (known[0], known[1] or auto_reset)
+            for t, (root, row, is_lost) in enumerate(
+                zip(roots[env_id], nexts[env_id], interrupted[env_id].tolist(), strict=True)
+            ):
+                what = f"env {env_id}, column {t}: after {before}, the root is {root}, and the row {row}"
+                if before is not None:
+                    goes_on = root == before[0] and (is_lost or not before[1])
+                    assert goes_on or (before[1] and root > before[0]), what
+                assert (row == root and done[env_id][t]) if is_lost else row > root, what
+                before = row, done[env_id][t]
+
     def _send(self, ids: tuple[int, ...], *, maybe_reset: bool) -> None:
         self._env.send(self._batch(len(ids)), np.array(ids), maybe_reset=maybe_reset)
 
@@ -146,14 +174,15 @@ class Explorer:
     def _make_call(self) -> None:
         rng, pool = self._rng, self._env._pool
         tries = self.tries.setdefault(self._state(), collections.Counter())
-        name = min(self._events, key=lambda name: (tries[name], rng.random()))
+        names = self._legal() if rng.random() < 0.5 else self._events
+        name = min(names, key=lambda name: (tries[name], rng.random()))
         tries[name] += 1
-        pool.fates = {
-            worker.worker_id: rng.choice(FATES[: len(FATES) - rng.choice((0, 2, 2))]) for worker in pool.crew.workers
-        }
+        num_fates = len(FATES) - rng.choice((0, 2, 2) if self._may_die else (2,))
+        pool.fates = {worker.worker_id: rng.choice(FATES[:num_fates]) for worker in pool.crew.workers}
         line = rng.randint(1, self._lines[name] + 10) if rng.random() < 0.4 else 0
         self._trail.append(f"{name} at line {line} with {[fate.name for fate in pool.fates.values()]}")
         self.num_calls += 1
+        self._stepped = [env.stepped for env in pool.envs]
         interrupt = Interrupt(line or 10_000)
         sys.settrace(interrupt)
         try:
@@ -162,8 +191,11 @@ class Explorer:
             self.num_interrupted += 1
         except InternalError as error:
             raise Violation(str(error)) from error
-        except EXPECTED:
+        except EXPECTED as error:
             self.num_refused += 1
+            sys.settrace(None)
+            if isinstance(error, EnvError):
+                self._check_partial(error)
         finally:
             sys.settrace(None)
             pool.fates = {}
@@ -171,6 +203,15 @@ class Explorer:
             self._lines[name] = max(self._lines[name], (line or 10_000) - interrupt.left)
         self._trail[-1] += f" ({interrupt.where})"
         self._check()
+
+    def _legal(self) -> list[str]:
+        """Return calls that the states of the envs allow."""
+        states = self._env._engine.states
+        if states.under_way.any():
+            return ["recv at least 1", "recv all"]
+        if states.needs_reset.any():
+            return ["reset"]
+        return ["step", "fused", "rollout that goes on", "rollout of a part"]
 
     def _state(self) -> Any:
         """Return what tells states apart, as far as that decides what a call does."""
@@ -199,9 +240,29 @@ class Explorer:
         for i, env_id in enumerate(ids):
             env = self._env._pool.envs[env_id]
             row = td["next", "observation"][i].item()
-            assert interrupted[i] or row == env.stepped, f"env {env_id} made step {env.stepped}, the row is {row}"
+            if interrupted[i]:
+                self._check_repeated(env_id, row)
+            else:
+                assert row == env.stepped, f"env {env_id} made step {env.stepped}, the row is {row}"
             assert td["next", "done"][i] or not interrupted[i], f"env {env_id} was interrupted, and goes on"
             env.stepped = None  # each is handed out once
+
+    def _check_repeated(self, env_id: int, row: int) -> None:
+        known = self._known[env_id]
+        self.num_repeated += known is not None
+        assert known is None or row == known[0], f"env {env_id} was at {known}, and its row repeats {row}"
+
+    def _check_partial(self, error: EnvError) -> None:
+        """Check the rows of a step of all that raised: those of the envs that were stepped, and of the others."""
+        pool = self._env._pool
+        for env_id, row in enumerate([] if error.partial is None else error.partial["observation"].flatten().tolist()):
+            stepped = pool.envs[env_id].stepped
+            if not pool.is_serving(int(pool.worker_of[env_id])):
+                continue
+            if stepped in (None, self._stepped[env_id]):
+                self._check_repeated(env_id, row)
+            else:
+                assert row == stepped, f"env {env_id} made step {stepped}, the partial row is {row}"
 
     def _check_roots(self, td: TensorDict) -> None:
         for env_id, env in enumerate(self._env._pool.envs):
@@ -213,6 +274,7 @@ class Explorer:
         faults = [fault for env in pool.envs for fault in env.faults]
         assert not faults, faults
         if engine.is_dirty or engine.guard._holder:  # the next call begins by getting over an interrupt
+            self._known = [None] * len(pool.envs)
             return
         assert not engine.is_in_flight
         is_owed, positions = pool._words.is_owed(), engine.positions
@@ -238,6 +300,7 @@ class Explorer:
         assert not is_owed or worker_id in pool.lost, f"{what} owes an answer"
         root = engine.positions.latest_root(env_id)
         row, is_done = int(root["observation",][0]), bool(root["done",][0])
+        self._known[env_id] = row, state is not State.RUNNING
         if state is State.RUNNING:
             assert pool.is_serving(worker_id), f"{what}: its worker was lost"
             assert env.is_in_episode, f"{what}: its instance is not in an episode"

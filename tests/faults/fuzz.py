@@ -1,7 +1,8 @@
 """Run the fuzzers for some time: `make fuzz MINUTES=10`, `python -m tests.faults.fuzz --minutes 10`.
 
 Every case is a separate process, forked from this one, which has imported everything. A hang or a crash of a case is
-reported, and the next one begins. Option sets take turns. Exit code 1 means that some cases failed.
+reported, and the next one begins. The option sets take turns in a random order. Exit code 1 means that some cases
+failed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import os
+import random
 import re
 import secrets
 import signal
@@ -22,12 +25,12 @@ from pathlib import Path
 #: Set before numpy is imported: a process that forks should have one thread. Cases start threads themselves.
 os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
-from tests.faults import fuzz_collector, fuzz_interrupts, fuzz_restart, fuzzing  # see above
+from tests.faults import fuzz_collector, fuzz_executor, fuzzing  # see above
 
 #: Seconds for a case as a whole.
 CASE_S = 4 * fuzzing.HANG_S
 TAIL = 25
-FUZZERS = {"restart": fuzz_restart, "interrupts": fuzz_interrupts, "collector": fuzz_collector}
+FUZZERS = {"executor": fuzz_executor, "collector": fuzz_collector}
 
 
 def run_case(fuzzer: str, variant: str, seed: int, operations: int, log: Path) -> str:
@@ -41,7 +44,7 @@ def run_case(fuzzer: str, variant: str, seed: int, operations: int, log: Path) -
             os.dup2(descriptor, 2)
             os.close(descriptor)
             sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
-            code = fuzzing.run_case(FUZZERS[fuzzer].run, f"fuzz_{fuzzer}", seed, variant, operations)
+            code = fuzzing.run_case(FUZZERS[fuzzer].run, seed, variant, operations)
         except BaseException:
             code = 3
         os._exit(code)
@@ -68,22 +71,20 @@ def run_case(fuzzer: str, variant: str, seed: int, operations: int, log: Path) -
 def _is_runnable(variant: str) -> bool:
     """Return whether what a variant needs is installed."""
     names = {name: name for name in ("gymnasium", "pettingzoo", "torchrl")}
-    needed = {**names, "sb3": "stable_baselines3"}.get(variant)
+    needed = {**names, "sb3": "stable_baselines3"}.get(variant.removeprefix("interrupted "))
     return needed is None or importlib.util.find_spec(needed) is not None
 
 
 def cases(
     only: str | None, variant: str | None, first: int, skipped: Sequence[str] = ()
 ) -> Iterator[tuple[str, str, int]]:
-    """Yield fuzzer, option set and seed of cases, turn by turn."""
-    seed = first
-    while True:
-        for number in range(max(len(module.VARIANTS) for module in FUZZERS.values())):
-            for name, module in FUZZERS.items():
-                variants = [v for v in module.VARIANTS if variant in (None, v) and v not in skipped and _is_runnable(v)]
-                if variants and only in (None, name):
-                    yield name, variants[number % len(variants)], seed
-                    seed += 1
+    """Yield fuzzer, option set and seed of cases: all option sets in a random order, again and again."""
+    found = [(name, one) for name, module in FUZZERS.items() for one in module.VARIANTS]
+    found = [(name, one) for name, one in found if only in (None, name) and variant in (None, one)]
+    found = [(name, one) for name, one in found if one not in skipped and _is_runnable(one)]
+    random.Random(first).shuffle(found)
+    for seed, (name, one) in enumerate(itertools.cycle(found), first):
+        yield name, one, seed
 
 
 def _tail(log: Path) -> list[str]:
@@ -122,9 +123,8 @@ def main() -> int:
             passed[f"{fuzzer}: {variant}"] += 1
             log.unlink()
             continue
-        command = (
-            f"python -m tests.faults.fuzz_{fuzzer} {seed} --variant {variant!r} --operations {arguments.operations}"
-        )
+        command = f"python -m tests.faults.fuzz --only {fuzzer} --variant {variant!r} --seed {seed} --cases 1"
+        command += f" --operations {arguments.operations}"
         failed.append(f"{what}\n  repeat: {command}\n  log: {log}")
         print(f"\nFAILED {failed[-1]}", *_tail(log), sep="\n  ", flush=True)
     print(

@@ -1,8 +1,7 @@
 """Fuzz an `AsyncCollector`: envs raise, die, hang and are slow, and Ctrl-C breaks off calls, at random.
 
-`python -m tests.faults.fuzz_collector 7` runs one case. Every transition of every batch is compared with its env's
-diary (see `tests.faults.fuzzing`): none is wrong, torn, out of order or duplicated, and none is missing without an
-error.
+Every transition of every batch is compared with its env's diary (see `tests.faults.fuzzing`): none is wrong, torn, out
+of order or duplicated, and none is missing without an error.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tensordict import TensorDictBase
 from envherd import AsyncCollector, EnvherdError, ExecutorOptions, InternalError, ParallelEnv
 from tests.faults import fuzzing
 from tests.faults.fuzz_envs import NUM_ACTIONS, FuzzEnv, How, Kind, Traps, When
-from tests.faults.fuzz_interrupts import STOPS, Interrupter
+from tests.faults.fuzz_executor import STOPS, Interrupter
 from tests.faults.fuzzing import Oracle, Row, Transition, Violation, Watch
 
 #: Option set -> its fixed options; the others are drawn.
@@ -218,7 +217,3 @@ def run(seed: int, variant: str, watch: Watch, num_operations: int) -> None:
         watch.begin("leftovers")
     del session
     watch.check_leftovers()
-
-
-if __name__ == "__main__":
-    raise SystemExit(fuzzing.main("fuzz_collector", run, list(VARIANTS)))

@@ -6,7 +6,6 @@ purpose, and compares every row with the envs' diary (see `tests.faults.fuzz_env
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import functools
@@ -359,7 +358,7 @@ def new_folder() -> Iterator[str]:
 Run = Callable[[int, str, Watch, int], None]
 
 
-def run_case(run: Run, name: str, seed: int, variant: str, num_operations: int) -> int:
+def run_case(run: Run, seed: int, variant: str, num_operations: int) -> int:
     """Run one case in this process; return its exit code."""
     watch = Watch()
     watch.look()
@@ -368,20 +367,8 @@ def run_case(run: Run, name: str, seed: int, variant: str, num_operations: int) 
     except BaseException:
         watch.stop()
         traceback.print_exc(file=sys.stdout)
-        command = f"python -m tests.faults.{name} {seed} --variant {variant!r} --operations {num_operations}"
-        watch.note(f"FAILED; repeat with: {command}")
+        watch.note("FAILED")
         return 1
     watch.stop()
     watch.note("passed")
     return 0
-
-
-def main(name: str, run: Run, variants: Sequence[str]) -> int:
-    """Run one case from the shell; return its exit code."""
-    parser = argparse.ArgumentParser(prog=f"python -m tests.faults.{name}")
-    parser.add_argument("seed", type=int)
-    parser.add_argument("--variant", choices=variants, help="which options; default: as the seed says")
-    parser.add_argument("--operations", type=int, default=120)
-    arguments = parser.parse_args()
-    variant = arguments.variant or variants[arguments.seed % len(variants)]
-    return run_case(run, name, arguments.seed, variant, arguments.operations)

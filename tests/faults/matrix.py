@@ -211,6 +211,7 @@ def _break_and_go_on(cell: Cell, env: Any) -> tuple[Any, float, str]:
         assert seen is None, f"expected rows marked interrupted, got {seen!r}"
         counted = env.statistics()
         assert counted.worker_losses == 1
+        assert [worker.generation for worker in counted.workers] == [1, 0]
         if cell.state != "reset":
             assert counted.interrupted in (1, 2)  # of those sent, the neighbour may have been faster
         seen = "rows `interrupted`" if cell.state != "reset" else "nothing: reset again"

@@ -1,34 +1,32 @@
 """Soak test: executors under random kills, stops, resets, opens and closes for a given time: `make soak`.
 
-Every row is looked up in a book of `SerialEnv`'s rows (see `tests.faults.book`). This process's resources are sampled
-once a second: memory, descriptors, threads, children, names in /dev/shm. At the end they must be as at the beginning.
+The sessions are those of the fuzzers, so every row is compared with the envs' diary (see `tests.faults.fuzzing`). They
+run in one process, whose resources are sampled once a second: memory, descriptors, threads, children, names in
+/dev/shm. At the end they must be as at the beginning.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import os
 import random
-import signal
 import statistics
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from envherd.executor import ExecutorOptions, ParallelEnv
-from envherd.workers.testing import CountingEnv
-from tests.faults.book import NUM_ENVS, Book, Checked
+from envherd.executor.pools.zygote import end_idle
+from tests.faults.fuzz_executor import play
+from tests.faults.fuzzing import Watch
 from tests.faults.matrix import _descendants
 
 DOCS = Path(__file__).parents[2] / "docs"
-ROOT_SEED = 3
-DEEDS = ("fused", "step", "sent", "rollout", "reset")
+#: Option sets of the fuzzers.
+VARIANTS = ("plain", "shared", "recycle", "ahead", "threads", "views", "late", "pairs", "text")
 #: Bytes by which this process may have grown at the end: allocators and torch keep some.
 MAX_GROWTH = 32 << 20
 
@@ -91,93 +89,65 @@ def look(began: float) -> Sample:
     )
 
 
+class Sampler(Watch):
+    """Samples this process's resources once a second, when a session begins an operation.
+
+    Args:
+        report: that gets the samples.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self._report, self._looked = report, 0.0
+
+    def begin(self, what: str) -> None:
+        """Take a sample if one is due."""
+        if time.monotonic() > self._looked + 1:
+            self._looked = time.monotonic()
+            self._report.samples.append(look(self._began))
+
+    def note(self, what: str) -> None:
+        """Print nothing."""
+
+
 class Soak:
     """One run; everything random is drawn from `seed`."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
-        self._book = Book(ROOT_SEED)
         self.report = Report(seed)
+        self._sampler = Sampler(self.report)
         self._began = time.monotonic()
-        self._looked = 0.0
 
     def run(self, seconds: float) -> Report:
         """Run for `seconds`, and return the report."""
-        self._session(time.monotonic())  # so that one-time imports and allocations are done
-        gc.collect()
-        self.report.before = look(self._began)
+        self._session()  # so that one-time imports and allocations are done
+        self.report.before = self._look()
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            self._session(end)
-        gc.collect()
-        time.sleep(0.2)
-        self.report.after = look(self._began)
+            self._session()
+        self.report.after = self._look()
         return self.report
 
-    def _session(self, end: float) -> None:
-        """Open an executor, use and break it for some time, then close or drop it."""
-        options = ExecutorOptions(
-            on_worker_loss="restart",
-            max_restarts=10_000,
-            build_timeout_s=5.0,
-            step_timeout_s=1.0,
-            reset_timeout_s=1.0,
-            close_timeout_s=1.0,
-            recycle_after=self._rng.choice([None, 1, 5]),
-            restart_window_s=self._rng.choice([0.1, 0.1, 0.1, 60.0]),  # mostly no waits between restarts
-        )
-        num_workers = self._rng.randint(1, 3)
-        env = ParallelEnv(NUM_ENVS, CountingEnv, num_workers=num_workers, seed=ROOT_SEED, options=options)
-        self.report.done["opened"] += 1
-        try:
-            for _ in range(self._rng.randint(1, 4)):
-                self._play(env, num_workers)
-                if time.monotonic() > end:
-                    break
-            self._count(env)
-        finally:
-            if self._rng.random() < 0.2:
-                self._disturb(env, num_workers, 0.0)
-            env.close()
+    def _look(self) -> Sample:
+        """Return this process's resources with all executors closed."""
+        gc.collect()
+        end_idle()
+        time.sleep(0.2)
+        return look(self._began)
 
-    def _count(self, env: Any) -> None:
-        counted, done = env.statistics(), self.report.done
-        done["env steps"] += counted.env_steps
-        done["resets"] += counted.resets
-        done["workers lost"] += counted.worker_losses
-        done["workers recycled"] += counted.recycled
-        done["rows interrupted"] += counted.interrupted
-
-    def _play(self, env: Any, num_workers: int) -> None:
-        checked = Checked(env, self._book)
-        checked.begin(env.reset(seed=ROOT_SEED))
-        for _ in range(12):
-            timer = None
-            if self._rng.random() < 0.4:
-                timer = self._disturb(env, num_workers, self._rng.random() * 0.004)
-            checked.play(self._rng.choice(DEEDS))
-            if timer is not None:
-                timer.join()
-            if time.monotonic() > self._looked + 1:
-                self._looked = time.monotonic()
-                self.report.samples.append(look(self._began))
-        self.report.done["rows compared"] += checked.num_compared
-
-    def _disturb(self, env: Any, num_workers: int, after_s: float) -> threading.Timer:
-        """Kill or stop a worker after a delay."""
-        number = self._rng.choice([signal.SIGKILL] * 4 + [signal.SIGSEGV, signal.SIGSTOP])
-        pid = env._pool.pid_of(self._rng.randrange(num_workers))
-        self.report.done[f"{number.name} sent"] += 1
-
-        def send() -> None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-        timer = threading.Timer(after_s, send)
-        timer.start()
-        if after_s == 0:
-            timer.join()
-        return timer
+    def _session(self) -> None:
+        """Open an executor, use and break it for some time, and close it."""
+        session = play(self._rng, self._rng.choice(VARIANTS), self._sampler, self._rng.randint(20, 60))
+        oracle, done = session.oracle, self.report.done
+        done["opened"] += 1
+        done["env steps"] += sum(oracle.steps.values())
+        done["resets"] += sum(oracle.resets.values())
+        done["workers killed from outside"] += session.num_kills
+        done["traps of envs"] += session.num_sprung
+        done["workers lost"] += session.num_losses
+        done["rows compared"] += oracle.num_transitions
+        done["rows interrupted"] += oracle.num_interrupted
 
 
 def draw(report: Report, path: Path) -> None:
@@ -211,10 +181,9 @@ def write(report: Report) -> None:
     held += [f"| {name} | {getattr(before, name):.0f} | {getattr(after, name):.0f} |" for name in names]
     (DOCS / "reports" / "soak.md").write_text(
         "# Soak\n\n"
-        f"Written by `make soak`: {after.at_s / 60:.0f} minutes, seed {report.seed}. Executors of {NUM_ENVS} envs on "
-        "one to three workers are opened, used in every way, broken (killed, crashed, stopped at random instants) and "
-        "closed; every row is compared with what `SerialEnv` gives for the same env, episode and step. No row "
-        "was wrong: one would end the run. Memory grew by "
+        f"Written by `make soak`: {after.at_s / 60:.0f} minutes, seed {report.seed}. Executors of up to five envs are "
+        "opened, used in every way, broken (killed, crashed, stopped at random instants) and closed; every row is "
+        "compared with the diary that its env writes. No row was wrong: one would end the run. Memory grew by "
         f"{report.growth_mb():+.1f} MiB from the second tenth of the run to the last.\n\n"
         + "\n".join(lines)
         + "\n\n"

@@ -4,12 +4,10 @@ import functools
 
 import pytest
 
-from envherd.executor import EnvError, FactoryError, ParallelEnv, SerialEnv
+from envherd.executor import EnvError, FactoryError, ParallelEnv, ResetNeeded
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from envherd.workers.testing.faults import BAD_OBSERVATIONS, EXCEPTIONS
-from tests.executor.test_recovery import act, counters, only
-
-VICTIMS = [0, 2, 3]
+from tests.executor.calls import ENDLESS, act, both, counters, only
 
 
 def reset_and_step(env, env_id):
@@ -47,34 +45,36 @@ def test_a_factory_that_raises_leaves_no_process(fault):
     assert "faults.py" in str(caught.value.__cause__)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("workers", marks=pytest.mark.slow), "in this process"])
-def test_a_step_that_raises_ends_the_episodes_of_these_envs_alone(kind):
-    """The error names them; the others have stepped, and go on."""
-    make = [functools.partial(FaultyEnv, "value_error" if i in VICTIMS else None) for i in range(5)]
-    new = functools.partial(ParallelEnv, num_workers=2) if kind == "workers" else SerialEnv
-    with new(5, make, seed=0) as env:
+@pytest.mark.parametrize(("call", "ended"), [("step", (0, 1, 3)), ("step_and_maybe_reset", (0, 3))])
+@both
+def test_a_step_that_raises_ends_the_episodes_of_these_envs_alone(make, call, ended):
+    """The error names them; the others have stepped, and go on, or must be reset because they have ended."""
+    raises = functools.partial(FaultyEnv, "value_error")
+    with make(5, [raises, functools.partial(CountingEnv, 2), ENDLESS, raises, ENDLESS], seed=0) as env:
         env.reset()
         env.step_and_maybe_reset(act(env))
         with pytest.raises(EnvError, match=r"step failed: the env raised ValueError: .*\(env 0, ") as caught:
-            env.step_and_maybe_reset(act(env))
+            getattr(env, call)(act(env))
         assert "Traceback" in str(caught.value.__cause__)
-        assert caught.value.env_ids == tuple(VICTIMS)
-        assert counters(caught.value.partial) == [1, 2, 1, 1, 2]
-        assert counters(env.reset(only(env, *VICTIMS))) == [0, 2, 0, 0, 2]
-        assert counters(env.step_and_maybe_reset(act(env))[1]) == [1, 3, 1, 1, 3]
-        assert env.statistics().env_errors == 3
+        assert caught.value.env_ids == (0, 3)
+        assert counters(caught.value.partial) == [1, 2, 2, 1, 2]
+        with pytest.raises(ResetNeeded) as refused:
+            getattr(env, call)(act(env))
+        assert refused.value.env_ids == ended
+        assert counters(env.reset(only(env, *ended))) == [0, 0, 2, 0, 2]
+        assert counters(env.step_and_maybe_reset(act(env))[1]) == [1, 1, 3, 1, 3]
+        assert env.statistics().env_errors == 2
 
 
-@pytest.mark.slow
-def test_an_env_that_was_sent_and_raises_is_no_longer_sent():
-    make = [functools.partial(FaultyEnv, "value_error" if i == 1 else None, step=1) for i in range(4)]
-    with ParallelEnv(4, make, num_workers=2) as env:
+@both
+def test_a_failed_reset_leaves_the_others_reset(make):
+    with make(2, [ENDLESS, functools.partial(FaultyEnv, "value_error", at="reset", episode=1)]) as env:
         env.reset()
-        env.send(act(env))
-        received, raised = [], []
-        while len(received) + len(raised) < 4:
-            try:
-                received += env.recv(1)["env_ids"].tolist()
-            except EnvError as error:
-                raised.append(error.env_ids)
-        assert (sorted(received), raised) == ([0, 2, 3], [(1,)])
+        env.step(act(env))
+        with pytest.raises(EnvError, match="reset failed"):
+            env.reset()
+        assert counters(env.current())[0] == 0
+        with pytest.raises(ResetNeeded) as caught:
+            env.step(act(env))
+        assert caught.value.env_ids == (1,)
+        assert env.statistics().env_errors == 1

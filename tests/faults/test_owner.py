@@ -1,72 +1,84 @@
-"""However the owner ends, nothing is left; after any interrupt, no stale data are returned."""
+"""However the owner of an executor ends, nothing is left of it; workers do not run its script again."""
 
-import functools
 import signal
-import subprocess
-import sys
-import time
 
 import psutil
 import pytest
-import torch
 
-from envherd.executor import ParallelEnv, ResetNeeded
-from envherd.workers.testing import CountingEnv
-from tests.faults.envs import HaltingEnv
-from tests.gates import Gate, interrupt
+from envherd.executor import ParallelEnv
+from envherd.workers.testing import ParentEnv
+from tests.executor.calls import kill
+from tests.executor.test_lifecycle import is_running
+from tests.gates import wait_for
 
 pytestmark = pytest.mark.slow
 
 _OWNER = """
-import functools, os, signal, sys, threading, time
-from envherd.executor import ParallelEnv, ExecutorOptions
+import functools, os, signal, sys, threading, warnings
+warnings.simplefilter("always")
+import psutil
+from envherd.executor import ParallelEnv
+from envherd.executor.pools import zygote
 from envherd.workers.testing import CountingEnv, FaultyEnv, ParentEnv
-envs = {{"idle": CountingEnv, "parent": ParentEnv, "hung": functools.partial(FaultyEnv, "gil")}}
-env = ParallelEnv(2, envs[{kind!r}], num_workers=2)
+
+zygote._KEPT_CPU_S = 0.0  # the helper is kept although its imports were quick
+kind, use, end = sys.argv[1:]
+envs = {"idle": CountingEnv, "parent": ParentEnv, "hung": functools.partial(FaultyEnv, "gil")}
+env = ParallelEnv(2, envs[kind], num_workers=2)
 td = env.rand_action(env.reset())
-pids = [w.pid for w in env.statistics().workers]
-pids += env.get("child") if {kind!r} == "parent" else []
+pids = [worker.pid for worker in env.statistics().workers]
+pids += [psutil.Process(pids[0]).ppid(), *(env.get("child") if kind == "parent" else [])]
+if use == "closed":
+    env.close()
 print(*pids, flush=True)
-end = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
-if {kind!r} == "hung":
-    threading.Timer(0.5, end).start()
+die = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
+if kind == "hung":
+    threading.Timer(0.5, die).start()
     for _ in range(3):
         td = env.rand_action(env.step_and_maybe_reset(td)[1])
-{ending}
+elif end == "is killed":
+    die()
+elif end == "exits":
+    os._exit(0)
+elif end == "raises":
+    raise RuntimeError("over")
 """
 
-ENDINGS = {"is killed": "end()", "returns": "", "exits": "os._exit(0)", "raises": "raise RuntimeError('over')"}
-ENDS = [*((kind, "is killed") for kind in ("idle", "parent", "hung")), *(("idle", how) for how in [*ENDINGS][1:])]
+ENDS = [
+    *(("idle", "open", end) for end in ("is killed", "returns", "exits", "raises")),
+    *(("parent", "open", "is killed"), ("hung", "open", "is killed")),
+    *(("idle", "closed", end) for end in ("is killed", "returns", "exits")),
+]
 
 
-def all_gone(pids, within_s):
-    end = time.monotonic() + within_s
-    while time.monotonic() < end:
-        if not any(_runs(pid) for pid in pids):
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def _runs(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-@pytest.mark.parametrize(("kind", "ending"), ENDS)
-def test_an_owner_that_ends_without_closing_leaves_nothing(kind, ending, script_host, tmp_path):
+@pytest.mark.parametrize(("kind", "use", "end"), ENDS)
+def test_an_owner_that_ends_leaves_nothing(kind, use, end, script_host, tmp_path):
     script = tmp_path / "owner.py"
-    script.write_text(_OWNER.format(kind=kind, ending=ENDINGS[ending]))
-    done = script_host.run(script, folder=tmp_path, output=tmp_path)
-    assert done.returncode == {"is killed": -signal.SIGKILL, "raises": 1}.get(ending, 0)
+    script.write_text(_OWNER)
+    done = script_host.run(script, kind, use, end, folder=tmp_path, output=tmp_path)
+    assert done.returncode == {"is killed": -signal.SIGKILL, "raises": 1}.get(end, 0)
+    assert (done.stderr != "") == (end == "raises")
     pids = list(map(int, done.stdout.split()))
-    assert len(pids) == (4 if kind == "parent" else 2)
-    assert all_gone(pids, 5.0)
+    assert len(pids) == (5 if kind == "parent" else 3)
+    wait_for(lambda: not any(map(is_running, pids)))
 
 
-def test_a_script_is_not_run_again(tmp_path):
+@pytest.mark.broken_pool
+@pytest.mark.usefixtures("own_helper")
+@pytest.mark.parametrize("ending", ["close", "kill"])
+def test_processes_that_envs_started_end_with_their_worker(ending):
+    env = ParallelEnv(2, ParentEnv, num_workers=2)
+    env.reset()
+    children = env.get("child")
+    assert all(psutil.pid_exists(pid) for pid in children)
+    if ending == "kill":
+        for worker_id in range(2):
+            kill(env, worker_id)
+    env.close()
+    assert not any(map(is_running, children))
+
+
+def test_a_script_is_not_run_again(script_host, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"
@@ -82,44 +94,6 @@ def test_a_script_is_not_run_again(tmp_path):
         "print(env.call('loaded'))\n"
         "env.close()\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "log")], capture_output=True, text=True, check=True
-    )  # fmt: skip
+    done = script_host.run(script, str(tmp_path / "log"), folder=tmp_path, output=tmp_path)
     assert done.stdout.strip() == "[[], []]"
     assert (tmp_path / "log").read_text() == "ran "
-
-
-@pytest.mark.parametrize("victim", [0, 3])
-def test_ctrl_c_during_a_step(victim, tmp_path):
-    make = [functools.partial(CountingEnv, 1_000_000)] * 4
-    make[victim] = functools.partial(HaltingEnv, Gate(tmp_path), 3)
-    with ParallelEnv(4, make, num_workers=2, seed=0) as env:
-        root = env.reset()
-        for _ in range(2):
-            root["action"] = torch.zeros(4, dtype=torch.int64)
-            root = env.step_and_maybe_reset(root)[1]
-        pids = [worker.pid for worker in env.statistics().workers]
-        root["action"] = torch.zeros(4, dtype=torch.int64)
-        interrupt(Gate(tmp_path), lambda: env.step_and_maybe_reset(root))
-        with pytest.raises(ResetNeeded):
-            env.step_and_maybe_reset(root)
-        root = env.reset()
-        assert root["observation"][:, 1].tolist() == [0] * 4
-        for count in range(1, 3):
-            root["action"] = torch.ones(4, dtype=torch.int64)
-            root = env.step_and_maybe_reset(root)[1]
-            assert root["observation"][:, 1].tolist() == [count] * 4
-            assert root["observation"][:, 2].tolist() == [1] * 4
-        assert [worker.pid for worker in env.statistics().workers] == pids
-
-
-def test_ctrl_c_during_recv_loses_nothing(tmp_path):
-    make = [functools.partial(CountingEnv, 1_000_000), functools.partial(HaltingEnv, Gate(tmp_path), 1)]
-    with ParallelEnv(2, make, num_workers=2, seed=0) as env:
-        root = env.reset()
-        root["action"] = torch.zeros(2, dtype=torch.int64)
-        env.send(root)
-        interrupt(Gate(tmp_path), env.recv)
-        received = env.recv()
-        assert sorted(received["env_ids"].tolist()) == [0, 1]
-        assert received["next", "observation"][:, 1].tolist() == [1, 1]

@@ -7,8 +7,6 @@ import contextlib
 import os
 import pickle
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +121,9 @@ def test_what_is_shared_has_no_name_and_is_the_owners():
                     assert "(deleted)" in target
                     assert os.fstat(int(fd)).st_nlink == 0  # no name anywhere
         assert shared >= 4  # the slab, and the logs
+        maps = Path(f"/proc/{env.statistics().workers[0].pid}/maps").read_text()
+        assert "envherd-slab" in maps
+        assert "/dev/shm" not in maps
         assert len(data) == 2
 
 
@@ -149,7 +150,7 @@ def test_there_is_nothing_to_connect_to():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["zygote", "spawn"])
-def test_workers_import_no_modules_of_the_current_folder(tmp_path, start_method):
+def test_workers_import_no_modules_of_the_current_folder(script_host, tmp_path, start_method):
     script, here = tmp_path / "script/script.py", tmp_path / "here"
     for folder in (script.parent, here):
         folder.mkdir()
@@ -161,7 +162,7 @@ def test_workers_import_no_modules_of_the_current_folder(tmp_path, start_method)
         f"with ParallelEnv(1, CountingEnv, options=ExecutorOptions(start_method={start_method!r})) as env:\n"
         "    env.rollout(2)\n"
     )
-    done = subprocess.run([sys.executable, script], cwd=here, capture_output=True, text=True, check=False)
+    done = script_host.run(script, folder=here, output=tmp_path)
     assert done.returncode == 0, done.stderr
     assert not (here / "ran").exists()
 

@@ -23,6 +23,7 @@ from tensordict import TensorDict
 
 from envherd.executor import ActionError, Closed, EnvError, ExecutorOptions, ParallelEnv, WorkerLost
 from envherd.workers.testing import ChattyEnv, CountingEnv, FaultyEnv
+from tests.executor.calls import ENDLESS
 from tests.faults.children import (
     be_bound_by_process_limits,
     can_limit_memory,
@@ -35,7 +36,7 @@ from tests.faults.children import (
 from tests.faults.envs import MEDDLING, DeafEnv, GrowingEnv, HungryEnv, MeddlingEnv, NanEnv, NestedEnv
 from tests.faults.matrix import _held, _left
 from tests.faults.page import record
-from tests.scale import IS_FULL
+from tests.scale import IS_FULL, scaled
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,7 +45,6 @@ pytestmark = [
     pytest.mark.usefixtures("own_helper"),
 ]
 
-ENDLESS = functools.partial(CountingEnv, 1_000_000)
 make = functools.partial(ParallelEnv, num_workers=2, seed=0)
 
 
@@ -438,10 +438,9 @@ def test_an_executor_in_an_env_of_an_executor():
     record("nested", what="an executor in an env of an executor, and its end", seen="works; nothing is left")
 
 
-@pytest.mark.skipif(not IS_FULL, reason="ten are opened and closed in test_lost_workers")
 @pytest.mark.timeout(1200)
 def test_many_executors():
-    count = 200
+    count = scaled(5, full=200)
     before = _held()
     num_threads = threading.active_count()
     for _ in range(count):

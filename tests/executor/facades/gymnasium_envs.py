@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 
@@ -155,9 +154,6 @@ class Failing(gymnasium.Env):
             raise ERRORS[self.fails]
         self.count += 1
         return np.full(1, self.count, np.float32), 1.0, self.count == 3, False, {}
-
-    def die(self):
-        os._exit(5)
 
     def refuse(self):
         raise PermissionError("not today")

@@ -19,7 +19,7 @@ from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
 from pettingzoo import ParallelEnv as PettingZooEnv
 
-from envherd import ActionError, EnvError, FactoryError, ResetNeeded
+from envherd import ActionError, FactoryError, ResetNeeded
 from envherd.executor import ExecutorOptions, MeltingPotFactory, ParallelEnv
 from envherd.executor.facades.pettingzoo import AgentRowsEnv, ParallelVectorEnv, concat_vec_envs_v1, parallel_env
 from tests.workers.pettingzoo_envs import LENGTH, PRESENT, Village
@@ -51,15 +51,6 @@ class Flock(Village):
     def _ours(self, by_agent):
         self.agents = [agent for agent in self.agents if agent in self.possible_agents]
         return {agent: value for agent, value in by_agent.items() if agent in self.possible_agents}
-
-
-class Failing(Village):
-    """Raises where the dog bites."""
-
-    def step(self, actions):
-        if actions["dog"][0] > 0.9:
-            raise LookupError("the dog bites")
-        return super().step(actions)
 
 
 class Dying(Village):
@@ -237,27 +228,6 @@ def test_envs_are_asked_and_set():
         assert envs.render() == (None, None)
 
 
-def test_an_env_that_raises_is_alone_and_can_be_reset():
-    with ParallelVectorEnv([Failing] * 2, num_workers=2, autoreset_mode="Disabled") as envs:
-        envs.reset(seed=0)
-        actions = draw(envs)
-        actions["dog"][:] = [[0.0, 0.0], [1.0, 0.0]]
-        with pytest.raises(LookupError, match="the dog bites") as caught:
-            envs.step(actions)
-        assert isinstance(caught.value, EnvError)
-        envs.reset(options={"reset_mask": np.array([False, True])})
-        actions["dog"][:] = 0
-        envs.step(actions)
-        assert envs.get_attr("num_steps") == (2, 1)
-
-
-def test_envs_with_other_agents_are_refused():
-    with pytest.raises(RuntimeError, match="not equivalent"):
-        ParallelVectorEnv([Village, Flock], num_workers=1)
-    with pytest.raises(FactoryError, match="expected a callable"):
-        ParallelVectorEnv([Village()])
-
-
 @pytest.mark.broken_pool
 def test_a_lost_worker_truncates_all_agents():
     options = ExecutorOptions(on_worker_loss="restart")
@@ -388,6 +358,8 @@ def test_rows_have_the_infos_of_their_agents(base_class):
 
 
 def test_rows_need_like_agents():
+    with pytest.raises(RuntimeError, match="not equivalent"):
+        ParallelVectorEnv([Village, Flock], num_workers=1)
     with pytest.raises(ValueError, match="pad_observations"):
         AgentRowsEnv([Village], num_workers=1)
     with pytest.raises(FactoryError, match="expected a callable"):

@@ -81,19 +81,11 @@ def test_equals_sb3_on_cartpole_with_ends_of_both_kinds(name):
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("name", EACH)
 def test_equals_sb3_in_every_space(name, space):
-    env_fns = [functools.partial(SampledEnv, space, length) for length in (3, 4, 5)]
+    """Of observations and of actions, which the env asserts to be in its space."""
+    env_fns = [functools.partial(SampledEnv, space, length, space) for length in (3, 4, 5)]
     expected, ends = play(HostVecEnv, env_fns, 30)
     found, _ = play(OURS[name], env_fns, 30)
     assert min(ends.values()) > 1
-    same(found, expected)
-
-
-@pytest.mark.parametrize("space", SPACES)
-@pytest.mark.parametrize("name", EACH)
-def test_actions_of_every_space_reach_the_env(name, space):
-    env_fns = [functools.partial(SampledEnv, "box", length, space) for length in (3, 4)]
-    expected, _ = play(HostVecEnv, env_fns, 8)
-    found, _ = play(OURS[name], env_fns, 8)  # the env asserts that they are in its space
     same(found, expected)
 
 

@@ -16,7 +16,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv
 
-from envherd.executor import Busy, EnvError, ExecutorOptions, FactoryError
+from envherd.executor import Busy, ExecutorOptions
 from envherd.executor.facades.sb3 import DummyVecEnv, ExecutorVecEnv, SubprocVecEnv, installed
 from envherd.workers.adapters.named import NamedFactory
 from envherd.workers.errors import ActionError, ResetNeeded
@@ -158,14 +158,6 @@ def test_a_step_in_two_halves(sampled):
     sampled.close()
 
 
-@BOTH
-def test_actions_that_do_not_fit_step_nothing(sampled):
-    sampled.reset()
-    with pytest.raises(ActionError, match="3"):
-        sampled.step(np.zeros(2, np.int64))
-    assert sampled.get_attr("num_steps") == [0, 0, 0]
-
-
 def test_fractions_are_no_discrete_actions():
     env = TWO_WORKERS([SampledEnv] * 2)
     env.reset()
@@ -195,32 +187,6 @@ def test_integers_that_do_not_fit_are_refused_and_do_not_wrap_around():
     with pytest.raises(ActionError, match=str(2**32 + 5)):
         env.step(np.array([[1], [2**32 + 5]]))
     assert env.step(np.array([[1], [-7]]))[1].tolist() == [1.0, -7.0]
-    env.close()
-
-
-def test_what_an_env_raises_reaches_the_caller():
-    env = DummyVecEnv([FailingEnv])
-    env.reset()
-    env.step(ZEROS[:1])
-    env.step(ZEROS[:1])
-    with pytest.raises(LookupError, match="the third step"):
-        env.step(ZEROS[:1])
-    env.close()
-
-
-def test_a_worker_goes_on_after_its_env_has_raised():
-    env = TWO_WORKERS([SampledEnv, FailingEnv])
-    env.reset()
-    env.step(ZEROS[:2])
-    env.step(ZEROS[:2])
-    with pytest.raises(EnvError, match="the third step") as caught:
-        env.step(ZEROS[:2])
-    assert isinstance(caught.value, LookupError)
-    assert caught.value.env_ids == (1,)
-    with pytest.raises(ResetNeeded):
-        env.step(ZEROS[:2])
-    env.reset()
-    env.step(ZEROS[:2])
     env.close()
 
 
@@ -283,11 +249,6 @@ def test_one_env_twice_is_refused():
     with pytest.raises(ValueError, match="the function to create them returned the same instance"):
         DummyVecEnv([lambda: env] * 2)
     DummyVecEnv([lambda: env]).close()
-
-
-def test_what_is_no_function_is_refused():
-    with pytest.raises(FactoryError, match="expected a callable"):
-        SubprocVecEnv([SampledEnv()])
     with pytest.raises(ValueError, match="at least 1"):
         SubprocVecEnv([])
 

@@ -1,4 +1,4 @@
-"""Limits and side effects of TorchRL's `ParallelEnv` that the facade does not have."""
+"""Limits and side effects of TorchRL's `ParallelEnv`, and problems with it that users have reported: not here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
-from torchrl.envs import EnvBase, ExcludeTransform, GymEnv, GymWrapper, MeltingpotEnv, TransformedEnv
+from torchrl.envs import EnvBase, ExcludeTransform, GymEnv, GymWrapper, MeltingpotEnv, PettingZooWrapper, TransformedEnv
+from torchrl.envs import SerialEnv as OwnSerialEnv
 
 from envherd.executor import ExecutorOptions
 from envherd.executor.facades.torchrl import ParallelEnv
@@ -121,6 +122,56 @@ def test_observations_that_are_missing_can_be_refused():
         pytest.raises(EnvError, match=r"observation failed.*got NaN"),
     ):
         env.rollout(3, lambda td: td.set("action", torch.ones(2, 1)))
+
+
+class Misshapen(own.CountingEnv):
+    """Grows a dimension at its second step."""
+
+    def _step(self, tensordict):
+        out = super()._step(tensordict)
+        if int(self.count.max()) == 2:
+            out["observation"] = out["observation"].expand(3, 1).clone()
+        return out
+
+
+def test_wrong_shapes_are_named_and_kill_nobody():
+    env = ParallelEnv(2, Misshapen, num_processes=2)
+    try:
+        td = env.step(env.reset().set("action", torch.ones(2, 1, dtype=torch.int8)))
+        again = td["next"].set("action", td["action"])
+        with pytest.raises(EnvError, match="observation"):
+            env.step(again)
+        assert env.reset()["observation"].shape == (2, 1)
+    finally:
+        env.close()
+
+
+@needs("pettingzoo")
+@pytest.mark.filterwarnings("ignore:PettingZoo in TorchRL")
+def test_agents_that_leave_have_their_masks():
+    from mpe2 import simple_tag_v3
+
+    def make():
+        return PettingZooWrapper(simple_tag_v3.parallel_env(max_cycles=5))
+
+    ours, theirs = ParallelEnv(2, make, num_processes=2), OwnSerialEnv(2, make)
+    try:
+        for env in (ours, theirs):
+            env.set_seed(0)
+        torch.manual_seed(0)
+        td_ours, td_theirs = ours.reset(), theirs.reset()
+        for _ in range(12):
+            acted = theirs.rand_action(td_theirs)
+            td_ours.update(acted.select(*theirs.action_keys))
+            after_ours, td_ours = ours.step_and_maybe_reset(td_ours)
+            after_theirs, td_theirs = theirs.step_and_maybe_reset(acted)
+            mine, other = after_ours["next"], after_theirs["next"]
+            for key in other.keys(include_nested=True, leaves_only=True):
+                if isinstance(other[key], torch.Tensor):
+                    assert torch.equal(mine[key], other[key]), key
+    finally:
+        ours.close()
+        theirs.close()
 
 
 # ---- workers ------------------------------------------------------------------------------------
@@ -306,7 +357,7 @@ def test_pictures_that_nobody_wants_stay_in_the_worker():
         assert not world
 
 
-# ---- scripts without a file ----------------------------------------------------------------------
+# ---- scripts --------------------------------------------------------------------------------------
 
 CELLS = """
 from torchrl.envs import GymEnv
@@ -329,3 +380,25 @@ def test_what_is_typed_has_no_file_and_works(flags):
     done = subprocess.run(command, input=CELLS, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[0] == "(2, 3) [3, 3]", done.stderr
+
+
+SCRIPT = """
+from torchrl.envs import GymEnv
+from envherd.executor.facades.torchrl import ParallelEnv
+
+print("the script runs")
+env = ParallelEnv(2, lambda: GymEnv("CartPole-v1"), num_processes=1)
+print(tuple(env.rollout(3).shape))
+env.close()
+"""
+
+
+@pytest.mark.full
+def test_a_script_needs_no_main_guard_and_runs_once(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script], capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == ["the script runs", "(2, 3)"]

@@ -24,7 +24,7 @@ from torchrl.envs import Compose, EnvBase, GymEnv, PendulumEnv, RewardSum, StepC
 
 from envherd.executor.facades.torchrl import BuildFailed, ParallelEnv, SerialEnv
 from envherd.executor.options import ExecutorOptions
-from envherd.workers.errors import EnvError, FactoryError, WorkerLost
+from envherd.workers.errors import EnvError, FactoryError
 from tests import torchrl_own as own
 
 pytestmark = [pytest.mark.slow, pytest.mark.preloads(*own.PRELOADED)]
@@ -141,32 +141,6 @@ def test_an_env_that_raises_is_alone_in_it() -> None:
         with pytest.raises(EnvError):  # it refuses the seed None; the worker lives
             env.set_seed(None)
         env.rollout(2)
-
-
-@pytest.mark.broken_pool
-def test_a_lost_worker_is_named_and_the_env_starts_again() -> None:
-    with started(2, Troubled) as env:
-        td = env.reset()
-        td["action"] = torch.tensor([[6], [1]], dtype=env.action_spec.dtype)
-        with pytest.raises(WorkerLost, match="SIGKILL"):
-            env.step(td)
-        env.close()
-        assert env.is_closed
-        assert env.rollout(3).shape == (2, 3)
-
-
-@pytest.mark.broken_pool
-def test_a_lost_worker_can_be_replaced() -> None:
-    options = ExecutorOptions(on_worker_loss="restart", check_actions="off")
-    with started(2, Troubled, options=options) as env:
-        td = env.reset()
-        td["action"] = torch.tensor([[6], [1]], dtype=env.action_spec.dtype)
-        stepped, root = env.step_and_maybe_reset(td)
-        assert stepped["next", "done"].flatten().tolist() == [True, False]
-        assert not stepped["next", "terminated"].any()
-        assert root["observation"].flatten().tolist() == [0, 1]
-        assert not root["done"].any()
-        assert env.rollout(2).shape == (2, 2)
 
 
 @pytest.mark.broken_pool

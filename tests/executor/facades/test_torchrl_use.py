@@ -28,7 +28,6 @@ from torchrl.envs import (
 )
 
 from envherd.executor.facades.torchrl import ParallelEnv
-from envherd.workers.errors import FactoryError
 from tests import torchrl_own as own
 
 with warnings.catch_warnings():
@@ -100,13 +99,6 @@ def test_the_melting_pot_script() -> None:
         assert td.shape == (2,)
     finally:
         env.close()
-
-
-def test_an_env_in_place_of_a_factory_is_refused_with_what_to_write() -> None:
-    built = GymEnv("CartPole-v1")
-    with pytest.raises(FactoryError, match=r"make_env=lambda: GymEnv\(\.\.\.\)"):
-        ParallelEnv(2, built)
-    built.close()
 
 
 DIRECT = {

@@ -1,8 +1,8 @@
-"""Random operations, broken off at random by Ctrl-C and similar signals: `python -m tests.faults.fuzz_interrupts 7`.
+"""Random operations on executors whose workers die, hang and raise, and whose calls are broken off, at random.
 
-The operations and the oracle are those of `fuzz_restart`. Interrupts are real: SIGINT to the process (which has several
-threads), `_thread.interrupt_main`, a SIGALRM whose handler raises, a SIGTERM whose handler exits. After an interrupt,
-data must be correct or calls refused; nothing may hang.
+See `tests.faults.fuzzing` for the checks, and `tests.faults.fuzz_session` for the operations. Interrupts are real:
+SIGINT to the process (which has several threads), `_thread.interrupt_main`, a SIGALRM whose handler raises, a SIGTERM
+whose handler exits. After an interrupt, data must be correct or calls refused; nothing may hang.
 """
 
 from __future__ import annotations
@@ -18,28 +18,82 @@ from typing import Any, NoReturn
 
 from envherd.executor import EnvError
 from tests.faults import fuzzing
-from tests.faults.fuzz_restart import draw_setting, session_class
 from tests.faults.fuzz_session import DEADLY, Session, Setting
 from tests.faults.fuzzing import Watch
 
-VARIANTS = (
-    "plain",
-    "shared",
-    "infos",
-    "threads",
-    "ahead",
-    "recycle",
-    "serial",
-    "raise",
-    "raise views",
-    "pairs",
-    "tasks",
-    "views",
-    "deaths",
-    "gymnasium",
-    "pettingzoo",
-    "sb3",
+STEP_TIMEOUT_S = 0.5
+
+#: Option set -> its fixed options; the others are drawn.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"num_workers": "each", "on_worker_loss": "restart"},
+    "shared": {"num_workers": "few", "on_worker_loss": "restart"},
+    "raise": {"on_worker_loss": "raise"},
+    "raise views": {"copy": False, "on_worker_loss": "raise"},
+    "ahead": {"reset_ahead": True, "on_worker_loss": "restart"},
+    "recycle": {"recycle_after": 2, "on_worker_loss": "restart"},
+    "ahead recycle": {"reset_ahead": True, "recycle_after": 2, "on_worker_loss": "restart"},
+    "threads": {"env_threads": True, "num_workers": "few", "on_worker_loss": "restart"},
+    "infos": {"infos": "plain", "on_worker_loss": "restart"},
+    "views": {"copy": False, "on_worker_loss": "restart"},
+    "pairs": {"lanes": 2, "on_worker_loss": "restart"},
+    "tasks": {"kinds": "mixed", "on_worker_loss": "restart"},
+    "text": {"kinds": "text", "on_worker_loss": "restart"},
+    "late": {"step_timeout_s": STEP_TIMEOUT_S, "on_worker_loss": "restart"},
+    "serial": {"is_serial": True},
+    "gymnasium": {"facade": "gymnasium", "on_worker_loss": "restart"},
+    "pettingzoo": {"facade": "pettingzoo", "on_worker_loss": "restart"},
+    "sb3": {"facade": "sb3", "on_worker_loss": "restart"},
+    "torchrl": {"facade": "torchrl", "on_worker_loss": "restart"},
+}
+#: Those whose calls are also broken off; there, only "interrupted deaths" kills workers.
+INTERRUPTED = (
+    *("plain", "shared", "infos", "threads", "ahead", "recycle", "serial", "raise", "raise views", "pairs", "tasks"),
+    *("views", "gymnasium", "pettingzoo", "sb3"),
 )
+VARIANTS |= {f"interrupted {name}": VARIANTS[name] for name in INTERRUPTED}
+VARIANTS["interrupted deaths"] = VARIANTS["shared"]
+
+
+def draw_setting(rng: random.Random, variant: str) -> Setting:
+    """Draw an option set of a variant."""
+    asked = VARIANTS[variant]
+    num_envs = rng.randint(1, 5)
+    workers = asked.get("num_workers", rng.choice(["each", "few"]))
+    lanes = asked.get("lanes", 0)
+    is_ahead = asked.get("reset_ahead", False)
+    kinds = asked.get("kinds", "plain")
+    if is_ahead or workers == "each":
+        num_workers = num_envs
+    else:
+        num_envs = max(2, num_envs)
+        num_workers = rng.randint(1, num_envs - 1)
+    if kinds == "mixed":
+        num_envs = max(2, num_envs)
+        kind_of = ("plain", "other", *(rng.choice(["plain", "other"]) for _ in range(num_envs - 2)))
+    else:
+        kind_of = (kinds,) * num_envs
+    options: dict[str, Any] = {"stall_log_s": 5.0, "close_timeout_s": 2.0, "max_restarts": 10_000}
+    options["restart_window_s"] = 0.001  # no waits between restarts
+    names = ("on_worker_loss", "reset_ahead", "env_threads", "recycle_after", "infos", "step_timeout_s")
+    options |= {name: asked[name] for name in names if name in asked}
+    if "step_timeout_s" in asked:
+        options |= {"reset_timeout_s": 2 * STEP_TIMEOUT_S, "build_timeout_s": 8.0}
+    if not asked.get("copy", True):
+        options["poison"] = True
+    return Setting(
+        num_envs=num_envs,
+        num_workers=num_workers,
+        kinds=kind_of,
+        lanes=lanes,
+        lengths=tuple(rng.choice([None, None, None, 3, 1000]) for _ in range(num_envs)),
+        is_serial=asked.get("is_serial", False),
+        copy=asked.get("copy", True),
+        root_seed=rng.randrange(1000),
+        options=options,
+        facade=asked.get("facade", ""),
+    )
+
+
 #: Seconds within which a sent interrupt must arrive.
 _ARRIVAL_S = 2.0
 
@@ -200,25 +254,26 @@ class Interrupting(Session):
         return super().slack + (self._interrupter.num_sent if self.setting.is_serial else 0)
 
 
-def run(seed: int, variant: str, watch: Watch, num_operations: int) -> None:
-    """Run one case."""
-    rng = random.Random(seed)
-    interrupter = Interrupter()
-    left = num_operations
-    while left > 0:
-        count = min(left, rng.randint(20, 60))
-        left -= count
-        _run_session(rng, variant, watch, count, interrupter)
-        watch.check_leftovers()
-    watch.note(f"{interrupter.num_sent} interrupts, {interrupter.num_dropped} of them stopped nothing")
+def session_class(setting: Setting) -> type[Session]:
+    """Return the session class of a setting; facades are imported on demand."""
+    if not setting.facade:
+        return Session
+    from tests.faults.fuzz_facades import SESSIONS
+
+    return SESSIONS[setting.facade]
 
 
-def _run_session(rng: random.Random, variant: str, watch: Watch, num_operations: int, interrupter: Interrupter) -> None:
-    setting = draw_setting(rng, "shared" if variant == "deaths" else variant)
+def play(
+    rng: random.Random, variant: str, watch: Watch, num_operations: int, interrupter: Interrupter | None = None
+) -> Session:
+    """Play one session, and return it."""
+    setting = draw_setting(rng, variant)
+    kind = session_class(setting)
+    if interrupter is not None:
+        kind = type("Interrupted", (Interrupting, kind), {"_interrupter": interrupter})
     with fuzzing.new_folder() as folder:
-        kind = type("Interrupted", (Interrupting, session_class(setting)), {"_interrupter": interrupter})
         session = kind(rng, setting, folder, watch)
-        if variant != "deaths":
+        if interrupter is not None and variant != "interrupted deaths":
             session.weights = {name: one for name, one in session.WEIGHTS.items() if name not in DEADLY}
         try:
             session.play(num_operations)
@@ -227,7 +282,18 @@ def _run_session(rng: random.Random, variant: str, watch: Watch, num_operations:
             session.close()
             raise
         watch.begin("leftovers")
+    return session
 
 
-if __name__ == "__main__":
-    raise SystemExit(fuzzing.main("fuzz_interrupts", run, VARIANTS))
+def run(seed: int, variant: str, watch: Watch, num_operations: int) -> None:
+    """Run one case."""
+    rng = random.Random(seed)
+    interrupter = Interrupter() if variant.startswith("interrupted") else None
+    left = num_operations
+    while left > 0:
+        count = min(left, rng.randint(20, 60))
+        left -= count
+        play(rng, variant, watch, count, interrupter)
+        watch.check_leftovers()
+    if interrupter is not None:
+        watch.note(f"{interrupter.num_sent} interrupts, {interrupter.num_dropped} of them stopped nothing")
