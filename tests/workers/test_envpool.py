@@ -4,7 +4,6 @@ from tests.extras import skip_without
 
 skip_without("envpool")
 
-import envpool
 import numpy as np
 import pytest
 import torch
@@ -19,6 +18,8 @@ APIS = ("gymnasium", "dm")
 
 
 def pool(task="CartPole-v1", env_type="gymnasium", **config):
+    import envpool  # which imports jax and more
+
     return envpool.make(task, env_type=env_type, **{"num_envs": N, "num_threads": 1, "max_episode_steps": 20, **config})
 
 

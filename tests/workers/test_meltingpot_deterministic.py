@@ -52,7 +52,7 @@ def _compare(tmp_path: Path, *names: str, steps: int) -> None:
 
 
 def test_same_seed_same_bytes_in_fresh_processes(tmp_path: Path) -> None:
-    _compare(tmp_path, *_CHEAP, steps=60)
+    _compare(tmp_path, *_CHEAP, steps=25)
 
 
 @pytest.mark.timeout(2400)

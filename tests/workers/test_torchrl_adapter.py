@@ -248,11 +248,12 @@ def test_step_before_reset_and_missing_leaf_are_named():
         adapter.step([np.zeros(1, np.float32)])
 
 
-def test_step_returns_views_and_leaves_grad_mode_alone():
+def test_step_returns_views_and_leaves_torch_s_modes_alone():
+    threads = torch.get_num_threads()
     adapter = TorchRLAdapter(TransformedEnv(GymEnv("CartPole-v1"), StepCounter()))
     adapter.reset(0)
     observation, reward, terminated, truncated = adapter.step([np.array([1, 0]), None])
     (ours,) = [value for value in observation if value.shape == (4,)]
     assert np.shares_memory(ours, adapter._latest["observation"].numpy())
     assert [type(reward[0]), terminated, truncated] == [float, False, False]
-    assert torch.is_grad_enabled()
+    assert (torch.is_grad_enabled(), torch.get_num_threads()) == (True, threads)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
@@ -257,24 +254,6 @@ def test_close_closes_the_env_inside(monkeypatch):
     monkeypatch.setattr(env, "close", lambda: closed.append(True))
     TorchRLAdapter(TransformedEnv(GymWrapper(env), StepCounter())).close()
     assert closed == [True]
-
-
-@pytest.mark.slow
-def test_torch_has_one_thread_in_a_process_that_says_so():
-    program = (
-        "import warnings; warnings.simplefilter('ignore')\n"
-        "from torchrl.envs import PendulumEnv\n"
-        "from envherd.workers.adapters import find_adapter\n"
-        "adapter = find_adapter(env := PendulumEnv())(env)\n"
-        "adapter.reset(0)\n"
-        "import torch\n"
-        "print(torch.get_num_threads())\n"
-    )
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.split()[-1] == "1"
 
 
 def test_unused_composites_are_no_leaves():
