@@ -143,9 +143,14 @@ HEAVY = {
 FAMILIES = ("dm_env", "envpool", "gymnasium", "hosts", "meltingpot", "pettingzoo", "simulators", "torch")
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported_packages(path: Path) -> Iterator[str]:
     """Yield a file's imports outside the standard library: packages, and `envherd.LAYER`."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -189,7 +194,7 @@ def part_of(module: str) -> tuple[str, str]:
 def imported_modules(module: str) -> set[str]:
     """Return which modules of envherd a module imports, anywhere in its file."""
     found = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(parsed(MODULES[module])):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

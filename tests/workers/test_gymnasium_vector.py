@@ -247,11 +247,11 @@ def test_the_default_cartpole_is_reset_by_row(wrapper):
 
 
 @pytest.mark.slow
-def test_ten_thousand_steps_of_the_default_cartpole_are_its_own():
+def test_steps_of_the_default_cartpole_are_its_own():
     with SerialEnv(2, cartpoles, seed=0) as env:
-        data = env.rollout(1000, break_when_any_done=False)
+        data = env.rollout(200, break_when_any_done=False)
     with SerialEnv(2, cartpoles, seed=0) as env:
-        assert (env.rollout(1000, break_when_any_done=False) == data).all()
+        assert (env.rollout(200, break_when_any_done=False) == data).all()
     here, following, done = (
         data[key].flatten(0, 2) for key in ("observation", ("next", "observation"), ("next", "done"))
     )
@@ -259,11 +259,11 @@ def test_ten_thousand_steps_of_the_default_cartpole_are_its_own():
     again.reset()
     again.state = here.numpy().T.astype(np.float64)  # repeat every transition, each in a separate row
     made, reward, terminated, _, _ = again.step(data["action"].flatten().numpy())
-    assert len(here) == 10_000
+    assert len(here) == 2_000
     assert np.allclose(following, made, atol=1e-6)
     assert (reward == 1).all()
     assert np.array_equal(done[:, 0], terminated)
-    assert done.sum() > 300
+    assert done.sum() > 60
 
 
 # ---- spaces --------------------------------------------------------------------------------------

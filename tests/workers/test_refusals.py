@@ -78,12 +78,13 @@ FIVE = r"expected \(observation, reward, terminated, truncated, info\), "
 # ---- dm_env ------------------------------------------------------------------------------------------------------
 
 
-def dm_env_of(*args: Any, **changes: Any) -> Any:
+def dm_env_of(*specs: Any, action: Any = None, **changes: Any) -> Any:
     """Return a scripted dm_env; `reset` and `answer` replace what it returns."""
     from tests.workers.test_dm_env_adapter import Scripted as ScriptedDmEnv
 
-    env = ScriptedDmEnv(*args, **{name: changes.pop(name) for name in ("action",) if name in changes})
-    vars(env).update(changes)
+    env = ScriptedDmEnv(*specs, action=action)
+    for name, value in changes.items():
+        setattr(env, name, value)
     return env
 
 

@@ -125,7 +125,7 @@ DIRECT: dict[str, Any] = {
     "twice": (lambda: gym(PENDULUM, Twice(), RewardSum(), StepCounter(9)), 200),
 }
 DM = {
-    "dm_control": (lambda: DMControlEnv("cartpole", "swingup", task_kwargs={"time_limit": 0.5}), 120),
+    "dm_control": (lambda: DMControlEnv("cartpole", "swingup", time_limit=0.5), 120),
     "dm_control, terminates": (terminating, 60),
     "dm_control, transforms": (
         lambda: TransformedEnv(
