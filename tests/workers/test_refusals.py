@@ -78,11 +78,11 @@ FIVE = r"expected \(observation, reward, terminated, truncated, info\), "
 # ---- dm_env ------------------------------------------------------------------------------------------------------
 
 
-def dm_env_of(*specs: Any, action: Any = None, **changes: Any) -> Any:
+def dm_env_of(observation: Any = None, action: Any = None, **changes: Any) -> Any:
     """Return a scripted dm_env; `reset` and `answer` replace what it returns."""
     from tests.workers.test_dm_env_adapter import Scripted as ScriptedDmEnv
 
-    env = ScriptedDmEnv(*specs, action=action)
+    env = ScriptedDmEnv(observation, action)
     for name, value in changes.items():
         setattr(env, name, value)
     return env
