@@ -44,7 +44,6 @@ _LONG = (
     "tests/executor/facades/test_torchrl_limits.py",
     "tests/executor/facades/test_faults.py",
     "tests/executor/test_property.py",
-    "tests/contracts/test_facade_horizons.py",
     "tests/contracts/test_matrix.py",
     "tests/executor/test_infos.py",
     "tests/executor/facades/test_sb3_training.py",

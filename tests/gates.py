@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -72,6 +73,37 @@ def interrupt(gate: Gate, call: Callable[[], Any]) -> None:
             thread.join()
         gate.open()
     assert is_interrupted, "it ended before it was interrupted"
+
+
+def is_interrupted(call: Callable[[], Any], number: int, file: str) -> bool:
+    """Make a call, and raise KeyboardInterrupt before the n-th bytecode that it runs in a file; return whether it did.
+
+    Args:
+        call: is made.
+        number: of the bytecode, from 1.
+        file: of the code that is counted, as its `__file__`.
+    """
+    left = number
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != file or frame.f_code.co_name == "__del__":  # Python drops what that raises
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
 
 
 @contextlib.contextmanager

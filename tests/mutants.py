@@ -43,7 +43,7 @@ TESTS = {
     "executor/protocol/engine.py": (*_STEPS, "executor/test_quick_step.py", *_LOSSES),
     "executor/protocol/exchange.py": ("executor/test_exchange.py", *_LOSSES, "executor/test_infos.py"),
     "executor/pools/worker_pool.py": (*_STEPS, *_LOSSES),
-    "executor/pools/command_words.py": (*_STEPS, *_LOSSES),
+    "executor/pools/command_words.py": ("executor/test_command_words.py", *_STEPS, *_LOSSES),
     "executor/pools/fast_commands.py": ("executor/test_fast_calls.py", *_LOSSES),
     "executor/pools/waiting.py": (*_LOSSES, "executor/test_reset_ahead.py"),
     "executor/pools/questions.py": (*_LOSSES, "executor/test_exchange.py"),
@@ -225,6 +225,8 @@ def copy_tree(folder: Path) -> None:
         if (ROOT / name).exists():  # the links of `envherd/` too, which stay links
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
+    for library in ROOT.glob("*/native/*.so"):  # built, so git ignores it; without it no call is plain
+        shutil.copy(library, folder / library.relative_to(ROOT))
 
 
 def run_tests(folder: Path, path: str, limit_s: float | None) -> tuple[str, float]:

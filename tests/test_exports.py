@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -21,7 +22,8 @@ import envherd
 import envherd.executor
 from envherd.executor.facades import needing
 from envherd.workers import errors
-from tests.extras import PACKAGES, needs
+from tests import extras
+from tests.extras import PACKAGES
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -115,6 +117,13 @@ def test_public_methods_have_a_docstring_or_inherit_one():
     assert lacking == set()
 
 
+def test_the_extra_that_a_test_lacks_is_named(monkeypatch):
+    monkeypatch.setitem(PACKAGES, "ray", ("no_such_package_x",))
+    assert extras.needs("gymnasium", "ray").kwargs == {"reason": "needs envherd[ray]"}
+    with pytest.raises(pytest.skip.Exception, match=r"needs envherd\[ray\]"):
+        extras.skip_without("gymnasium", "ray")
+
+
 def test_every_exception_is_exported():
     raised = {
         name
@@ -151,77 +160,60 @@ def test_types_are_shipped():
         assert (ROOT / folder / "py.typed").is_file()
 
 
+#: Facade, names, the package without which they cannot be imported, and the extra that brings it. RLlib's facade uses
+#: PettingZoo's, and does not bring PettingZoo, so only PettingZoo's names for its own envs need it.
+FACADES = [
+    ("cleanrl", "*", "gymnasium", "gymnasium"),
+    ("gymnasium", "*", "gymnasium", "gymnasium"),
+    ("pettingzoo", "*", "gymnasium", "pettingzoo"),
+    ("rllib", "*", "ray", "rllib"),
+    ("sb3", "*", "stable_baselines3", "sb3"),
+    ("torchrl", "*", "torchrl", "torchrl"),
+    ("pettingzoo", "parallel_env", "pettingzoo", "pettingzoo"),
+]
+#: Imports all public names without any extra, then each facade without its package.
 HIDING = """
-import importlib.machinery, sys
+import importlib.machinery, inspect, json, sys
 
 class Finder(importlib.machinery.PathFinder):
+    hidden, facades = json.loads(sys.argv[1])
+
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        return None if name in sys.argv[2:] else super().find_spec(name, path, target)
+        return None if name in cls.hidden else super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Finder
-exec(sys.argv[1])
+from envherd import *
+import envherd
+print(len(inspect.getmembers(envherd)))
+for facade, names, package, _ in Finder.facades:
+    Finder.hidden = [package]
+    try:
+        exec(f"from envherd.executor.facades.{facade} import {names}")
+        print(facade, "was imported")
+    except ImportError as error:
+        print(facade, error.name, error)
 """
 
 
-def hiding(packages, code):
-    """Run code in a new process that does not find some packages; return what it prints."""
-    command = [sys.executable, "-c", HIDING, code, *packages]
+@pytest.mark.slow
+def test_names_need_no_extra_and_a_facade_without_its_library_names_the_extra():
+    hidden = sorted({"yaml", *(package for packages in PACKAGES.values() for package in packages)})
+    command = [sys.executable, "-c", HIDING, json.dumps([hidden, FACADES])]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-@pytest.mark.slow
-def test_every_public_name_can_be_imported_without_any_extra():
-    hidden = sorted({"yaml", *(package for packages in PACKAGES.values() for package in packages)})
-    code = "from envherd import *; import envherd, inspect; print(len(inspect.getmembers(envherd)))"
-    assert int(hiding(hidden, code)) > len(envherd.__all__)
-
-
-FACADES = {
-    "cleanrl": ("gymnasium", "gymnasium"),
-    "gymnasium": ("gymnasium", "gymnasium"),
-    "pettingzoo": ("gymnasium", "pettingzoo"),
-    "rllib": ("ray", "rllib"),
-    "sb3": ("stable_baselines3", "sb3"),
-    "torchrl": ("torchrl", "torchrl"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FACADES)
-def test_a_facade_without_its_library_names_the_extra(name):
-    package, extra = FACADES[name]
-    code = f"""
-try:
-    from envherd.executor.facades.{name} import *
-except ImportError as error:
-    print(error.name, error)
-"""
-    assert hiding([package], code) == (
-        f"{package} importing a facade failed: expected the package {package}, which is not installed. Install it: pip "
-        f'install "envherd[{extra}]".'
-    )
+    num_names, *refusals = done.stdout.splitlines()
+    assert int(num_names) > len(envherd.__all__)
+    assert refusals == [
+        f"{facade} {package} importing a facade failed: expected the package {package}, which is not installed. "
+        f'Install it: pip install "envherd[{extra}]".'
+        for facade, _, package, extra in FACADES
+    ]
 
 
 def test_a_library_that_lacks_a_package_of_its_own_is_not_taken_for_missing():
     with pytest.raises(ModuleNotFoundError, match=r"^No module named 'no_such_package_x'$"), needing("it", "library"):
         importlib.import_module("no_such_package_x")
-
-
-@needs("gymnasium")
-@pytest.mark.slow
-def test_pettingzoos_facade_imports_pettingzoo_for_its_own_envs_alone():
-    """RLlib's facade uses it, and the extra `rllib` does not bring PettingZoo."""
-    code = """
-from envherd.executor.facades import pettingzoo
-try:
-    pettingzoo.parallel_env
-except ImportError as error:
-    print(error)
-"""
-    assert hiding(["pettingzoo"], code).endswith('Install it: pip install "envherd[pettingzoo]".')
 
 
 def test_the_console_script_is_there():
@@ -238,6 +230,10 @@ def test_the_extra_all_has_every_other_extra_but_those_of_developers():
     lines = [re.match(r"envherd\[(.*)\]", one) for one in extras["all"]]
     named = [name for line in lines if line is not None for name in line[1].split(",")]
     assert sorted(named) == sorted(set(extras) - {"all", "dev", "docs"} - APART)
+
+
+def test_every_extra_that_a_test_may_need_can_be_installed():
+    assert set(PACKAGES) <= set(PYPROJECT["project"]["optional-dependencies"])
 
 
 def test_constraints_are_pins_and_nothing_else():

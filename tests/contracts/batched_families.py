@@ -61,7 +61,7 @@ def _vector(kind: str, mode: str) -> Family:
     )
     is_apart = kind == "async"
     extra = {"draws": kind != "custom", "is_slow": is_apart, "needs_worker": is_apart}
-    extra["is_only_in_full"] = is_apart and mode != "SAME_STEP"
+    extra["is_only_in_full"] = is_apart and mode == "DISABLED"
     return _batched(f"{titles[kind]}, {mode}", partial(vector_env, kind, mode), plain, **extra)
 
 

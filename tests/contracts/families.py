@@ -122,9 +122,9 @@ _SUBSTRATE = "running_with_scissors_in_the_matrix__one_shot"
 _SCISSORS = functools.partial(MeltingPotFactory, _SUBSTRATE, keys=("RGB", "INVENTORY"), deterministic=True)
 
 FAMILIES: dict[str, Family] = {
-    "gymnasium_cartpole": _of_gymnasium("Gymnasium: CartPole", "CartPole-v1"),
-    "gymnasium_pendulum": _of_gymnasium("Gymnasium: Pendulum, 5 steps", "Pendulum-v1", 5),
-    "gymnasium_taxi": _of_gymnasium("Gymnasium: Taxi, 7 steps", "Taxi", 7),
+    "gymnasium_cartpole": _of_gymnasium("Gymnasium: CartPole", "CartPole-v1", num_steps=60),
+    "gymnasium_pendulum": _of_gymnasium("Gymnasium: Pendulum, 5 steps", "Pendulum-v1", 5, num_steps=30),
+    "gymnasium_taxi": _of_gymnasium("Gymnasium: Taxi, 7 steps", "Taxi", 7, num_steps=30),
     "gymnasium_nested": Family(
         "Gymnasium: nested spaces, text",
         nested_spaces,

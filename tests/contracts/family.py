@@ -38,7 +38,7 @@ class Family:
     title: str
     make_env: Callable[[], Any]
     plain: Callable[[], Plain] | None = None
-    num_steps: int = 60
+    num_steps: int = 40
     extra: str = "gymnasium"
     draws: bool | str = True
     is_seeded: bool = True

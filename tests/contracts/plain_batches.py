@@ -98,7 +98,7 @@ class AtariRow:
     """A row of an Atari vector env: one with a single row, which is reset before it would reset itself."""
 
     def __init__(self, make_env: Callable[[int], Any]) -> None:
-        self.env = make_env(1)
+        self.env: Any = make_env(1)
 
     def reset(self, seed: int | None) -> Values:
         return {("observation",): self.env.reset(seed=seed)[0][0].copy()}
@@ -108,28 +108,21 @@ class AtariRow:
         return {("observation",): observation[0].copy()}, {("reward",): reward[0]}, terminated[0], truncated[0]
 
     def close(self) -> None:
-        self.env.close()
+        if self.env is not None:
+            self.env.close()
 
 
-class PoolRow:
+class PoolRow(AtariRow):
     """A row of an EnvPool: a pool of one env, of the gymnasium API, built with the row's first seed and no other."""
 
     def __init__(self, make_env: Callable[..., Any]) -> None:
         self._make_env = make_env
-        self.env: Any = None
+        self.env = None
 
     def reset(self, seed: int | None) -> Values:
         if self.env is None:
             self.env = self._make_env(num_envs=1, seed=seed)
         return {("observation",): self.env.reset()[0][0].copy()}
-
-    def step(self, action: Mapping[Key, np.ndarray]) -> Result:
-        observation, reward, terminated, truncated, _ = self.env.step(np.array([action["action",]]))
-        return {("observation",): observation[0].copy()}, {("reward",): reward[0]}, terminated[0], truncated[0]
-
-    def close(self) -> None:
-        if self.env is not None:
-            self.env.close()
 
 
 class PlainPool(PlainRows):

@@ -18,6 +18,7 @@ from envherd.workers.testing import (
     check_env_contract,
 )
 from tests.contracts.executor_batch import BATCHES
+from tests.scale import scaled
 
 ENVS: dict[str, Any] = {
     "counting": CountingEnv,
@@ -30,9 +31,14 @@ ENVS: dict[str, Any] = {
 }
 
 
+#: `tests/executor/test_property.py` compares processes with `SerialEnv`.
+IN_PROCESSES = scaled(("counting", "agents", "text", "batch_of_two"), full=tuple(ENVS))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("env", ENVS)
+@pytest.mark.parametrize(
+    ("env", "batch"), [(env, batch) for env in ENVS for batch in BATCHES if batch != "parallel" or env in IN_PROCESSES]
+)
 def test_every_rule_holds(env: str, batch: str) -> None:
     report = Contract(ENVS[env], num_steps=40, make_batch=BATCHES[batch]).check_all()
     assert sorted(report.rules) == [1, 2, 3, 4, 6, 7, 10, 11]

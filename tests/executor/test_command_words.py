@@ -7,6 +7,8 @@ import pytest
 
 from envherd.executor.pools import command_words
 from envherd.executor.pools.command_words import CommandWords
+from envherd.executor.pools.replies import Outcome
+from tests.gates import is_interrupted
 
 
 @pytest.fixture
@@ -31,3 +33,19 @@ def test_rows_are_read_after_the_numbers_of_answers(words):
     assert words.is_idle()
     assert words.ready(np.array([0, 2])).tolist() == [0, 2]
     assert len(words.seen) == 2
+
+
+def test_an_interrupt_of_a_loss_never_leaves_an_answer_that_no_worker_gave(words):
+    """Workers have answered env 1 only. The loss is interrupted before each of its bytecodes, then not at all."""
+    number, was_interrupted = 0, True
+    while was_interrupted:
+        number += 1
+        words.command_seq[:], words.reply_seq[:], words.answers_lost[:] = 5, [4, 5, 4], False
+        was_interrupted = is_interrupted(
+            lambda: words.lose_answers(np.array([0, 1, 2]), Outcome()), number, command_words.__file__
+        )
+        has_answered = words.command_seq == words.reply_seq
+        assert (words.answers_lost | ~has_answered).tolist()[::2] == [True, True], number
+        assert not words.answers_lost[1]
+    assert number > 20
+    assert has_answered.all()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import gymnasium
@@ -52,10 +51,9 @@ class SimulationContext:
             raise RuntimeError("Simulation context already exists. Cannot create a new one.")
         SimulationContext._instance = self
         self.device = device
-        self.num_forwards = 0
 
     def forward(self) -> None:
-        self.num_forwards += 1
+        """Nothing is deferred here."""
 
     @classmethod
     def clear_instance(cls) -> None:
@@ -103,7 +101,6 @@ class Ledger:
 class _BatchedEnv(gymnasium.Env[Any, Any]):
     """The base of both kinds."""
 
-    is_vector_env: ClassVar[bool] = True
     metadata = {"render_modes": [None, "human", "rgb_array"]}  # noqa: RUF012  # as Gymnasium has it
 
     def __init__(self, cfg: Cfg | None = None, render_mode: str | None = None) -> None:
@@ -198,7 +195,6 @@ class DirectRLEnv(_BatchedEnv):
     def __init__(self, cfg: Cfg | None = None, render_mode: str | None = None) -> None:
         super().__init__(cfg, render_mode)
         self._buffer = torch.zeros(self.num_envs, 4, device=self.device)
-        self.num_observed = 0
         if self.cfg.noise:
             self.cfg.observation_noise_model = True
         box = gymnasium.spaces.Box(-math.inf, math.inf, (4,), np.float32)
@@ -208,7 +204,6 @@ class DirectRLEnv(_BatchedEnv):
         return data + self.cfg.noise * torch.randn_like(data)
 
     def _get_observations(self) -> dict[str, torch.Tensor]:
-        self.num_observed += 1
         if self.cfg.reuses_buffers:
             self._buffer[:] = self.state()
             return {"policy": self._buffer, "critic": self._buffer[:, :2]}
@@ -351,7 +346,6 @@ def make_wrapped(**cfg: Any) -> Any:
     return gymnasium.wrappers.OrderEnforcing(DirectRLEnv(Cfg(**cfg)))
 
 
-def forget_simulator() -> SimpleNamespace:
+def forget_simulator() -> None:
     """Let another simulator be built in this process."""
     SimulationContext.clear_instance()
-    return SimpleNamespace()

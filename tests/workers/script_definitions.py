@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import abc
 import collections
-import contextlib
 import contextvars
 import dataclasses
 import enum
@@ -159,20 +158,6 @@ def dispatchers():
     )
     flat.register(str, lambda _: ["text"])
     return before, flat(["a"])
-
-
-@functools.total_ordering
-class Ordered:
-    def __init__(self, x):
-        self.x = x
-
-    def __lt__(self, other):
-        return self.x < other.x
-
-
-@case
-def ordering():
-    return Ordered(1) >= Ordered(2), Ordered(1) <= Ordered(2)
 
 
 def made_inside():
@@ -415,7 +400,7 @@ def typed():
     return aliases, Point().double(), isinstance(Point(), HasDouble), isinstance(3, HasDouble)
 
 
-# ---- metaclasses, hooks of subclasses, contexts
+# ---- metaclasses, hooks of subclasses
 
 
 class Tagging(type):
@@ -486,33 +471,6 @@ def classes():
         [is_abstract, Acting().act(), list(Registered.known), Registered.known["acting"] is Acting],
         [Kinds.kinds == {"a": OfKind}, env.reset(seed=1), env.action_space.n, OfKind.__bases__ == (Kinds,)],
     )
-
-
-@contextlib.contextmanager
-def opened(x):
-    yield x
-
-
-class Timed(contextlib.ContextDecorator):
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return False
-
-
-@Timed()
-def timed():
-    return 4
-
-
-SUPPRESS = contextlib.suppress(KeyError)
-
-
-@case
-def contexts():
-    with opened(3) as x, SUPPRESS, contextlib.ExitStack():
-        return x, timed()
 
 
 THERE = """

@@ -21,9 +21,8 @@ from dm_env import specs
 
 from envherd.shm.specs import Binary, Box, Discrete, EnvSpec, LeafSpec, Unbounded
 from envherd.workers import plain
-from envherd.workers.adapters import find_adapter
 from envherd.workers.adapters.dm_env.adapter import DmEnvAdapter
-from envherd.workers.errors import ResetNeeded, SpecError
+from envherd.workers.errors import ResetNeeded
 from tests.workers.adapter_values import drawn, stored
 
 
@@ -111,37 +110,6 @@ def test_spec_of_dm_control(suite):
     assert EnvSpec.from_plain(plain.decode(plain.encode(spec.to_plain()))) == spec
 
 
-def test_gives_what_dm_control_gives_and_truncates_at_the_time_limit(suite):
-    raw = suite.load("cartpole", "balance", task_kwargs={"time_limit": 0.2, "random": 5})
-    adapter = DmEnvAdapter(suite.load("cartpole", "balance", task_kwargs={"time_limit": 0.2}))
-    rng = np.random.default_rng(0)
-    expected = raw.reset()
-    np.testing.assert_equal(adapter.reset(5), list(expected.observation.values()))
-    num_steps, is_over = 0, False
-    while not is_over:
-        action = drawn(adapter.spec.action[0], rng)
-        expected = raw.step(action)
-        observation, reward, terminated, truncated = adapter.step([action])
-        rows = stored(adapter.spec.observation, observation)
-        np.testing.assert_equal(list(rows.values()), list(expected.observation.values()))
-        assert stored(adapter.spec.reward, reward)["reward",] == [expected.reward]
-        num_steps, is_over = num_steps + 1, terminated or truncated
-        assert is_over == expected.last()
-    assert (num_steps, terminated, truncated, expected.discount) == (20, False, True, 1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("domain", "task"), [("cartpole", "swingup"), ("reacher", "hard"), ("finger", "turn_hard")])
-def test_same_seed_same_episode_in_dm_control(suite, domain, task):
-    first, second = (DmEnvAdapter(suite.load(domain, task, task_kwargs={"time_limit": 0.3})) for _ in range(2))
-    steps, *flags = episode(first, 7)
-    assert flags == [False, True]
-    assert same(steps, episode(second, 7)[0])
-    assert same(steps, episode(first, 7)[0])
-    assert not same(steps, episode(first, 8)[0])
-    assert not same(episode(first, None)[0], episode(first, None)[0])
-
-
 def test_seeds_behind_a_wrapper_that_draws_too(suite):
     from dm_control.suite.wrappers import action_noise
 
@@ -200,13 +168,16 @@ RENDER = """
     env = suite.load("cartpole", "balance")
     adapter = DmEnvAdapter(env)
     adapter.reset(0)
-    {body}
+    {before}
+    picture = adapter.render()
+    seen = None if picture is None else (picture.shape, picture.dtype.name, bool(picture.any()))
+    print(seen, adapter.render() is None)
 """
 
 
-def run_apart(body: str, backend: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in a separate process: dm_control selects its OpenGL backend at import."""
-    script = textwrap.dedent(RENDER).format(body=body)
+def run_apart(backend: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    """Render in a separate process: dm_control selects its OpenGL backend at import."""
+    script = textwrap.dedent(RENDER).format(before=before)
     environ = os.environ | {"MUJOCO_GL": backend}
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=environ, check=False, timeout=100
@@ -215,17 +186,17 @@ def run_apart(body: str, backend: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_render_is_none_without_opengl(suite):
-    done = run_apart("print(adapter.render(), adapter.render())", "disable")
-    assert done.stdout == "None None\n", done.stderr
+    done = run_apart("disable")
+    assert done.stdout == "None True\n", done.stderr
     assert done.stderr.count("rendering is off for this env") == 1
 
 
 @pytest.mark.slow
 def test_render_draws_where_there_is_opengl(suite):
-    if run_apart("env.physics.render(camera_id=0)", "egl").returncode:
+    done = run_apart("egl", "env.physics.render(camera_id=0); print('EGL')")
+    if not done.stdout.startswith("EGL"):
         pytest.skip("no EGL on this machine")
-    done = run_apart("picture = adapter.render(); print(picture.shape, picture.dtype, bool(picture.any()))", "egl")
-    assert done.stdout == "(240, 320, 3) uint8 True\n", done.stderr
+    assert done.stdout == "EGL\n((240, 320, 3), 'uint8', True) False\n", done.stderr
 
 
 # --- dmlab2d ---
@@ -262,14 +233,6 @@ def test_gives_what_dmlab2d_gives_and_terminates_whatever_ended_it(frame_cap, is
         assert stored(adapter.spec.reward, reward)["reward",] == [expected.reward]
         assert (terminated, truncated) == (expected.last(), False)
     assert (values["WORLD.STEPS",][0] == frame_cap - 1) == is_capped
-
-
-def test_same_seed_same_episode_in_dmlab2d():
-    first, second = (DmEnvAdapter(lab(episodeLengthFrames=20)) for _ in range(2))
-    steps, *_ = episode(first, 7)
-    assert same(steps, episode(second, 7)[0])
-    assert same(steps, episode(first, 7)[0])
-    assert not same(steps, episode(first, 8)[0])
 
 
 def test_render_of_dmlab2d_needs_no_observation():
@@ -396,47 +359,6 @@ def test_rewards_become_floats(reward):
     assert stored(adapter.spec.reward, adapter.step([0])[1])["reward",].tolist() == [1.0]
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (dm_env.transition(None, np.zeros(2)), "expected one number as the reward, got None"),
-        (dm_env.transition(np.zeros(2), np.zeros(2)), "expected one number as the reward"),
-        (dm_env.truncation(0.0, np.zeros(2), None), "expected a discount with the last step"),
-        ((np.zeros(2), 0.0, False, {}), "expected a dm_env.TimeStep, got tuple"),
-    ],
-)
-def test_refuses_what_is_no_step(answer, message):
-    env = Scripted()
-    env.answer = answer
-    with pytest.raises(SpecError, match=message):
-        DmEnvAdapter(env).step([0])
-
-
-def test_refuses_a_reset_that_is_no_time_step():
-    class Gymlike(Scripted):
-        def reset(self):
-            return np.zeros(2), {}
-
-    with pytest.raises(SpecError, match=r"reset failed: expected a dm_env.TimeStep, got tuple"):
-        DmEnvAdapter(Gymlike()).reset(0)
-
-
-def test_reset_refuses_keywords():
-    with pytest.raises(TypeError, match="expected no keyword for a dm_env env, got `options`"):
-        scripted().reset(0, {"options": {}})
-
-
-@pytest.mark.parametrize("name", ["action", "reward", "done", "terminated", "truncated", "next", "env_ids"])
-def test_refuses_reserved_root_names(name):
-    with pytest.raises(SpecError, match=f"got '{name}' at the root"):
-        DmEnvAdapter(Scripted({name: specs.Array((), float), "other": specs.Array((), float)}))
-
-
-def test_refuses_what_is_no_spec():
-    with pytest.raises(SpecError, match=r"reading the spec of action failed.*got builtins.int"):
-        DmEnvAdapter(Scripted(action=3))
-
-
 @pytest.mark.parametrize("make", [np.random.RandomState, np.random.default_rng])
 def test_seeds_every_generator_in_place(make):
     class Drawing(Scripted):
@@ -461,9 +383,3 @@ def test_seeds_every_generator_in_place(make):
 
 def test_an_env_without_a_generator_ignores_the_seed():
     assert len(scripted().reset(3)) == 1
-
-
-def test_is_found_for_dm_envs(suite):
-    assert find_adapter(suite.load("cartpole", "balance")) is DmEnvAdapter
-    assert find_adapter(lab()) is DmEnvAdapter
-    assert find_adapter(Scripted()) is DmEnvAdapter

@@ -89,20 +89,6 @@ def test_observation_spec(name):
     assert GymnasiumAdapter(Echo(space)).spec.observation == (LeafSpec(("observation",), shape, dtype, domain),)
 
 
-@pytest.mark.parametrize("name", OBSERVATIONS)
-def test_observations_are_inside_their_domain(name):
-    adapter = GymnasiumAdapter(Echo(OBSERVATIONS[name][0]))
-    domain = adapter.spec.observation[0].domain
-    for seed in range(20):
-        value = stored(adapter.spec.observation, adapter.reset(seed))["observation",]
-        if isinstance(domain, Box):
-            assert (value >= domain.low).all()
-            assert (value <= domain.high).all()
-        elif isinstance(domain, (Discrete, MultiDiscrete)):
-            assert (value >= 0).all()
-            assert (value < (domain.n if isinstance(domain, Discrete) else np.asarray(domain.nvec))).all()
-
-
 ACTIONS: dict[str, tuple[Any, ...]] = {
     "discrete from 3": (discrete(2, np.int32, start=3), (), "int64", Discrete(2, 3)),
     "many discrete": (spaces.Discrete(100_000, start=1), (), "int64", Discrete(100_000, 1)),
@@ -252,19 +238,10 @@ def test_side_values_are_copies():
     assert not value.any()
 
 
-def test_refuses_a_side_value_that_is_no_plain_data():
-    adapter = GymnasiumAdapter(Echo(spaces.Dict(odd=Colours())))
-    with pytest.raises(SpecError, match=r"reading odd\[1\] failed.*got a builtins.object"):
-        adapter.step([["red", object()]])
-
-
-@pytest.mark.parametrize("name", sorted(RESERVED_NAMES))
-def test_refuses_reserved_root_names(name):
-    space = spaces.Dict({name: spaces.Discrete(2), "other": spaces.Discrete(2)})
-    with pytest.raises(SpecError, match=f"got '{name}' at the root. Rename it"):
-        GymnasiumAdapter(Echo(space))
+def test_reserved_names_may_be_below_the_root():
+    space = spaces.Dict({name: spaces.Discrete(2) for name in RESERVED_NAMES})
     nested = GymnasiumAdapter(Echo(spaces.Dict(inner=space))).spec
-    assert ("inner", name) in [leaf.key for leaf in nested.observation]
+    assert {leaf.key for leaf in nested.observation} == {("inner", name) for name in RESERVED_NAMES}
 
 
 def test_keys_that_are_no_strings():
@@ -291,29 +268,6 @@ def test_root_state_is_called_observation():
     assert adapter.spec.metadata["renamed"] == {"observation": "state"}
     assert stored(adapter.spec.observation, adapter.reset(0)).keys() == {("observation",), ("image",)}
     assert [leaf.key for leaf in adapter.spec.action] == [("action", "state"), ("action", "image")]
-
-
-PAIR = spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2))
-
-
-@pytest.mark.parametrize(
-    ("space", "value", "message"),
-    [
-        (PAIR, {"a": 0}, r"reading observation failed: expected a dict with 'a', 'b', got one without 'b'"),
-        (PAIR, {"a": 0, "b": 1, "c": 2}, r"got one that has 'c' too"),
-        (PAIR, 3, "got int"),
-        (spaces.Dict(x=PAIR, y=spaces.Text(3)), {"x": {"b": 1}, "y": ""}, r"reading observation\['x'\].*without 'a'"),
-        (spaces.Tuple((PAIR, PAIR)), ({"a": 0, "b": 1},), "expected a tuple of 2, got tuple of 1"),
-        (spaces.Tuple((spaces.Discrete(2), spaces.Discrete(2))), (1, 2, 3), "expected a tuple of 2, got tuple of 3"),
-    ],
-)
-def test_refuses_observations_of_another_structure(space, value, message):
-    class Lying(Echo):
-        def reset(self, *, seed=None, options=None):
-            return value, {}
-
-    with pytest.raises(SpecError, match=message):
-        GymnasiumAdapter(Lying(space)).reset(0)
 
 
 PARITY: dict[str, spaces.Space] = {

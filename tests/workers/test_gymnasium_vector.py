@@ -13,8 +13,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from envherd.executor import ParallelEnv, SerialEnv
 from envherd.workers import seeding
 from envherd.workers.adapters.gymnasium.vector import GymnasiumVectorAdapter
-from envherd.workers.errors import EnvError, FactoryError, ResetNeeded, SpecError
-from envherd.workers.testing import check_env_contract
+from envherd.workers.errors import EnvError, ResetNeeded, SpecError
 from tests.extras import needs, skip_without
 from tests.workers.vector_envs import LoopVectorEnv, TellingEnv, invalid_transitions
 
@@ -37,68 +36,11 @@ def statistics_of(mode):
     return gym.wrappers.vector.RecordEpisodeStatistics(sync(mode))
 
 
-MAKERS = {
-    "sync": sync,
-    "async": async_,
-    "by hand": lambda mode: LoopVectorEnv(3, mode),
-    "wrapped": statistics_of,
-}
-#: An AsyncVectorEnv keeps memory as long as its process lives, so it runs in a separate process.
-CASES = [(kind, mode) for kind in ("sync", "by hand", "wrapped") for mode in MODES]
-ASYNC = [pytest.param("async", mode, marks=pytest.mark.slow) for mode in (NEXT, SAME)]  # DISABLED has its own test
-
-
 def herd(kind, num_envs, make, **kwargs):
+    """Run a vector env; an AsyncVectorEnv, which keeps memory as long as its process lives, in a separate process."""
     return (
         ParallelEnv(num_envs, make, num_workers=1, **kwargs) if kind == "async" else SerialEnv(num_envs, make, **kwargs)
     )
-
-
-@pytest.mark.parametrize(("kind", "mode"), CASES)
-def test_no_transition_is_invalid(kind, mode):
-    with herd(kind, 2, lambda: MAKERS[kind](mode), seed=0) as env:
-        data = env.rollout(120, break_when_any_done=False)
-    assert data.batch_size[0] == 2
-    assert data["next", "done"].sum() > 20
-    assert invalid_transitions(data) == 0
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("kind", MAKERS)
-def test_no_transition_of_ten_thousand_is_invalid(kind, mode):
-    with ParallelEnv(2, lambda: MAKERS[kind](mode), num_workers=2, seed=0) as env:
-        assert sum(invalid_transitions(env.rollout(50, break_when_any_done=False)) for _ in range(200)) == 0
-
-
-@pytest.mark.slow
-def test_processes_give_the_same_data():
-    with SerialEnv(2, lambda: sync(NEXT), seed=3) as serial, ParallelEnv(2, lambda: sync(NEXT), seed=3) as parallel:
-        one, other = (env.rollout(50, break_when_any_done=False) for env in (serial, parallel))
-    assert invalid_transitions(one) == 0
-    assert (one == other).all()
-
-
-@pytest.mark.parametrize(("kind", "mode"), [*CASES, *ASYNC])
-def test_random_masks_reset_exactly_their_rows(kind, mode):
-    rng = np.random.default_rng(0)
-    with herd(kind, 2, lambda: MAKERS[kind](mode), seed=1) as env:
-        td = env.reset()
-        for _ in range(60):
-            before = env.rand_action(td).clone()
-            td = env.step(before)["next"]
-            assert (td["observation"][..., 2] == before["observation"][..., 2] + 1).all()
-            mask = td["done"] | torch.from_numpy(rng.random(td["done"].shape) < 0.3)
-            root = env.reset(td.clone().set("_reset", mask))
-            kept = ~mask[..., 0]
-            assert torch.equal(root["observation"][kept], td["observation"][kept])
-            assert (root["observation"][~kept][:, 2:] == 0).all()
-            assert not torch.equal(root["observation"][~kept][:, 0], td["observation"][~kept][:, 0]) or kept.all()
-            assert not root["done"].any()
-            td = root
-        data = env.rollout(60, break_when_any_done=False)
-        assert data["next", "done"].sum() > 10
-        assert invalid_transitions(data) == 0
 
 
 def test_a_row_that_ended_stays_so_until_it_is_reset():
@@ -111,40 +53,6 @@ def test_a_row_that_ended_stays_so_until_it_is_reset():
         root = env.reset(td.clone().set("_reset", others))
         assert torch.equal(root["done"], td["done"])
         assert torch.equal(root["observation"][td["done"][..., 0]], td["observation"][td["done"][..., 0]])
-
-
-@pytest.mark.parametrize("kind", ["sync", "by hand"])
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_the_contract_holds(kind, mode):
-    assert check_env_contract(lambda: _Without(MAKERS[kind](mode)), num_steps=30).num_ends > 4
-
-
-def _spaces():
-    box = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
-    return gym.vector.utils.batch_space(box, 3), box
-
-
-class _Without(gym.vector.VectorWrapper):
-    """Removes the episode number, which a seed does not reset, also from last observations."""
-
-    def __init__(self, env):
-        super().__init__(env)
-        self.observation_space, self.single_observation_space = _spaces()
-
-    def reset(self, **kwargs):
-        observation, infos = self.env.reset(**kwargs)
-        return observation[:, 1:].copy(), infos
-
-    def step(self, actions):
-        observation, reward, terminated, truncated, infos = self.env.step(actions)
-        if "final_obs" in infos:
-            final = infos["final_obs"]
-            infos["final_obs"] = (
-                np.array([None if row is None else row[1:] for row in final], object)
-                if final.dtype == object
-                else final[:, 1:]
-            )
-        return observation[:, 1:].copy(), reward, terminated, truncated, infos
 
 
 # ---- traps ---------------------------------------------------------------------------------------
@@ -188,7 +96,8 @@ def test_a_mask_reaches_wrappers_whose_env_takes_it_out():
 @pytest.mark.parametrize("kind", ["sync", "by hand"])
 def test_steps_and_resets_are_as_many_as_reported(kind, mode):
     built = []
-    with SerialEnv(1, lambda: built.append(MAKERS[kind](mode)) or built[-1], seed=0) as env:
+    make = {"sync": sync, "by hand": lambda mode: LoopVectorEnv(3, mode)}[kind]
+    with SerialEnv(1, lambda: built.append(make(mode)) or built[-1], seed=0) as env:
         data = env.rollout(60, break_when_any_done=False)
     ended = data["next", "done"][0, ..., 0]
     assert [one.num_steps for one in built[0].envs] == [60] * 3
@@ -196,11 +105,6 @@ def test_steps_and_resets_are_as_many_as_reported(kind, mode):
         episodes = one.episode - 100 * row * (kind == "sync")
         # whether the rows of the last step are reset is up to the rollout, and to the env
         assert 1 + ended[:-1, row].sum() <= episodes <= 1 + ended[:, row].sum()
-
-
-def test_an_async_env_that_would_reset_twice_is_refused():
-    with pytest.raises(FactoryError, match=r"resets a row again.*DISABLED"):
-        SerialEnv(1, lambda: async_(NEXT, shared_memory=False))
 
 
 @pytest.mark.slow
@@ -212,18 +116,6 @@ def test_an_ended_row_is_refused_where_the_vector_env_would_step_it():
         with pytest.raises(ResetNeeded, match="have ended"):
             env.step(env.rand_action(td))
         assert invalid_transitions(env.rollout(40, break_when_any_done=False)) == 0
-
-
-def test_nobody_is_reset_by_an_empty_mask():
-    with SerialEnv(1, lambda: sync(DISABLED), seed=0) as env:
-        td = env.reset()
-        again = env.reset(td.clone().set("_reset", torch.zeros_like(td["done"])))
-    assert (again == td).all()
-
-
-def test_a_wrapper_that_refuses_masks_is_refused():
-    with pytest.raises(FactoryError, match="NormalizeObservation"):
-        SerialEnv(1, lambda: gym.wrappers.vector.NormalizeObservation(sync(NEXT)))
 
 
 @pytest.mark.parametrize("kind", [pytest.param("async", marks=pytest.mark.slow), "by hand"])
@@ -277,16 +169,14 @@ def test_an_env_that_does_not_say_its_mode_is_refused_until_it_does():
 
 
 def test_a_mode_in_the_metadata_of_all_vector_envs_says_nothing(monkeypatch):
-    class Plain(LoopVectorEnv):
-        metadata = gym.vector.VectorEnv.metadata
-
-        def __init__(self):
-            super().__init__(2)
-            del self.metadata
+    def make():
+        env = LoopVectorEnv(2)
+        del env.metadata
+        return env
 
     monkeypatch.setitem(gym.vector.VectorEnv.metadata, "autoreset_mode", NEXT)  # as an Atari vector env does
     with pytest.raises(SpecError, match="got nothing"):
-        SerialEnv(1, Plain)
+        SerialEnv(1, make)
 
 
 def test_a_wrong_mode_is_found_out():
@@ -323,16 +213,6 @@ def test_an_env_that_knows_no_masks_is_found_out():
         env.rollout(60, break_when_any_done=False)
 
 
-def test_gymnasiums_own_env_without_masks_is_refused_at_once():
-    class Own(CartPoleVectorEnv):
-        def step(self, action):
-            return super().step(action)
-
-    Own.__module__ = "gymnasium.envs.somewhere"
-    with pytest.raises(FactoryError, match=r"Own.*vectorization_mode='sync'"):
-        SerialEnv(1, lambda: Own(3))
-
-
 def cartpoles(**kwargs):
     """Make what a new user makes: without a mode it is Gymnasium's CartPole on arrays."""
     return gym.make_vec("CartPole-v1", 5, **kwargs)
@@ -367,11 +247,11 @@ def test_the_default_cartpole_is_reset_by_row(wrapper):
 
 
 @pytest.mark.slow
-def test_ten_thousand_steps_of_the_default_cartpole_are_its_own():
+def test_steps_of_the_default_cartpole_are_its_own():
     with SerialEnv(2, cartpoles, seed=0) as env:
-        data = env.rollout(1000, break_when_any_done=False)
+        data = env.rollout(200, break_when_any_done=False)
     with SerialEnv(2, cartpoles, seed=0) as env:
-        assert (env.rollout(1000, break_when_any_done=False) == data).all()
+        assert (env.rollout(200, break_when_any_done=False) == data).all()
     here, following, done = (
         data[key].flatten(0, 2) for key in ("observation", ("next", "observation"), ("next", "done"))
     )
@@ -379,11 +259,11 @@ def test_ten_thousand_steps_of_the_default_cartpole_are_its_own():
     again.reset()
     again.state = here.numpy().T.astype(np.float64)  # repeat every transition, each in a separate row
     made, reward, terminated, _, _ = again.step(data["action"].flatten().numpy())
-    assert len(here) == 10_000
+    assert len(here) == 2_000
     assert np.allclose(following, made, atol=1e-6)
     assert (reward == 1).all()
     assert np.array_equal(done[:, 0], terminated)
-    assert done.sum() > 300
+    assert done.sum() > 60
 
 
 # ---- spaces --------------------------------------------------------------------------------------
@@ -482,14 +362,3 @@ def test_rows_of_an_atari_env_are_those_of_a_plain_loop():
             num_ends += int(done.sum())
     native.close()
     assert num_ends >= 4
-
-
-def test_an_atari_env_that_steps_some_rows_at_a_time_is_refused():
-    with pytest.raises(FactoryError, match="batch_size 1 of 2"):
-        SerialEnv(1, lambda: atari(NEXT, batch_size=1))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mode", [NEXT, SAME], ids=str)
-def test_the_contract_holds_for_atari(mode):
-    assert check_env_contract(lambda: atari(mode), num_steps=30).num_ends > 4

@@ -61,30 +61,6 @@ def test_options_of_the_caller_are_kept_beside_the_ids():
     assert options == {"difficulty": 3}
 
 
-def test_a_vector_env_that_resets_itself_gives_its_last_observations():
-    make_env, built = recorded(make_maniskill_vector)
-    with SerialEnv(1, make_env, seed=0) as env:
-        data = env.rollout(60, break_when_any_done=False)
-    ended = data["next", "done"][..., 0]
-    assert ended.sum() > 12
-    place, speed = data["observation"].unbind(-1)
-    speed = speed + data["action"][..., 0] * 0.05
-    made = torch.stack((place + speed, speed), -1)
-    assert torch.equal(data["next", "observation"], made)
-    assert (data["observation"][:, 1:][ended[:, :-1]][:, 0].abs() <= 0.3).all()
-    num_rows_reset = sum(len(given["env_idx"]) for given in built[0].resets if "env_idx" in given)
-    assert num_rows_reset == ended.sum()
-
-
-def test_ends_in_time_are_truncated_and_others_terminated():
-    with SerialEnv(1, make_maniskill, seed=0) as env:
-        data = env.rollout(60, lambda td: td.set("action", torch.zeros(1, 4, 1)), break_when_any_done=False)["next"]
-    place = data["observation"][..., :1].abs()
-    assert torch.equal(data["terminated"], place > 1)
-    assert data["truncated"].any()
-    assert data["terminated"].any()
-
-
 def test_any_simulator_whose_reset_says_so_is_given_ids():
     class Indexed(simulators.Counter):
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from envherd.workers.adapters import find_adapter
 from envherd.workers.adapters.meltingpot.adapter import MeltingPotAdapter
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, substrate_names
 from envherd.workers.adapters.meltingpot.light_import import install_lazy_import
-from envherd.workers.errors import ActionError, ResetNeeded, SpecError
+from envherd.workers.errors import ActionError, ResetNeeded
 from tests.scale import scaled
 
 install_lazy_import()
@@ -66,26 +67,6 @@ def _check_values(spec: EnvSpec, observation: list[Any], reward: list[Any]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [_PRISONERS, "coins", "hidden_agenda", "gift_refinements", "collaborative_cooking__ring"]
-)
-def test_spec_is_true(name: str) -> None:
-    adapter = _made(name)
-    spec = adapter.spec
-    players = spec.metadata["agent_count"]
-    assert EnvSpec.from_plain(spec.to_plain()) == spec
-    assert spec.groups == ((("agents",), (players,)),)
-    assert tuple(leaf.key for leaf in spec.done) == DONE_KEYS
-    assert spec.action[0].domain == Discrete(spec.metadata["num_actions"])
-    observation = adapter.reset(1)
-    _check_values(spec, observation, [np.zeros((players, 1))])
-    for _ in range(3):
-        observation, reward, terminated, truncated = adapter.step([np.zeros(players, np.int64)])
-        _check_values(spec, observation, reward)
-        assert type(terminated) is type(truncated) is bool
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [_PRISONERS, "hidden_agenda", "collaborative_cooking__cramped", "clean_up"])
 @pytest.mark.filterwarnings("ignore")  # torchrl's own
 def test_leaves_are_those_of_torchrl(name: str) -> None:
@@ -111,19 +92,16 @@ def test_leaves_are_those_of_torchrl(name: str) -> None:
         assert [torch.Size(shape) for _, shape in spec.groups] == [root["agents"].batch_size]
 
 
-def test_the_registry_finds_it() -> None:
-    assert find_adapter(_raw()) is MeltingPotAdapter
-    assert find_adapter(MeltingPotFactory(_PRISONERS)()) is MeltingPotAdapter
-
-
 def test_specs_do_not_depend_on_who_built_the_env() -> None:
     assert MeltingPotAdapter(_raw()).spec == _made().spec
 
 
 @pytest.mark.parametrize("make", [lambda: MeltingPotAdapter(_raw()), _made])
-@pytest.mark.parametrize(
-    ("action", "got"),
-    [
+def test_bad_actions_are_refused_before_the_env_is_touched(make: Callable[[], Any]) -> None:
+    """Melting Pot itself would take them."""
+    adapter = make()
+    adapter.reset(1)
+    for action, got in (
         ([0, -1], "-1 for player_1"),
         ([8, 0], "8 for player_0"),
         ([0], r"int64 \(1,\)"),
@@ -131,21 +109,19 @@ def test_specs_do_not_depend_on_who_built_the_env() -> None:
         (3, r"int64 \(\)"),
         ([0.0, 1.0], r"float64 \(2,\)"),
         ([True, False], r"bool \(2,\)"),
-    ],
-)
-def test_bad_actions_are_refused_before_the_env_is_touched(make: Callable[[], Any], action: Any, got: str) -> None:
-    adapter = make()
-    adapter.reset(1)
-    with pytest.raises(ActionError, match=rf"expected 2 integers in 0\.\.7, got {got}"):
-        adapter.step([np.array(action)])
+    ):
+        with pytest.raises(ActionError, match=rf"expected 2 integers in 0\.\.7, got {got}"):
+            adapter.step([np.array(action)])
     assert adapter._num_steps == 0
     adapter.step([_STAY])
 
 
-def test_melting_pot_itself_would_take_them() -> None:
-    env = _raw()
-    env.reset()
-    env.step([-1])  # a negative index, and a player too few
+def test_the_callers_random_state_comes_back() -> None:
+    adapter = _made("coins", deterministic=True)
+    before = random.getstate()
+    adapter.reset(1)
+    adapter.reset(2)
+    assert random.getstate() == before
 
 
 def test_it_must_be_reset_first_and_after_an_end() -> None:
@@ -276,13 +252,6 @@ def test_a_users_own_wrapper_is_stepped_through() -> None:
     assert adapter._episodes.max_frames == 5000
 
 
-def test_rewards_and_observations_of_one_episode_stay_apart_from_the_next() -> None:
-    adapter = _made(deterministic=True)
-    first = _play(adapter, 5, 10)
-    _play(adapter, 6, 25, rng_seed=1)
-    assert _same(first, _play(adapter, 5, 10))
-
-
 def test_render_is_the_world() -> None:
     adapter = _made()
     assert adapter.render() is None
@@ -299,19 +268,8 @@ def test_render_is_the_world() -> None:
     assert np.array_equal(hidden.render(), shown.render())
 
 
-def test_players_who_see_different_things_are_refused() -> None:
-    env = _raw()
-    specs = env.observation_spec()
-    del specs[1]["INVENTORY"]
-    env.observation_spec = lambda: specs
-    with pytest.raises(SpecError, match="player_0 and player_1 differing in INVENTORY"):
-        MeltingPotAdapter(env)
-
-
 def _scenario() -> Any:
     """Build a scenario with a bot of our own: the ones that Melting Pot ships need its downloaded models."""
-    import random
-
     from meltingpot.utils.policies import policy
     from meltingpot.utils.scenarios import scenario
 
@@ -361,8 +319,13 @@ def test_a_scenario_has_its_focal_players_as_rows() -> None:
 @pytest.mark.parametrize("name", scaled(substrate_names()[3::7], full=substrate_names()))
 def test_every_substrate_runs(name: str) -> None:
     adapter = _made(name)
-    players, actions = adapter.spec.metadata["agent_count"], adapter.spec.metadata["num_actions"]
-    _check_values(adapter.spec, adapter.reset(1), [np.zeros((players, 1))])
+    spec = adapter.spec
+    players, actions = spec.metadata["agent_count"], spec.metadata["num_actions"]
+    assert EnvSpec.from_plain(spec.to_plain()) == spec
+    assert spec.groups == ((("agents",), (players,)),)
+    assert tuple(leaf.key for leaf in spec.done) == DONE_KEYS
+    assert spec.action[0].domain == Discrete(actions)
+    _check_values(spec, adapter.reset(1), [np.zeros((players, 1))])
     rng = np.random.default_rng(0)
     for _ in range(10):
         observation, reward, terminated, truncated = adapter.step([rng.integers(0, actions, players)])

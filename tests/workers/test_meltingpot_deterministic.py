@@ -52,7 +52,7 @@ def _compare(tmp_path: Path, *names: str, steps: int) -> None:
 
 
 def test_same_seed_same_bytes_in_fresh_processes(tmp_path: Path) -> None:
-    _compare(tmp_path, *_CHEAP, steps=60)
+    _compare(tmp_path, *_CHEAP, steps=25)
 
 
 @pytest.mark.timeout(2400)
@@ -66,15 +66,3 @@ def test_stock_melting_pot_is_not_reproducible(tmp_path: Path) -> None:
     # This fails once the installed Lua gives equal bytes by itself: then the ordered copy can be removed.
     job = {"name": "commons_harvest__open", "seeds": [1], "steps": 5}
     assert len({digest for [digest] in _digests(tmp_path, 1, job, job, job, job)}) > 1
-
-
-def test_the_callers_random_state_comes_back() -> None:
-    program = (
-        "import random; from envherd.workers.adapters.meltingpot.adapter import MeltingPotAdapter\n"
-        "from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory\n"
-        "adapter = MeltingPotAdapter(MeltingPotFactory('coins', deterministic=True)())\n"
-        "random.seed(3); expected = random.Random(3).random()\n"
-        "adapter.reset(1); adapter.reset(2)\n"
-        "assert random.random() == expected\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=120)

@@ -169,16 +169,6 @@ def test_kept_observations_are_those_of_the_whole_env() -> None:
 
 
 @pytest.mark.slow
-def test_max_steps_truncates() -> None:
-    adapter = _adapter(max_steps=2)
-    assert adapter.spec.metadata["max_episode_steps"] == 2
-    for _ in range(2):
-        adapter.reset(None)
-        assert adapter.step([np.zeros(2, np.int64)])[2:] == (False, False)
-        assert adapter.step([np.zeros(2, np.int64)])[2:] == (False, True)
-
-
-@pytest.mark.slow
 def test_roles_set_the_number_of_players() -> None:
     adapter = _adapter("stag_hunt_in_the_matrix__arena", roles=("default",) * 3, keys=("RGB",))
     assert adapter.spec.metadata["agent_count"] == 3
@@ -325,9 +315,9 @@ def test_a_damaged_copy_is_replaced(cache: Path) -> None:
 @pytest.mark.slow
 def test_many_processes_may_make_the_copy_at_once(cache: Path) -> None:
     program = "from envherd.workers.adapters.meltingpot.lua_tree import lua_root; print(lua_root(is_ordered=True))"
-    started = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    started = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(4)]
     roots = {process.communicate(timeout=60)[0].strip() for process in started}
-    assert [process.returncode for process in started] == [0] * 8
+    assert [process.returncode for process in started] == [0] * 4
     assert os.listdir(cache) == [Path(*roots).name]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,32 +45,25 @@ def _run(program: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "factory",
-    [
-        "from meltingpot import substrate\nfactory = lambda: substrate.build(name, roles=['default'] * 2)",
-        "import meltingpot\nfactory = lambda: meltingpot.substrate.build(name, roles=['default'] * 2)",
-        "from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory\nfactory = MeltingPotFactory(name)",
-    ],
+    ("how", "module"),
+    [("from meltingpot import substrate", "substrate"), ("import meltingpot", "meltingpot.substrate")],
 )
-def test_a_substrate_runs_without_tensorflow_and_jax(factory: str) -> None:
-    name = "name = 'prisoners_dilemma_in_the_matrix__repeated'"
-    _run(f"{_INSTALL}\n{name}\n{factory}\n{_PLAY}\n{_HEAVY}")
-
-
-def test_the_builder_uses_the_lua_code_that_resets_faster() -> None:
-    use = "from meltingpot.utils.substrates import builder"
-    copy = "from envherd.workers.adapters.meltingpot.lua_tree import lua_root\nroot = lua_root(is_ordered=False)"
-    _run(f"{_INSTALL}\n{use}\n{copy}\nassert root and builder._MELTINGPOT_ROOT == root")
-
-
-@pytest.mark.slow
-def test_the_import_is_small() -> None:
-    program = _INSTALL + (
-        "from meltingpot import substrate\n"
-        "kilobytes = int(next(line for line in open('/proc/self/status') if line.startswith('VmRSS')).split()[1])\n"
-        "assert kilobytes < 100_000, kilobytes\n"
+def test_a_substrate_runs_without_tensorflow_and_jax(how: str, module: str) -> None:
+    """Also from our factory. Its builder uses the Lua code that resets faster, and the import is small."""
+    _run(
+        f"""{_INSTALL}
+{how}
+kilobytes = int(next(line for line in open('/proc/self/status') if line.startswith('VmRSS')).split()[1])
+assert kilobytes < 100_000, kilobytes
+name = 'prisoners_dilemma_in_the_matrix__repeated'
+from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
+from envherd.workers.adapters.meltingpot.lua_tree import lua_root
+for factory in (lambda: {module}.build(name, roles=['default'] * 2), MeltingPotFactory(name)):
+{textwrap.indent(_PLAY, "    ")}
+from meltingpot.utils.substrates import builder
+assert builder._MELTINGPOT_ROOT == lua_root(is_ordered=False) is not None
+{_HEAVY}"""
     )
-    _run(program + _HEAVY)
 
 
 @pytest.mark.full

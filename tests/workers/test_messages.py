@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import sys
 import threading
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 import envherd.workers.messages
 from envherd.shm.interrupts import ignoring_refusals
 from envherd.workers.messages import Ask, Channel, Close, DetachStorage, WorkerChannel, uninterrupted
+from tests.gates import is_interrupted
 
 
 @pytest.fixture
@@ -95,35 +95,7 @@ def test_the_end_is_an_end(ends):
         worker.receive_message()
 
 
-class AtBytecode:
-    """A trace function that raises KeyboardInterrupt before the n-th bytecode of the channel's own code."""
-
-    def __init__(self, number: int) -> None:
-        self.left = number
-
-    def __call__(self, frame, event, _):
-        code = frame.f_code
-        if code.co_filename != envherd.workers.messages.__file__ or code.co_name == "__del__":  # python drops that
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self
-
-
-def interrupted(number: int, call) -> bool:
-    """Make a call, interrupted before its n-th bytecode; return whether it had that many."""
-    trace = AtBytecode(number)
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
+CHANNEL = envherd.workers.messages.__file__
 
 
 def test_an_interrupt_at_any_bytecode_sends_every_message_once(ends):
@@ -135,7 +107,7 @@ def test_an_interrupt_at_any_bytecode_sends_every_message_once(ends):
         parent.queue_message(DetachStorage(target=number), [read])
         parent.flush_nowait()
 
-    while interrupted(number, send):
+    while is_interrupted(send, number, CHANNEL):
         number += 1
         parent.queue_message(Close())
         assert parent.flush_nowait()
@@ -162,10 +134,10 @@ def test_an_interrupt_at_any_bytecode_loses_no_frame(ends):
                 taken.append(frames[0])
             del frames[0]
 
-    is_interrupted = True
-    while is_interrupted:
+    was_interrupted = True
+    while was_interrupted:
         worker.send_plain({"n": 2 * number})
-        is_interrupted = interrupted(number, take)
+        was_interrupted = is_interrupted(take, number, CHANNEL)
         worker.send_plain({"n": 2 * number + 1})
         take()
         number += 1

@@ -519,8 +519,13 @@ def test_programs_have_the_effects_that_they_are_written_for():
     assert (side.envs[0].num_steps, after("another env").adapters[1].env.unwrapped.num_steps) == (3, 2)
 
 
+#: Spaces that C stores as it does another of the table. `CASES` has steps of them, and the random programs have them.
+LIKE_OTHERS = ("int8", "int16", "int32", "uint16", "index from 3", "dict of one")
 #: Where infos are reported, C leaves every result with an info to Python, of whatever space it is.
-OF_SPACES = [*((name, "drop") for name in OBSERVATIONS), *((name, "pickle") for name in ("float32", "index", "dict"))]
+OF_SPACES = [
+    *((name, "drop") for name in OBSERVATIONS if IS_FULL or name not in LIKE_OTHERS),
+    *((name, "pickle") for name in ("float32", "index", "dict")),
+]
 
 
 @pytest.mark.slow
@@ -744,7 +749,7 @@ def test_nothing_leaks_whatever_envs_return():
         gc.collect()
 
     turns(5)
-    objects, growths, num_turns = len(gc.get_objects()), [], scaled(8, full=40)
+    objects, growths, num_turns = len(gc.get_objects()), [], scaled(4, full=40)
     for _ in range(3):
         before = process.memory_info().rss
         turns(num_turns)
@@ -754,7 +759,7 @@ def test_nothing_leaks_whatever_envs_return():
 
 
 @pytest.mark.slow
-def test_nothing_leaks_in_a_hundred_thousand_plain_steps():
+def test_nothing_leaks_in_many_plain_steps():
     sides = [under_way(counting(50), way=way) for way in ("step", "loop")]
     parts = [part for side in sides for part in (side.adapters[1], side.envs[0], side.block.slots[1])]
     watched = [*parts, np.ndarray, native.load().Step]
@@ -771,7 +776,7 @@ def test_nothing_leaks_in_a_hundred_thousand_plain_steps():
 
     turns(100)
     references, blocks = [sys.getrefcount(item) for item in watched], sys.getallocatedblocks()
-    turns(1000)
+    turns(scaled(300, full=1000))
     assert [sys.getrefcount(item) for item in watched] == references
     assert sys.getallocatedblocks() - blocks < 1000
 

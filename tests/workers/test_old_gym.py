@@ -11,9 +11,8 @@ import gymnasium
 import numpy as np
 import pytest
 
-from envherd.executor import EnvError, FactoryError, ParallelEnv, SerialEnv, SpecError
+from envherd.executor import ParallelEnv, SerialEnv, SpecError
 from envherd.workers.adapters import OldGymFactory
-from envherd.workers.testing import check_env_contract
 from tests.extras import needs, skip_without
 
 
@@ -67,21 +66,6 @@ def of_gym(max_steps: int, *, is_old: bool) -> Any:
     return env
 
 
-FACTORIES = {
-    "gym 0.21": OldGymFactory(OldWalk),
-    "gym 0.26": OldGymFactory(functools.partial(of_gym, 12, is_old=False)),
-    "gym 0.26, four values": OldGymFactory(functools.partial(of_gym, 12, is_old=True)),
-}
-
-
-@pytest.mark.parametrize("name", FACTORIES)
-@pytest.mark.filterwarnings("ignore")  # gym warns of itself
-def test_the_contract_holds(name: str) -> None:
-    report = check_env_contract(FACTORIES[name], num_steps=120)
-    assert report.num_ends > 1
-    assert report.are_calls_counted
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("is_old", [False, True])
 def test_ends_are_those_of_gym(is_old: Any) -> None:
@@ -116,18 +100,6 @@ def test_without_a_horizon_a_silent_cut_is_an_end() -> None:
     with SerialEnv(1, OldGymFactory(functools.partial(OldWalk, length=5, says_limit=False)), seed=0) as env:
         data = env.rollout(5)["next"]
     assert data["terminated"][0, 4].item()
-
-
-@pytest.mark.parametrize("make", [OldWalk, OldWalkOfGymnasium])
-def test_an_old_env_that_nobody_named_is_refused_with_the_shim(make: Any) -> None:
-    with pytest.raises((FactoryError, EnvError), match=r"OldGymFactory\(make_env\)"), SerialEnv(1, make) as env:
-        env.rollout(2)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_an_env_of_gym_that_nobody_named_is_refused_with_the_shim() -> None:
-    with pytest.raises(FactoryError, match=r"OldGymFactory\(make_env\)"):
-        SerialEnv(1, functools.partial(of_gym, 12, is_old=False))
 
 
 @needs("old-gym")

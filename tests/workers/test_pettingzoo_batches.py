@@ -16,20 +16,12 @@ import torch
 from pettingzoo.utils.conversions import turn_based_aec_to_parallel
 from tensordict import TensorDict
 
-from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor import SerialEnv
 from envherd.workers.adapters.named import PettingZooFactory
 from envherd.workers.adapters.pettingzoo.adapter import PettingZooAdapter
 from envherd.workers.adapters.pettingzoo.groups import groups_by_name
-from envherd.workers.errors import SpecError
 from tests.workers.adapter_values import stored
 from tests.workers.pettingzoo_envs import Village
-
-
-def test_infos_come_back_where_they_are_asked_for():
-    with SerialEnv(1, Village, seed=0, options=ExecutorOptions(infos="plain")) as env:
-        env.reset()
-        env.step(env.rand_action())
-        assert env.infos("next")[0]["dog"] == {"energy": 9.0, "name": "dog"}
 
 
 def test_arguments_reach_the_env_and_unlike_ones_each_their_own():
@@ -38,24 +30,6 @@ def test_arguments_reach_the_env_and_unlike_ones_each_their_own():
         data = env.rollout(3)
     assert data["agent", "observation"].shape[:3] == (2, 2, 5)
     assert data.get("agent").batch_size == (2, 2, 5)
-
-
-def test_an_env_that_cannot_be_served_is_refused_when_it_is_built():
-    with pytest.raises(SpecError, match="turn_based_aec_to_parallel"):
-        SerialEnv(1, lambda: pettingzoo.make("aec", "classic/tictactoe-v3"))
-
-
-@pytest.mark.slow
-def test_a_partial_reset_leaves_the_other_village_where_it_is():
-    with ParallelEnv(2, Village, num_workers=2, seed=0) as env:
-        env.reset()
-        for _ in range(4):
-            td = env.step(env.rand_action())
-        after = env.reset(TensorDict({"_reset": np.array([[True], [False]])}, [2]))
-    assert after["sheep", "mask"].tolist() == [[True, True, False], [True, False, False]]
-    assert after["sheep", "terminated"][:, :2, 0].tolist() == [[False, False], [False, False]]
-    assert after["sheep", "truncated"][:, :2, 0].tolist() == [[False, False], [False, True]]
-    assert (after["sheep", "observation"][1] == td["next", "sheep", "observation"][1]).all()
 
 
 def test_random_players_take_turns_and_make_legal_moves():

@@ -14,7 +14,7 @@ from envherd.executor import EnvError, ExecutorOptions, SerialEnv
 from envherd.shm.specs import Discrete, LeafSpec
 from envherd.workers.block.slot import Slot
 from envherd.workers.errors import SpecError
-from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv, PairEnv
+from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv
 from envherd.workers.testing.envs import PlainAdapter, action_leaf
 
 #: The step alone, and with the global generators swapped around it.
@@ -95,17 +95,6 @@ def test_done_leaves_of_agents_are_written_in_every_row(isolate_rng):
         data = env.rollout(7, break_when_any_done=False)
         assert torch.equal(data["next", "agents", "done"], data["next", "done"][..., None].expand(2, 7, 3, 1))
         assert not data["agents", "done"].any()
-
-
-@BOTH_WAYS
-def test_a_mask_resets_rows_of_an_env_that_is_a_batch(isolate_rng):
-    with opened(PairEnv, isolate_rng) as env:
-        env.reset()
-        env.step(TensorDict({"action": torch.ones(2, 2, dtype=torch.int64)}, [2, 2]))
-        mask = torch.tensor([[False, True], [False, False]])
-        root = env.reset(TensorDict({"_reset": mask}, [2, 2]))
-        assert root["observation"][..., 1].tolist() == [[1, 0], [1, 1]]
-        assert env.call("state") == [[1, 0], [1, 1]]
 
 
 @BOTH_WAYS

@@ -164,26 +164,28 @@ each = pytest.mark.parametrize(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gives_state", [False, True], ids=["state kept", "state given"])
 @each
-def test_same_data_as_torchrl(name, gives_state):
+def test_same_data_as_torchrl(name):
+    """If the env keeps its state, and if it is given the state of its root."""
     env = SAME_DATA[name]()
     assert find_adapter(env) is TorchRLAdapter
-    adapter = TorchRLAdapter(env)
+    adapter, other = TorchRLAdapter(env), TorchRLAdapter(SAME_DATA[name]())
+    check_spec(adapter.spec, other.spec)
     actions = drawn_actions(adapter.env)
     theirs = play_torchrl(SAME_DATA[name](), adapter, actions)
-    ours = play_adapter(adapter, actions, (lambda leaf, root: root.get(leaf.key)) if gives_state else lambda *_: None)
+    ours = play_adapter(adapter, actions, lambda *_: None)
     assert sum(moment.is_reset for moment in ours) > 1, "no episode ended"
     assert_same(ours, theirs)
+    if other.spec.state:
+        assert_same(play_adapter(other, actions, lambda leaf, root: root.get(leaf.key)), theirs)
 
 
-@each
-def test_specs_cross_the_wire_and_agree_between_instances(name):
-    first, second = (TorchRLAdapter(SAME_DATA[name]()).spec for _ in range(2))
-    assert type(first).from_plain(plain.decode(plain.encode(first.to_plain()))) == second
-    assert [leaf.key for leaf in first.done[:3]] == list(DONE_KEYS)
-    assert {leaf.shape for leaf in first.done[:3]} == {(*first.batch_shape, 1)}
-    for group in (first.observation, first.action, first.reward, first.done[3:], first.state):
+def check_spec(spec, other):
+    """Check that a spec is that of another instance after it has crossed, and its order."""
+    assert type(spec).from_plain(plain.decode(plain.encode(spec.to_plain()))) == other
+    assert [leaf.key for leaf in spec.done[:3]] == list(DONE_KEYS)
+    assert {leaf.shape for leaf in spec.done[:3]} == {(*spec.batch_shape, 1)}
+    for group in (spec.observation, spec.action, spec.reward, spec.done[3:], spec.state):
         keys = [leaf.key for leaf in group]
         assert keys == sorted(keys, key=lambda key: (len(key), key))
 
@@ -246,11 +248,12 @@ def test_step_before_reset_and_missing_leaf_are_named():
         adapter.step([np.zeros(1, np.float32)])
 
 
-def test_step_returns_views_and_leaves_grad_mode_alone():
+def test_step_returns_views_and_leaves_torch_s_modes_alone():
+    threads = torch.get_num_threads()
     adapter = TorchRLAdapter(TransformedEnv(GymEnv("CartPole-v1"), StepCounter()))
     adapter.reset(0)
     observation, reward, terminated, truncated = adapter.step([np.array([1, 0]), None])
     (ours,) = [value for value in observation if value.shape == (4,)]
     assert np.shares_memory(ours, adapter._latest["observation"].numpy())
     assert [type(reward[0]), terminated, truncated] == [float, False, False]
-    assert torch.is_grad_enabled()
+    assert (torch.is_grad_enabled(), torch.get_num_threads()) == (True, threads)

@@ -90,16 +90,16 @@ PENDULUM = "Pendulum-v1"
 AGENTS = ("walker", "reward")
 #: name -> (factory, number of steps), and False for envs that cannot be stepped after an end
 DIRECT: dict[str, Any] = {
-    "one-hot": (lambda: gym("CartPole-v1"), 1000),
-    "categorical": (lambda: gym("CartPole-v1", categorical_action_encoding=True), 1000),
-    "box": (lambda: gym(PENDULUM, device="cpu"), 1000),
+    "one-hot": (lambda: gym("CartPole-v1"), 250),
+    "categorical": (lambda: gym("CartPole-v1", categorical_action_encoding=True), 250),
+    "box": (lambda: gym(PENDULUM, device="cpu"), 250),
     "pixels": (lambda: gym("CartPole-v1", from_pixels=True), 40),
     "pixels and state": (lambda: gym("CartPole-v1", from_pixels=True, pixels_only=False), 40),
     "buffered": (lambda: GymWrapper(Buffered(), categorical_action_encoding=True), 60),
     **{f"nested, {kind}": (lambda kind=kind: GymWrapper(Nested(kind)), 60) for kind in ("float", "float32", "int")},
     **{f"nested, {kind}": (lambda kind=kind: GymWrapper(Nested(kind)), 60) for kind in ("zero", "array", "None")},
     "fast encoding": (lambda: (env := gym(PENDULUM)).fast_encoding() or env, 60),
-    "counters": (lambda: gym(PENDULUM, StepCounter(7), RewardSum(), InitTracker(), DoubleToFloat()), 1000),
+    "counters": (lambda: gym(PENDULUM, StepCounter(7), RewardSum(), InitTracker(), DoubleToFloat()), 250),
     "no transform": (lambda: TransformedEnv(GymEnv("CartPole-v1")), 200),
     "one transform": (lambda: TransformedEnv(GymEnv("CartPole-v1"), StepCounter()), 200),
     "scales": (lambda: gym(PENDULUM, RewardScaling(0.5, 2.0), ObservationNorm(0.5, 2.0, in_keys=["observation"])), 200),
@@ -125,7 +125,7 @@ DIRECT: dict[str, Any] = {
     "twice": (lambda: gym(PENDULUM, Twice(), RewardSum(), StepCounter(9)), 200),
 }
 DM = {
-    "dm_control": (lambda: DMControlEnv("cartpole", "swingup"), 1100),
+    "dm_control": (lambda: DMControlEnv("cartpole", "swingup", time_limit=0.5), 120),
     "dm_control, terminates": (terminating, 60),
     "dm_control, transforms": (
         lambda: TransformedEnv(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
@@ -20,7 +17,6 @@ from gymnasium.vector import AutoresetMode
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import (
     Compose,
-    DMControlEnv,
     EnvBase,
     GymEnv,
     GymWrapper,
@@ -139,26 +135,6 @@ def test_a_gym_env_is_reset_once_with_the_seed_and_the_options():
     assert [asked["seed"] for asked in inner.asked] == [5, None, 9]
 
 
-@needs("dm-control")
-@pytest.mark.slow
-def test_dm_control_is_seeded_as_when_it_is_built_with_the_seed():
-    adapter = TorchRLAdapter(DMControlEnv("cartpole", "swingup"))
-    calls = []
-    native = adapter.env._env.reset
-
-    def reset() -> Any:
-        calls.append(1)
-        return native()
-
-    adapter.env._env.reset = reset
-    rows = observed(adapter, adapter.reset(5))
-    from dm_control import suite
-
-    expected = suite.load("cartpole", "swingup", task_kwargs={"random": 5}).reset().observation
-    assert all(np.array_equal(rows[key,], value) for key, value in expected.items())
-    assert calls == [1]
-
-
 @pytest.mark.parametrize("make", [torchrl_envs.Noisy, PendulumEnv, torchrl_own.StateLessCountingEnv])
 def test_torch_s_global_generator_is_the_env_s_own_and_nobody_else_s(make):
     adapter, other = TorchRLAdapter(make()), TorchRLAdapter(torchrl_envs.Noisy())
@@ -240,14 +216,6 @@ def test_batched_envs_are_refused_before_they_start(batched, wrap):
     assert env.is_closed
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_vector_env_that_shows_reset_observations_at_the_end_is_refused():
-    env = vector_env(AutoresetMode.DISABLED)
-    env._env.autoreset_mode = AutoresetMode.NEXT_STEP  # if gym is also installed, TorchRL may accept it
-    with pytest.raises(FactoryError, match=r"NEXT_STEP. Build it with autoreset_mode=AutoresetMode.DISABLED"):
-        TorchRLAdapter(env)
-
-
 # ---- state, pictures, closing ----------------------------------------------------------------------------------
 
 
@@ -286,24 +254,6 @@ def test_close_closes_the_env_inside(monkeypatch):
     monkeypatch.setattr(env, "close", lambda: closed.append(True))
     TorchRLAdapter(TransformedEnv(GymWrapper(env), StepCounter())).close()
     assert closed == [True]
-
-
-@pytest.mark.slow
-def test_torch_has_one_thread_in_a_process_that_says_so():
-    program = (
-        "import warnings; warnings.simplefilter('ignore')\n"
-        "from torchrl.envs import PendulumEnv\n"
-        "from envherd.workers.adapters import find_adapter\n"
-        "adapter = find_adapter(env := PendulumEnv())(env)\n"
-        "adapter.reset(0)\n"
-        "import torch\n"
-        "print(torch.get_num_threads())\n"
-    )
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.split()[-1] == "1"
 
 
 def test_unused_composites_are_no_leaves():
