@@ -1,5 +1,6 @@
 """Envs of another interpreter: what it needs, equal data, and the faults of such workers."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -90,7 +91,7 @@ def module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "drift_module", None)
     del sys.modules["drift_module"]
-    import drift_module
+    drift_module = importlib.import_module("drift_module")
 
     yield drift_module
     del sys.modules["drift_module"]

@@ -9,6 +9,8 @@ from tests.extras import skip_without
 
 skip_without("media")
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -42,18 +44,18 @@ def pictures_of(looks: list[list[np.ndarray | None]], gif=None, png=None) -> Pic
     """Return the pictures of a run in which the envs rendered these frames."""
     pictures, env = Pictures(gif, png, len(looks) - 1), Rendered(looks)
     for step in range(len(looks)):
-        pictures.look(env, step, None)
+        pictures.look(cast("Any", env), step, None)
     return pictures
 
 
 def moving(num_envs: int, num_moments: int = 5) -> list[list[np.ndarray | None]]:
     """Return frames in which each env has a different shade, and a dot moves."""
-    looks = []
+    looks: list[list[np.ndarray | None]] = []
     for step in range(num_moments):
         frames = [np.full((12, 16, 3), 40 * env_id + 20, np.uint8) for env_id in range(num_envs)]
         for frame in frames:
             frame[3, step] = (255, 0, 0)
-        looks.append(frames)
+        looks.append([*frames])
     return looks
 
 

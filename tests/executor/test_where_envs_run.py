@@ -1,5 +1,6 @@
 """What each worker gets: environment variables, a GPU, and who it is."""
 
+import importlib
 import os
 import signal
 
@@ -49,7 +50,7 @@ def test_variables_are_set_before_modules_of_envs_are_imported(tmp_path, monkeyp
         "class Reads(CountingEnv):\n    @property\n    def device(self):\n        return SEEN\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    import reads_at_import
+    reads_at_import = importlib.import_module("reads_at_import")
 
     options = ExecutorOptions(env_vars=lambda worker_id: {"DEVICE": str(worker_id)})
     with ParallelEnv(2, reads_at_import.Reads, num_workers=2, options=options) as env:
