@@ -11,7 +11,6 @@ from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.cluster.messages import Report
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.base import Pool
 from envherd.executor.pools.blueprint import (
     EnvKwargs,
     MakeEnv,
@@ -52,10 +51,11 @@ class RayParallelEnv(BatchedEnv):
         device: of the batches; None leaves them on the CPU.
         copy: accepted as by `ParallelEnv`; batches are always the caller's own memory.
         options: see `ExecutorOptions`; the nodes enforce its deadlines and its loss policy.
-        strategy: how Ray places shares: "STRICT_SPREAD" puts each on a different node.
+        strategy: how Ray places shares, also those of a lost node: "SPREAD" puts each on a different node if it can,
+            "STRICT_SPREAD" nowhere else.
         runtime_env: Ray's runtime environment of the hosts; None for the job's own.
         node_timeout_s: seconds without a sign of life after which a node counts as lost.
-        placement_timeout_s: seconds to wait for room at the start.
+        placement_timeout_s: seconds to wait for room, at the start and when a share must move.
 
     Attributes:
         nodes: one `Report` per share: node id, host name, processors, memory, versions.
@@ -82,7 +82,7 @@ class RayParallelEnv(BatchedEnv):
         device: Any = None,
         copy: bool = True,
         options: ExecutorOptions | None = None,
-        strategy: Strategy = "STRICT_SPREAD",
+        strategy: Strategy = "SPREAD",
         runtime_env: Mapping[str, Any] | None = None,
         node_timeout_s: float = 30.0,
         placement_timeout_s: float = 60.0,
@@ -95,25 +95,22 @@ class RayParallelEnv(BatchedEnv):
         factories = as_factories(count, make_env)
         blueprint = draw(factories, env_kwargs, 1, seed, options)
         need_ray("RayParallelEnv")
-        from envherd.executor.cluster.engine import ClusterEngine, ClusterExchange
+        from envherd.executor.cluster.engine import ClusterEngine
         from envherd.executor.cluster.hosts import Hosts
 
-        self._hosts = hosts = Hosts(address, node_timeout_s, options)
+        self._hosts = hosts = Hosts(address, (node_timeout_s, placement_timeout_s), options)
         try:
-            where = strategy, placement_timeout_s, runtime_env
-            built = hosts.start(blueprint, num_nodes, resources_per_node, envs_per_node, num_workers, where)
+            where = strategy, runtime_env
+            hosts.start(blueprint, (num_nodes, resources_per_node), envs_per_node, num_workers, where)
             check_agreement(hosts.specs, factories, blueprint.env_kwargs)
-            parts = Parts(ClusterEngine, ClusterExchange, StepwiseRun)
             super().__init__(
-                cast("Pool", hosts),
+                hosts,
                 seed=blueprint.root_seed,
                 device=where_to,
-                copy=copy,
+                copy=True,  # no frame is a view of a worker's
                 options=options,
-                parts=parts,
+                parts=Parts(engine=ClusterEngine, run=StepwiseRun),
             )
-            for host, one in zip(hosts.all, built, strict=True):
-                self._engine.place(host, one.answer)  # type: ignore[attr-defined]  # of `ClusterEngine`
         except BaseException:
             hosts.close(timeout_s=0)
             raise
