@@ -28,7 +28,7 @@ _PLACED = {State.NEEDS_RESET: Event.IS_BROKEN_OFF, State.RUNNING: Event.IS_ALLOW
 class HostFlights(Flights):
     """Commands for envs on hosts."""
 
-    pool: Hosts
+    pool: Hosts  # type: ignore[assignment]  # what is used of a `Pool`
 
     def fault_error(self, faults: Mapping[int, Any]) -> EnvherdError | None:
         """Return the error that the host of the first env has made."""
@@ -54,7 +54,7 @@ class HostFlights(Flights):
 class ClusterEngine(Engine):
     """The engine of a `RayParallelEnv`; see the module."""
 
-    pool: Hosts  # type: ignore[assignment]  # a `Pool`
+    pool: Hosts  # type: ignore[assignment]  # what is used of a `Pool`
     flights: HostFlights
     flights_type = HostFlights
 
@@ -70,7 +70,7 @@ class ClusterEngine(Engine):
         columns[env_ids] = self.positions.reset_columns(env_ids)
         self.pool.take_rows(host, answer, columns)
         self.positions.were_reset(env_ids, columns[env_ids])
-        self.side.note_values({host.share.first_env_id + i: frame for i, frame in answer.side.items()})
+        self.side.note_values({host.first + i: frame for i, frame in answer.side.items()})
         for value, event in _PLACED.items():
             self.states.move(env_ids[answer.states == value], event)
 

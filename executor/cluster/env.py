@@ -11,6 +11,7 @@ from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.cluster.messages import Report
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.base import Pool
 from envherd.executor.pools.blueprint import (
     EnvKwargs,
     MakeEnv,
@@ -104,7 +105,7 @@ class RayParallelEnv(BatchedEnv):
             hosts.start(blueprint, (num_nodes, resources_per_node), envs_per_node, num_workers, where)
             check_agreement(hosts.specs, factories, blueprint.env_kwargs)
             super().__init__(
-                hosts,
+                cast("Pool", hosts),
                 seed=blueprint.root_seed,
                 device=where_to,
                 copy=True,  # no frame is a view of a worker's

@@ -314,7 +314,7 @@ class NodeHost:
         self._is_seeded = True
 
 
-def load_weights(policy: torch.nn.Module, weights: list[np.ndarray]) -> None:
+def load_weights(policy: Any, weights: list[np.ndarray]) -> None:
     """Write a module's parameters, then its buffers, into a module of the same kind."""
     with torch.no_grad():
         for mine, array in zip((*policy.parameters(), *policy.buffers()), weights, strict=True):

@@ -94,6 +94,7 @@ class Host:
         place: where it runs.
         report: of the host.
         env_ids: int64 `[n]`, of the batch.
+        first: the first of them.
         worker_ids: of the batch.
         loss: the error that describes its loss; None while it runs, or is being started.
         is_building: it has not yet built its envs.
@@ -109,7 +110,8 @@ class Host:
 
     def __init__(self, index: int, share: Share, place: Place, report: Report) -> None:
         self.index, self.share, self.place, self.report = index, share, place, report
-        self.env_ids = np.arange(share.first_env_id, share.first_env_id + len(share.blueprint.factories))
+        self.first = share.first_env_id
+        self.env_ids = np.arange(self.first, self.first + len(share.blueprint.factories))
         self.worker_ids = range(share.first_worker_id, share.first_worker_id + len(share.blueprint.blocks))
         self.calls: list[Call] = []
         self._ping: Any = None
@@ -182,7 +184,7 @@ class Hosts(SlabPool):
         self.outcome = Outcome()
         self.lost: dict[int, EnvherdError] = {}
         self.num_losses = 0
-        self._timeouts = timeouts
+        self._timeouts, self._looked_at = timeouts, time.monotonic()
         self._restarts = Restarts(options)
         self._prepared: dict[int, messages.Prepare] = {}
         self._is_up = self._is_closed = False
@@ -303,7 +305,7 @@ class Hosts(SlabPool):
                     self._order(host, op, left[ops == op])
 
     def _order(self, host: Host, op: int, env_ids: np.ndarray) -> None:
-        first = host.share.first_env_id
+        first = host.first
         extras = [self._prepared.pop(i) for i in env_ids.tolist() if i in self._prepared] if self._prepared else []
         if op == RESET and not self._is_prepared[env_ids].any():
             extras = []  # of a command that was broken off
@@ -383,7 +385,8 @@ class Hosts(SlabPool):
             ready, _ = ray.wait([*refs], num_returns=len(refs), timeout=0)
         for ref in ready:
             self._open(refs[ref])
-        if not ready and limit:
+        if time.monotonic() - self._looked_at >= _LOOK_S:  # also while other hosts answer
+            self._looked_at = time.monotonic()
             for host in self.all:
                 if host.calls and (loss := host.silence(*self._timeouts)):
                     self._lose(host, loss)
@@ -407,7 +410,7 @@ class Hosts(SlabPool):
 
     def _land(self, host: Host, env_ids: np.ndarray, answer: Answer | EnvherdError) -> None:
         """Take the answer to an order."""
-        first, errors = host.share.first_env_id, [answer] if isinstance(answer, EnvherdError) else answer.errors
+        first, errors = host.first, [answer] if isinstance(answer, EnvherdError) else answer.errors
         is_missing = np.zeros(self.num_envs, bool)
         is_missing[env_ids] = True
         for worker_id in host.worker_ids:
@@ -436,7 +439,7 @@ class Hosts(SlabPool):
     def take_rows(self, host: Host, answer: Answer, columns: np.ndarray) -> None:
         """Write the rows of an answer to columns, int64 `[N]`, and keep its counts."""
         for parts in (answer.nexts, answer.roots):
-            write(self.slab, self._layout, parts, columns, first=host.share.first_env_id)
+            write(self.slab, self._layout, parts, columns, first=host.first)
         self._note_counts(host, answer.words, answer.tally)
 
     def _note_counts(self, host: Host, words: np.ndarray, tally: np.ndarray) -> None:
@@ -481,7 +484,8 @@ class Hosts(SlabPool):
                 no room for the latest one.
         """
         host = next(host for host in self.all if worker_id in host.worker_ids)
-        self.outcome.losses.pop(worker_id, None)
+        for other in host.worker_ids:
+            self.outcome.losses.pop(other, None)
         if worker_id not in self.lost:
             return  # its host was restarted for another worker
         if host.loss is None:
@@ -531,18 +535,18 @@ class Hosts(SlabPool):
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         args, asked = question.pop("args", ()), dict[int, Call]()
-        gone = [worker_id for worker_id in self.worker_of[env_ids].tolist() if worker_id in self.lost]
-        if gone:
-            raise self.lost[gone[0]]
+        for worker_id in self.worker_of[env_ids].tolist():
+            if worker_id in self.lost:
+                raise self.lost[worker_id]
         for host in self.all:
-            own = [i for i in env_ids if i in host.env_ids]
-            if own:
-                mine = tuple(args[env_ids.index(i)] for i in own) if what in messages.PER_ENV else args
-                local = [i - host.share.first_env_id for i in own]
-                asked[host.index] = Call(host, "ask", (what, local, {**question, "args": mine}), None)
+            positions = [at for at, i in enumerate(env_ids) if 0 <= i - host.first < len(host.env_ids)]
+            if positions:
+                own = [env_ids[at] - host.first for at in positions]
+                mine = tuple(args[at] for at in positions) if what in messages.PER_ENV else args
+                asked[host.index] = Call(host, "ask", (what, own, {**question, "args": mine}), None)
 
         def take(index: int) -> dict[int, Any]:
-            call, first = asked[index], self.all[index].share.first_env_id
+            call, first = asked[index], self.all[index].first
             try:
                 return {first + env_id: value for env_id, value in self.get(call).items()}
             except _LOSSES as error:

@@ -67,8 +67,9 @@ def test_what_is_lost_is_replaced_and_the_rest_goes_on(cluster):
     nodes = [add_node(cluster) for _ in range(2)]
     mine = {"CPU": 1, "mine": 1}
     try:
+        timeouts = {"node_timeout_s": 4.0, "placement_timeout_s": 20.0}
         with RayParallelEnv(
-            N, ENDLESS, seed=0, resources_per_node=mine, num_workers=2, options=options, node_timeout_s=4.0
+            N, ENDLESS, seed=0, resources_per_node=mine, num_workers=2, options=options, **timeouts
         ) as env:
             env.reset()
             step(env)
@@ -86,7 +87,7 @@ def test_what_is_lost_is_replaced_and_the_rest_goes_on(cluster):
             assert env.nodes[1].node_id == nodes[-1].node_id, "moved to where there is room"
             cluster.remove_node(nodes.pop())
             env.send(env.rand_action(env.current()))
-            with pytest.raises(WorkerLost, match="no living node has room"):
+            with pytest.raises(WorkerLost, match="no living node has had room"):
                 receive_for_ever(env, [0, 1])
             assert env.statistics().worker_losses == 7
     finally:
