@@ -46,9 +46,12 @@ class HostFlights(Flights):
     def _note_interrupted(self, env_ids: np.ndarray) -> None:
         self.positions.interrupted[env_ids] |= self.pool.interrupted[env_ids]
 
-    def settle(self) -> EnvherdError | None:
-        """Record losses outside a command, and begin to replace lost hosts; return the loss to raise, or None."""
-        return self.losses.replace(self.pool.outcome.hand_out(_NOBODY).losses, _NOBODY)
+    def settle(self, host: Host) -> EnvherdError | None:
+        """Record losses outside a command, and begin to replace a lost host; return the loss to raise, or None."""
+        losses = self.pool.outcome.hand_out(_NOBODY).losses
+        if host.loss is not None:
+            losses |= dict.fromkeys(host.worker_ids, host.loss)
+        return self.losses.replace(losses, _NOBODY)
 
 
 class ClusterEngine(Engine):

@@ -70,19 +70,24 @@ class Call:
         ref: Ray's reference of the answer.
         answer: of calls without envs; may be an error.
         is_answered: the answer was taken.
+        is_lost: it is that its host was lost.
     """
 
     answer: Any = None
-    is_answered = False
+    is_answered = is_lost = False
 
     def __init__(self, host: Host, method: str, args: tuple[Any, ...], env_ids: np.ndarray | None) -> None:
         self.host, self.method, self.env_ids = host, method, env_ids
         if host.loss is not None:
-            self.answer, self.is_answered = host.loss, True
+            self.lose(host.loss)
             return
         with uninterrupted():  # a call that has been sent is known to be
             self.ref = host.place.call(method, *args)
             host.calls.append(self)
+
+    def lose(self, loss: EnvherdError) -> None:
+        """Answer it by the loss of its host."""
+        self.answer, self.is_answered, self.is_lost = loss, True, True
 
 
 class Host:
@@ -245,6 +250,7 @@ class Hosts(SlabPool):
         self.specs: list[EnvSpec] = []
         for call in [Call(host, "build", (host.share,), None) for host in self.all]:
             self.specs += self.get(call)[0]
+            call.host.is_building = False
         self.plan = plan_slab(self.specs, self.num_workers, self.options.num_frames)
         self.slab = Slab(self.plan, np.zeros(self.plan.nbytes, np.uint8))
         self._layout = Places(self.plan)
@@ -271,7 +277,8 @@ class Hosts(SlabPool):
         flags: int = 0,
     ) -> None:
         """Send hosts a command for some envs; `target` is the ring."""
-        self._ops[env_ids], self._columns[env_ids] = op, columns
+        self._ops[env_ids] = op if isinstance(op, np.ndarray) else int(op)
+        self._columns[env_ids] = columns
         self._is_prepared[env_ids] = bool(flags & Flag.PREPARED)
         self.interrupted[env_ids] = False
         self._words.write(env_ids, self._ops[env_ids])
@@ -462,10 +469,11 @@ class Hosts(SlabPool):
         with uninterrupted():
             host.loss, calls, host.calls = loss, host.calls, []
             for call in calls:
-                call.answer, call.is_answered = loss, True
+                call.lose(loss)
             if self._is_up:
-                host.tally = host.tally + np.array([len(host.worker_ids), 0, 0, 0])
-                self.num_losses += len(host.worker_ids)
+                num_workers = 0 if host.is_building else len(host.worker_ids)
+                host.tally = host.tally + np.array([num_workers, 0, 0, 0])
+                self.num_losses += num_workers
                 self.lost.update(dict.fromkeys(host.worker_ids, loss))
                 self.outcome.losses.update(dict.fromkeys(host.worker_ids, loss))
                 self._lose_answers(host)

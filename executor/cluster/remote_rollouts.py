@@ -253,7 +253,7 @@ class RemoteRollouts:
     def _start(self, host: Host, states: Mapping[str, TensorDictBase] = _NO_STATES) -> None:
         """Begin a rollout on a host, with states of the policy."""
         self._engine.pool.await_workers(host.env_ids)
-        if host.loss is not None and (error := self._engine.flights.settle()) is not None:
+        if host.loss is not None and (error := self._engine.flights.settle(host)) is not None:
             raise error
         self._refresh()
         ended = self._engine.states.needs_reset[host.env_ids]
@@ -279,10 +279,12 @@ class RemoteRollouts:
             engine.place(call.host, answer[1])
             return None
         engine.states.move(call.host.env_ids, Event.IS_BROKEN_OFF)
-        if call.host.loss is None and isinstance(answer, (WorkerLost, WorkerTimeout)):
+        if call.is_lost:
+            return engine.flights.settle(call.host)
+        if isinstance(answer, (WorkerLost, WorkerTimeout)):
             self._hosts.note_lost_worker(answer)
-            return engine.flights.settle() or answer
-        return engine.flights.settle() if call.host.loss is not None else answer
+            engine.flights.settle(call.host)
+        return answer
 
     def _drain(self) -> None:
         """Wait for pending rollouts, note the envs' positions, and drop the data."""

@@ -94,8 +94,6 @@ def hosts(clock, monkeypatch):
     options = ExecutorOptions(max_restarts=3, on_worker_loss="restart")
     hosts = Hosts(None, (30.0, 60.0), options)
     hosts.start(draw([CountingEnv] * 4, None, 1, 0, options), (None, None), None, None, ("SPREAD", None))
-    for host in hosts.all:
-        host.is_building = False
     hosts.submit(np.arange(2), Op.RESET, RING, np.zeros(2, np.int64))
     return hosts
 
@@ -124,6 +122,7 @@ def test_a_host_that_is_lost_repeatedly_is_finally_not_replaced(hosts):
         assert place.called == ["start_host", "build", "run"], "once for both workers, and its commands follow"
         assert (host.loss, hosts.lost, host.share.generation) == (None, {}, number)
         hosts._words.reply_seq[:2] = hosts._words.command_seq[:2]
+        host.is_building = False
     assert host.tally[0] == hosts.num_losses == 6
     with pytest.raises(WorkerLost, match=r"the host is gone It is not replaced: ExecutorOptions\.max_restarts=3"):
         lose_and_restart(hosts)
