@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -248,9 +248,9 @@ class Hosts(SlabPool):
         self.num_workers, self.serving = len(blocks), range(len(blocks))
         self.worker_of = np.repeat(self.serving, [*map(len, blocks)])
         self.specs: list[EnvSpec] = []
-        for call in [Call(host, "build", (host.share,), None) for host in self.all]:
-            self.specs += self.get(call)[0]
-            call.host.is_building = False
+        for host, (specs, _) in self._each("build", lambda host: (host.share,)):
+            self.specs += specs
+            host.is_building = False
         self.plan = plan_slab(self.specs, self.num_workers, self.options.num_frames)
         self.slab = Slab(self.plan, np.zeros(self.plan.nbytes, np.uint8))
         self._layout = Places(self.plan)
@@ -374,6 +374,11 @@ class Hosts(SlabPool):
         if isinstance(call.answer, EnvherdError):
             raise call.answer
         return call.answer
+
+    def _each(self, method: str, args_of: Callable[[Host], tuple[Any, ...]]) -> list[tuple[Host, Any]]:
+        """Call a method of all living hosts at once, and return their answers; raises as `get`."""
+        calls = [Call(host, method, args_of(host), None) for host in self.all if host.loss is None]
+        return [(call.host, self.get(call)) for call in calls]
 
     def wait_any(self, calls: Sequence[Call]) -> Call:
         """Wait until one of some calls without envs is answered; return the first that is."""
@@ -531,15 +536,11 @@ class Hosts(SlabPool):
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
         self.await_workers(np.arange(self.num_envs))
         self.slab.words["episode"][:] = 0 if episodes is None else episodes
-        calls = []
         for host in self.all:
             blueprint = dataclasses.replace(host.share.blueprint, root_seed=root_seed)
             host.share = dataclasses.replace(host.share, blueprint=blueprint)
-            if host.loss is None:
-                own = None if episodes is None else [episodes[i] for i in host.env_ids.tolist()]
-                calls.append(Call(host, "seed", (root_seed, own), None))
-        for call in calls:
-            self.get(call)
+        starts = None if episodes is None else np.asarray(episodes, np.int64)
+        self._each("seed", lambda host: (root_seed, None if starts is None else starts[host.env_ids].tolist()))
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         args, asked = question.pop("args", ()), dict[int, Call]()
@@ -566,12 +567,12 @@ class Hosts(SlabPool):
 
     def restore(self, roots: Sequence[Mapping[str, Any]] | None, ended: np.ndarray | None) -> None:
         """Note on the hosts that all envs have been restored; see `Calls.restore`."""
-        calls = []
-        for host in self.all:
-            own = None if roots is None else [dict(roots[i]) for i in host.env_ids.tolist()]
-            calls.append(Call(host, "restore", (own, None if ended is None else ended[host.env_ids]), None))
-        for call in calls:
-            self.get(call)
+
+        def own(host: Host) -> tuple[Any, Any]:
+            mine = None if roots is None else [dict(roots[i]) for i in host.env_ids.tolist()]
+            return mine, None if ended is None else ended[host.env_ids]
+
+        self._each("restore", own)
 
     def roll(self, host: Host, *args: Any) -> Call:
         """Begin a rollout on a host; see `NodeHost.roll`."""
@@ -580,9 +581,8 @@ class Hosts(SlabPool):
     def workers(self) -> list[WorkerStatistics]:
         """Return the statistics of all workers, and take the counts of their envs."""
         found: list[WorkerStatistics] = []
-        for call in [Call(host, "statistics", (), None) for host in self.all if host.loss is None]:
-            workers, words, tally = self.get(call)
-            self._note_counts(call.host, words, tally)
+        for host, (workers, words, tally) in self._each("statistics", lambda _: ()):
+            self._note_counts(host, words, tally)
             found += workers
         return found
 

@@ -1,10 +1,11 @@
-"""Spread envs over nodes, and fold their rollouts; no cluster, no process."""
+"""What needs no cluster: envs are spread over nodes, rollouts are folded, factories are refused."""
 
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict
 
-from envherd.executor.cluster import ClusterError
+from envherd.executor import FactoryError
+from envherd.executor.cluster import ClusterError, RayParallelEnv
 from envherd.executor.cluster.folding import fold, unfold
 from envherd.executor.cluster.shares import bundles_for, divide
 
@@ -104,3 +105,9 @@ def test_what_is_more_than_tensors_crosses_as_it_is():
         whole = unfold([fold(part) for part in parts])
         assert isinstance(whole, TensorDict if len(parts) == 1 else LazyStackedTensorDict)
         assert whole[-1]["text"] == [*"abcdefg"]
+
+
+def test_a_factory_that_cannot_be_pickled_is_named_before_anything_starts():
+    held = (number for number in range(3))
+    with pytest.raises(FactoryError, match="captured the variable `held`"):
+        RayParallelEnv(2, lambda: held)
