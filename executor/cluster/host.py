@@ -76,7 +76,7 @@ class NodeHost:
     def __init__(self) -> None:
         _end_with_parent()
         self._policies: dict[int, Any] = {}
-        self._version = -1
+        self._version = self._number = -1
 
     def report(self) -> Report:
         """Return a report on the node, before there are envs."""
@@ -123,6 +123,11 @@ class NodeHost:
     @_returns_errors
     def run(self, order: Order) -> Answer:
         """Carry out an order and wait for all of its answers."""
+        if order.number != self._number:
+            self._latest, self._number = self._carry_out(order), order.number
+        return self._latest
+
+    def _carry_out(self, order: Order) -> Answer:
         engine = self._engine
         ids = engine.all_ids if order.ids is None else order.ids
         is_cut = np.zeros(len(ids), bool)

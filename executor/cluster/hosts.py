@@ -13,6 +13,7 @@ Guarantees:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +60,7 @@ _LOOK_S = 1.0
 #: Characters of Ray's error texts that are kept.
 _MAX_LENGTH = 800
 _LOSSES = (WorkerLost, WorkerTimeout)
+_numbers = itertools.count()
 
 
 class Call:
@@ -67,23 +69,27 @@ class Call:
     Attributes:
         host, method: of which host.
         env_ids: of the batch, int64 `[k]`, which an order concerns; None for another call.
-        ref: Ray's reference of the answer.
+        ref: Ray's reference of the answer; None until it is sent.
         answer: of calls without envs; may be an error.
         is_answered: the answer was taken.
         is_lost: it is that its host was lost.
     """
 
     answer: Any = None
+    ref: Any = None
     is_answered = is_lost = False
 
     def __init__(self, host: Host, method: str, args: tuple[Any, ...], env_ids: np.ndarray | None) -> None:
-        self.host, self.method, self.env_ids = host, method, env_ids
+        self.host, self.method, self.args, self.env_ids = host, method, args, env_ids
         if host.loss is not None:
             self.lose(host.loss)
             return
-        with uninterrupted():  # a call that has been sent is known to be
-            self.ref = host.place.call(method, *args)
-            host.calls.append(self)
+        host.calls.append(self)
+        self.send()
+
+    def send(self) -> None:
+        """Send it; again if an interrupt came before the reference was known."""
+        self.ref = self.host.place.call(self.method, *self.args)
 
     def lose(self, loss: EnvherdError) -> None:
         """Answer it by the loss of its host."""
@@ -300,6 +306,8 @@ class Hosts(SlabPool):
         """Send hosts the commands that were written and not sent; those to lost hosts are answered by the loss."""
         is_left = self._words.is_owed()
         for host in self.all:
+            for call in [call for call in host.calls if call.ref is None]:  # broken off
+                call.send() if call.env_ids is not None else host.calls.remove(call)
             for call in host.calls:
                 if call.env_ids is not None:
                     is_left[call.env_ids] = False
@@ -318,6 +326,7 @@ class Hosts(SlabPool):
             extras = []  # of a command that was broken off
         section = "reset_mask" if op == RESET else "input"
         order = Order(
+            number=next(_numbers),
             op=op,
             ids=None if len(env_ids) == len(host.env_ids) else env_ids - first,
             inputs=read(self.slab, self._layout, env_ids, section, first=first),
@@ -390,7 +399,7 @@ class Hosts(SlabPool):
         """Take the answers that are there, at the latest when `count` of some calls, `timeout_s` or a check is due."""
         builds = [host.calls[0] for host in self.all if host.is_building and host.calls]
         limit = _LOOK_S if timeout_s is None else min(_LOOK_S, max(0.0, timeout_s))
-        refs = {call.ref: call for host in self.all for call in host.calls}
+        refs = {call.ref: call for host in self.all for call in host.calls if call.ref is not None}
         watched = [*dict.fromkeys(call.ref for call in (*builds, *calls) if not call.is_answered)]
         ready, _ = ray.wait(watched, num_returns=1 if builds else min(count, len(watched)), timeout=limit)
         if len(ready) < len(refs):
@@ -425,7 +434,7 @@ class Hosts(SlabPool):
         first, errors = host.first, [answer] if isinstance(answer, EnvherdError) else answer.errors
         is_missing = np.zeros(self.num_envs, bool)
         is_missing[env_ids] = True
-        for worker_id in host.worker_ids:
+        for worker_id in host.worker_ids if self.lost and self.options.on_worker_loss == "restart" else ():
             self.lost.pop(worker_id, None)  # the host may have replaced it since
         if not isinstance(answer, EnvherdError):
             self.take_rows(host, answer, self._columns)

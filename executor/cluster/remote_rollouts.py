@@ -257,6 +257,7 @@ class RemoteRollouts:
             raise error
         self._refresh()
         ended = self._engine.states.needs_reset[host.env_ids]
+        self._engine.states.move(host.env_ids, Event.IS_BROKEN_OFF)  # until their positions are noted
         what = self._num_steps, ended, {**self._kwargs, **states}, self._policy_id, self.version
         self._rolling[self._hosts.roll(host, *what, self._pickled, self._weights, self._factory is not None)] = states
 
@@ -278,7 +279,7 @@ class RemoteRollouts:
         if not isinstance(answer, EnvherdError):
             engine.place(call.host, answer[1])
             return None
-        engine.states.move(call.host.env_ids, Event.IS_BROKEN_OFF)
+        engine.positions.mark_lost(call.host.env_ids)
         if call.is_lost:
             return engine.flights.settle(call.host)
         if isinstance(answer, (WorkerLost, WorkerTimeout)):
