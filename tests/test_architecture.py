@@ -48,7 +48,7 @@ BUDGET = {
     "executor/*": 2887,
     "executor/batches": 1600,
     "executor/cli": 3608,
-    "executor/cluster": 2150,
+    "executor/cluster": 2147,
     "executor/facades": 464,
     "executor/facades/cleanrl": 186,
     "executor/facades/gymnasium": 1175,

@@ -36,7 +36,7 @@ class RayParallelEnv(BatchedEnv):
     """N envs on the nodes of a Ray cluster, stepped as one batch: the same API and the same data as `ParallelEnv`.
 
     Each node gets a share of contiguous envs and a host, which runs them as a `ParallelEnv` does. A command splits the
-    batch of actions, calls every host, and concatenates their batches.
+    batch of actions, calls every host, and combines the rows.
 
     Args:
         num_envs: N; at least one per node.
@@ -95,7 +95,7 @@ class RayParallelEnv(BatchedEnv):
         where_to = as_device(device)
         factories = as_factories(count, make_env)
         blueprint = draw(factories, env_kwargs, 1, seed, options)
-        need_ray("RayParallelEnv")
+        _need_ray()
         from envherd.executor.cluster.engine import ClusterEngine
         from envherd.executor.cluster.hosts import Hosts
 
@@ -137,14 +137,14 @@ class RayParallelEnv(BatchedEnv):
         return tuple(len(host.env_ids) for host in self._hosts.all)
 
 
-def need_ray(what: str) -> None:
-    """Raise a `ClusterError` that names `what` if Ray cannot be imported."""
+def _need_ray() -> None:
+    """Raise a `ClusterError` if Ray cannot be imported."""
     try:
         import ray  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "ray":  # Ray is installed, and lacks a package
             raise
         raise ClusterError(
-            f"{what} failed: expected Ray, got {type(error).__name__}: {error}. "
+            f"RayParallelEnv failed: expected Ray, got {type(error).__name__}: {error}. "
             f"Install it, here and on every node: pip install 'envherd[ray]'."
         ) from error

@@ -7,7 +7,6 @@ bounded.
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -22,8 +21,6 @@ from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.cluster.host import NodeHost, versions
 from envherd.executor.cluster.messages import Report
 from envherd.executor.cluster.shares import Resources, no_room
-
-log = logging.getLogger("envherd")
 
 #: Methods of a host that do not wait for its other methods: they run in another thread.
 _APART = ("report", "ping", "close")
@@ -69,7 +66,7 @@ class Connection:
 
 
 def check_address(address: str | None) -> None:
-    """Refuse an address that does not answer within seconds; Ray itself would try for most of a minute.
+    """Refuse an address that does not answer within seconds; Ray itself would try for minutes.
 
     Raises:
         ClusterError: it is `host:port`, and no connection can be made.
