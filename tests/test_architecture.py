@@ -20,8 +20,9 @@ HOPS = [
     for file, functions in architecture.hops(section)
     for function in functions
 ]
-#: Modules that read a pool's reports besides rows: the flight, its part for losses, and the host of a cluster.
+#: Modules that read a pool's reports besides rows: the flight, its part for losses, and a cluster's flights.
 READERS = {
+    "executor/cluster/engine.py",
     "executor/protocol/flight.py",
     "executor/protocol/losses.py",
 }
@@ -46,7 +47,7 @@ BUDGET = {
     "executor/*": 2887,
     "executor/batches": 1600,
     "executor/cli": 3004,
-    "executor/cluster": 2669,
+    "executor/cluster": 2151,
     "executor/facades": 464,
     "executor/facades/cleanrl": 186,
     "executor/facades/gymnasium": 1177,
@@ -58,8 +59,8 @@ BUDGET = {
     "executor/monitor": 511,
     "executor/native": 941,
     "executor/pools": 4578,
-    "executor/protocol": 3221,
-    "executor/rollouts": 906,
+    "executor/protocol": 3224,
+    "executor/rollouts": 911,
     "executor/show": 1119,
     "executor/simulator": 798,
     "executor/sizing": 1615,
@@ -113,7 +114,7 @@ def test_ways_have_hops():
 
 def test_only_flights_read_what_a_pool_reports():
     found = {path.relative_to(ROOT) for path in (ROOT / "executor").rglob("*.py") if REPORTS.search(path.read_text())}
-    pools = {file for file in found if "pools" in file.parts}
+    pools = {file for file in found if "pools" in file.parts or file.name == "hosts.py"}
     assert {file.as_posix() for file in found - pools} == READERS
 
 

@@ -38,7 +38,7 @@ class RayParallelEnv(BatchedEnv):
     """N envs on the nodes of a Ray cluster, stepped as one batch: the same API and the same data as `ParallelEnv`.
 
     Each node gets a share of contiguous envs and a host, which runs them as a `ParallelEnv` does. A command splits the
-    batch of actions, calls every host, and concatenates their batches.
+    batch of actions, calls every host, and combines the rows.
 
     Args:
         num_envs: N; at least one per node.
@@ -54,10 +54,11 @@ class RayParallelEnv(BatchedEnv):
         device: of the batches; None leaves them on the CPU.
         copy: accepted as by `ParallelEnv`; batches are always the caller's own memory.
         options: see `ExecutorOptions`; the nodes enforce its deadlines and its loss policy.
-        strategy: how Ray places shares: "STRICT_SPREAD" puts each on a different node.
+        strategy: how Ray places shares, also those of a lost node: "SPREAD" puts each on a different node if it can,
+            "STRICT_SPREAD" nowhere else.
         runtime_env: Ray's runtime environment of the hosts; None for the job's own.
         node_timeout_s: seconds without a sign of life after which a node counts as lost.
-        placement_timeout_s: seconds to wait for room at the start.
+        placement_timeout_s: seconds to wait for room, at the start and when a share must move.
 
     Attributes:
         nodes: one `Report` per share: node id, host name, processors, memory, versions.
@@ -84,7 +85,7 @@ class RayParallelEnv(BatchedEnv):
         device: Any = None,
         copy: bool = True,
         options: ExecutorOptions | None = None,
-        strategy: Strategy = "STRICT_SPREAD",
+        strategy: Strategy = "SPREAD",
         runtime_env: Mapping[str, Any] | None = None,
         node_timeout_s: float = 30.0,
         placement_timeout_s: float = 60.0,
@@ -98,26 +99,23 @@ class RayParallelEnv(BatchedEnv):
         if any(interpreter_of(factory) for factory in factories):
             raise FactoryError("RayParallelEnv failed: expected factories for this interpreter, got an InPython.")
         blueprint = draw(factories, env_kwargs, 1, seed, options)
-        need_ray("RayParallelEnv")
-        from envherd.executor.cluster.engine import ClusterEngine, ClusterExchange
+        _need_ray()
+        from envherd.executor.cluster.engine import ClusterEngine
         from envherd.executor.cluster.hosts import Hosts
 
-        self._hosts = hosts = Hosts(address, node_timeout_s, options)
+        self._hosts = hosts = Hosts(address, (node_timeout_s, placement_timeout_s), options)
         try:
-            where = strategy, placement_timeout_s, runtime_env
-            built = hosts.start(blueprint, num_nodes, resources_per_node, envs_per_node, num_workers, where)
+            where = strategy, runtime_env
+            hosts.start(blueprint, (num_nodes, resources_per_node), envs_per_node, num_workers, where)
             check_agreement(hosts.specs, factories, blueprint.env_kwargs)
-            parts = Parts(ClusterEngine, ClusterExchange, StepwiseRun)
             super().__init__(
                 cast("Pool", hosts),
                 seed=blueprint.root_seed,
                 device=where_to,
-                copy=copy,
+                copy=True,  # no frame is a view of a worker's
                 options=options,
-                parts=parts,
+                parts=Parts(engine=ClusterEngine, run=StepwiseRun),
             )
-            for host, one in zip(hosts.all, built, strict=True):
-                self._engine.place(host, one.answer)  # type: ignore[attr-defined]  # of `ClusterEngine`
         except BaseException:
             hosts.close(timeout_s=0)
             raise
@@ -143,14 +141,14 @@ class RayParallelEnv(BatchedEnv):
         return tuple(len(host.env_ids) for host in self._hosts.all)
 
 
-def need_ray(what: str) -> None:
-    """Raise a `ClusterError` that names `what` if Ray cannot be imported."""
+def _need_ray() -> None:
+    """Raise a `ClusterError` if Ray cannot be imported."""
     try:
         import ray  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "ray":  # Ray is installed, and lacks a package
             raise
         raise ClusterError(
-            f"{what} failed: expected Ray, got {type(error).__name__}: {error}. "
+            f"RayParallelEnv failed: expected Ray, got {type(error).__name__}: {error}. "
             f"Install it, here and on every node: pip install 'envherd[ray]'."
         ) from error

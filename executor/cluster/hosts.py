@@ -1,19 +1,20 @@
-"""The hosts of one executor, as the driver sees them: calls and answers, losses, and successors.
+"""The pool of hosts: gives them commands and waits for their answers. It takes the place of a pool of processes.
+
+To flights, a lost host is the loss of all its workers. A worker is lost only if its host does not replace it.
 
 Guarantees:
 - Every wait ends at the latest when a host is found to be gone or silent.
 - Answers are taken in the thread of the caller, one at a time. An answer whose handling was interrupted is handled
   again.
-- With `on_worker_loss="restart"` a successor of a lost host, where Ray finds room, gets the calls that were not
-  answered. No call waits for the search: the other hosts continue. A search is bounded. A host that is lost
-  repeatedly is replaced after increasing delays, and finally not at all.
+- A successor of a lost host starts where Ray has room, in its reservation. No call waits for it but those of its envs.
+  A host that is lost repeatedly is finally not replaced.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,142 +23,138 @@ import numpy as np
 import ray
 
 from envherd.executor.cluster.host import versions
-from envherd.executor.cluster.messages import Built, Report, Share
+from envherd.executor.cluster.messages import ENV_WORDS, Answer, Order, Report, Share
 from envherd.executor.cluster.ray_cluster import (
     COME_UP_S,
     Connection,
     Place,
     check_versions,
     living_nodes,
+    release,
     reserve,
     start_hosts,
 )
+from envherd.executor.cluster.rows import read, write
 from envherd.executor.cluster.shares import bundles_for, divide
+from envherd.executor.monitor.statistics import WorkerStatistics
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.blueprint import spread
+from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.error_messages import another_spec, merge_answers, not_replaced
+from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.restarts import Restarts
+from envherd.executor.pools.slab_pool import SlabPool
+from envherd.executor.protocol.columns import Places
+from envherd.shm.interrupts import uninterrupted
 from envherd.shm.slab import Slab, plan_slab
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages, registries
-from envherd.workers.errors import EnvherdError, WorkerLost
+from envherd.workers.errors import EnvherdError, WorkerLost, WorkerTimeout
+from envherd.workers.protocol import RESET, Flag, Op
 
 log = logging.getLogger("envherd")
 
-#: Seconds between checks of hosts that owe an answer, and of a search.
-_LOOK_S, _SEARCH_S = 1.0, 0.1
-#: Seconds without an answer after which the driver pings a host.
-_PATIENCE_S = 2.0
+#: Seconds between checks of hosts that owe an answer.
+_LOOK_S = 1.0
 #: Characters of Ray's error texts that are kept.
 _MAX_LENGTH = 800
-_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+_LOSSES = (WorkerLost, WorkerTimeout)
+_numbers = itertools.count()
 
 
 class Call:
     """A call of a host's method.
 
-    Args:
-        host: of which host.
-        method: its name.
-        args: for it.
-        take: called with this call and its answer, which may be an error.
-        env_ids: of the batch, which the call steps, resets or rolls: a successor of the host gets it again.
-        is_parked: a `send`, which `recv` waits for.
-
     Attributes:
-        ref: Ray's reference of the answer; None while the host has no place.
-        answer: kept for `Hosts.get`.
+        host, method: of which host.
+        env_ids: of the batch, int64 `[k]`, which an order concerns; None for another call.
+        ref: Ray's reference of the answer; None until it is sent.
+        answer: of calls without envs; may be an error.
         is_answered: the answer was taken.
-        is_dropped: the call of the user that made it was interrupted.
+        is_lost: it is that its host was lost.
     """
 
-    ref: Any = None
     answer: Any = None
-    is_answered = is_dropped = False
+    ref: Any = None
+    is_answered = is_lost = False
 
-    def __init__(
-        self,
-        host: Host,
-        method: str,
-        args: tuple[Any, ...],
-        take: Callable[[Call, Any], None],
-        env_ids: np.ndarray | None = None,
-        *,
-        is_parked: bool = False,
-    ) -> None:
-        self.host, self.method, self.args, self.take = host, method, args, take
-        self.env_ids, self.is_parked = env_ids, is_parked
+    def __init__(self, host: Host, method: str, args: tuple[Any, ...], env_ids: np.ndarray | None) -> None:
+        self.host, self.method, self.args, self.env_ids = host, method, args, env_ids
+        if host.loss is not None:
+            self.lose(host.loss)
+            return
+        host.calls.append(self)
+        self.send()
+
+    def send(self) -> None:
+        """Send it; again if an interrupt came before the reference was known."""
+        self.ref = self.host.place.call(self.method, *self.args)
+
+    def lose(self, loss: EnvherdError) -> None:
+        """Answer it by the loss of its host."""
+        self.answer, self.is_answered, self.is_lost = loss, True, True
 
 
 class Host:
     """A host, and its envs.
 
-    Args:
+    Attributes:
         index: among the hosts.
-        share: for the host.
+        share: of the host.
         place: where it runs.
         report: of the host.
-
-    Attributes:
         env_ids: int64 `[n]`, of the batch.
+        first: the first of them.
         worker_ids: of the batch.
-        loss: the error that describes its loss, if it has no successor.
-        is_searching: a place for its successor is being searched, from `search_at` (monotonic seconds) on, after the
-            loss `reason`.
+        loss: the error that describes its loss; None while it runs, or is being started.
+        is_building: it has not yet built its envs.
+        refusal: why it could not be started, until that was raised.
         calls: those without an answer, in their order.
-        words, tally: see `Answer`, of the latest one.
-        num_predecessors: hosts of the same envs that were lost.
+        tally: see `Answer`.
     """
 
+    is_building = True
     loss: EnvherdError | None = None
-    is_searching = False
-    search_at = 0.0
-    reason: EnvherdError
+    refusal: EnvherdError | None = None
     tally: Any = 0
 
     def __init__(self, index: int, share: Share, place: Place, report: Report) -> None:
         self.index, self.share, self.place, self.report = index, share, place, report
-        self.env_ids = np.arange(share.first_env_id, share.first_env_id + len(share.factories))
-        self.worker_ids = range(share.first_worker_id, share.first_worker_id + share.num_workers)
+        self.first = share.first_env_id
+        self.env_ids = np.arange(self.first, self.first + len(share.blueprint.factories))
+        self.worker_ids = range(share.first_worker_id, share.first_worker_id + len(share.blueprint.blocks))
         self.calls: list[Call] = []
-        self.words: np.ndarray | None = None
-        self.num_predecessors = 0
-        self.is_building = True
-        self.listen()
-
-    def listen(self) -> None:
-        """Begin to expect signs of life."""
-        self.heard_at = time.monotonic()
         self._ping: Any = None
-        self._pinged_at = 0.0
 
-    def send(self, call: Call) -> None:
-        """Send a call to the host; it carries out calls in this order."""
-        call.ref = self.place.call(call.method, *call.args)
+    def start(self) -> None:
+        """Start a host in the place of this one, which is lost; it has no envs yet."""
+        self._ping, self.loss, self.is_building = None, None, True
+        self.place.start_host()
 
-    def silence(self, timeout_s: float) -> WorkerLost | None:
-        """Return the loss of a host that has been silent for too long; ping a silent one."""
-        now = time.monotonic()
-        if self._ping is not None:
-            if ray.wait([self._ping], num_returns=1, timeout=0)[0]:
-                ping, self._ping = self._ping, None
-                try:
-                    ray.get(ping)
-                except ray.exceptions.RayError as error:
-                    return self.gone(error)
-                self.heard_at = now
-            elif now - self._pinged_at > (limit := COME_UP_S if self.is_building else timeout_s):
+    def silence(self, node_timeout_s: float, placement_timeout_s: float) -> WorkerLost | None:
+        """Return the loss of a host that has been silent for too long; ping it, or see whether it has answered."""
+        if self._ping is None:
+            self._ping, self._pinged_at = self.place.call("ping"), time.monotonic()
+        elif ray.wait([self._ping], timeout=0)[0]:
+            ping, self._ping = self._ping, None
+            try:
+                ray.get(ping)
+            except ray.exceptions.RayError as error:
+                return self.gone(error)
+        else:
+            silent_s = time.monotonic() - self._pinged_at
+            if self.is_building and not self.place.is_there() and silent_s > placement_timeout_s:
+                self.refusal = self.lost(f"no living node has had room for its share for {placement_timeout_s:g} s")
+                return self.refusal
+            if silent_s > (limit := COME_UP_S if self.is_building else node_timeout_s):
                 return self.lost(f"it gave no sign of life for {limit:g} s")
-        if self._ping is None and now - self.heard_at > _PATIENCE_S:
-            self._ping, self._pinged_at = self.place.call("ping"), now
         return None
 
     def gone(self, error: BaseException) -> WorkerLost:
         """Return the loss of a host that Ray says is gone."""
-        lines = [line.strip() for line in _COLORS.sub("", str(error)).splitlines() if line.strip()]
-        text = " ".join(lines)
-        text = text if len(text) < _MAX_LENGTH else f"{text[: _MAX_LENGTH // 2]} ... {text[-_MAX_LENGTH // 2 :]}"
-        return self.lost(f"{type(error).__name__}: {text}")
+        text = " ".join(str(getattr(error, "cause", None) or error).split())
+        return self.lost(f"{type(error).__name__}: {text[:_MAX_LENGTH]}")
 
     def lost(self, why: str) -> WorkerLost:
         """Return the error for a lost host."""
@@ -173,308 +170,435 @@ class Host:
         )
 
 
-class Hosts:
-    """The hosts of one executor; takes the place of a `Pool`.
+class Hosts(SlabPool):
+    """The hosts of one executor; see `Pool`.
 
     Args:
         address: of the cluster.
-        node_timeout_s: seconds without a sign of life after which a host counts as lost.
+        timeouts: seconds without a sign of life after which a host counts as lost, and seconds to wait for room.
         options: of the executor.
 
     Attributes:
         all: every host, in the order of its envs.
-        num_envs, num_workers, specs: of the whole batch.
-        plan, slab: memory of the driver for envs with these specs; of its words, "episode" and "answered_ns" are kept.
-        tally: see `Answer`, of lost hosts and their losses.
-        on_loss: called with a host that was lost.
+        interrupted: bool `[N, 1]`, whether a loss on its host has interrupted the latest row of an env.
     """
 
-    def __init__(self, address: str | None, node_timeout_s: float, options: ExecutorOptions) -> None:
+    why_python = ("the envs run in a Ray cluster",)
+    holds_storages = False
+    recyclable = None
+    num_recycled = 0  # by this pool
+
+    def __init__(self, address: str | None, timeouts: tuple[float, float], options: ExecutorOptions) -> None:
         self.all: list[Host] = []
         self.places: list[Place] = []
-        self.tally = np.zeros(4, np.int64)
-        self.on_loss: Callable[[Host], None] = lambda _: None
-        self.on_built: Callable[[Host, Built], None] = lambda *_: None
         self.options = options
-        self._node_timeout_s = node_timeout_s
+        self.outcome = Outcome()
+        self.lost: dict[int, EnvherdError] = {}
+        self.num_losses = 0
+        self._timeouts, self._looked_at = timeouts, time.monotonic()
         self._restarts = Restarts(options)
+        self._prepared: dict[int, messages.Prepare] = {}
         self._is_up = self._is_closed = False
-        self._asked_at = 0.0
         self._connection = Connection(address)
 
     # ---- the start ---------------------------------------------------------------------------
 
-    def start(  # where the hosts run, and what on each
+    def start(
         self,
         blueprint: Blueprint,
-        num_nodes: int | None,
-        resources_per_node: Mapping[str, float] | Sequence[Mapping[str, float]] | None,
+        bundles: tuple[int | None, Mapping[str, float] | Sequence[Mapping[str, float]] | None],
         envs_per_node: Sequence[int] | None,
         num_workers: int | None,
-        where: tuple[str, float, Mapping[str, Any] | None],
-    ) -> list[Built]:
+        where: tuple[str, Mapping[str, Any] | None],
+    ) -> None:
         """Start the hosts and make them build their envs; see `RayParallelEnv`.
 
         Args:
             blueprint: of the whole batch; its blocks are not used.
-            num_nodes: of hosts; None for one on every node that has room.
-            resources_per_node: to reserve.
+            bundles: number of hosts, and resources of each.
             envs_per_node: of each host; None for a number in proportion to its processors.
             num_workers: of each host; None for one per processor.
-            where: strategy, seconds to wait for room, and runtime environment; see `ray_cluster.reserve`.
+            where: strategy and runtime environment; see `ray_cluster.reserve`.
 
         Raises:
             ClusterError, FactoryError, WorkerLost, WorkerTimeout: the caller must call `close`.
         """
-        num_envs = len(blueprint.factories)
-        bundles = bundles_for(living_nodes(), num_envs, num_nodes, resources_per_node)
-        self.places = reserve(bundles, *where)
+        self.num_envs = num_envs = len(blueprint.factories)
+        asked = bundles_for(living_nodes(), num_envs, *bundles)
+        self.places = reserve(asked, self._timeouts[1], *where)
         reports = start_hosts(self.places)
-        weights = [bundle.get("CPU", 0) or report.cores for report, bundle in zip(reports, bundles, strict=True)]
+        weights = [bundle.get("CPU", 0) or report.cores for report, bundle in zip(reports, asked, strict=True)]
         counts = divide(num_envs, weights) if envs_per_node is None else list(envs_per_node)
         if len(counts) != len(reports) or sum(counts) != num_envs or min(counts) < 1:
             raise ValueError(
                 f"RayParallelEnv failed: expected envs_per_node to spread {num_envs} envs over {len(reports)} nodes, "
                 f"at least one each, got {counts}."
             )
-        first_env = first_worker = 0
+        first_env, blocks = 0, list[tuple[int, ...]]()
         for index, (count, report, weight) in enumerate(zip(counts, reports, weights, strict=True)):
-            workers = min(count, num_workers or max(1, min(report.cores, int(weight) or report.cores)))
-            span = slice(first_env, first_env + count)
-            first_env_id = self.options.first_env_id + first_env
+            own = spread(count, min(count, num_workers or max(1, min(report.cores, int(weight) or report.cores))))
+            span, options = slice(first_env, first_env + count), self.options
             share = Share(
                 first_env_id=first_env,
-                first_worker_id=first_worker,
-                factories=blueprint.factories[span],
-                env_kwargs=blueprint.env_kwargs[span],
-                num_workers=workers,
-                root_seed=blueprint.root_seed,
-                preload=blueprint.preload,
+                first_worker_id=len(blocks),
+                blueprint=dataclasses.replace(
+                    blueprint, factories=blueprint.factories[span], env_kwargs=blueprint.env_kwargs[span], blocks=own
+                ),
                 registered=registries.collect(),
-                options=dataclasses.replace(self.options, poison=False, first_env_id=first_env_id),
+                options=dataclasses.replace(options, poison=False, first_env_id=options.first_env_id + first_env),
             )
             self.all.append(Host(index, share, self.places[index], report))
-            first_env, first_worker = first_env + count, first_worker + workers
-        built: list[Built] = [self.get(call) for call in [self.call(host, "build", host.share) for host in self.all]]
-        self.num_envs, self.num_workers = num_envs, first_worker
-        self.host_of = np.repeat(np.arange(len(counts)), counts)
-        self.specs: list[EnvSpec] = [spec for one in built for spec in one.specs]
-        self.plan = plan_slab(self.specs, self.num_workers, 1)
-        self.slab = Slab(self.plan, np.zeros(self.plan.nbytes, np.uint8))
-        for host in self.all:
+            blocks += [tuple(first_env + env_id for env_id in block) for block in own]
+            first_env += count
+        self.blueprint = dataclasses.replace(blueprint, blocks=tuple(blocks))
+        self.num_workers, self.serving = len(blocks), range(len(blocks))
+        self.worker_of = np.repeat(self.serving, [*map(len, blocks)])
+        self.specs: list[EnvSpec] = []
+        for host, (specs, _) in self._each("build", lambda host: (host.share,)):
+            self.specs += specs
             host.is_building = False
+        self.plan = plan_slab(self.specs, self.num_workers, self.options.num_frames)
+        self.slab = Slab(self.plan, np.zeros(self.plan.nbytes, np.uint8))
+        self._layout = Places(self.plan)
+        self._words = CommandWords(self.slab)
+        self._ops, self._columns = (np.zeros(num_envs, np.int64) for _ in range(2))
+        self._is_prepared = np.zeros(num_envs, bool)
+        self.interrupted = np.zeros((num_envs, 1), bool)
         self._is_up = True
-        return built
 
-    # ---- calls -------------------------------------------------------------------------------
+    # ---- commands ----------------------------------------------------------------------------
 
-    def parts(self, env_ids: np.ndarray) -> list[tuple[Host, np.ndarray]]:
-        """Return the hosts of some envs, and the positions in `env_ids` of each one's."""
-        hosts = self.host_of[env_ids]
-        return [(self.all[index], np.flatnonzero(hosts == index)) for index in np.unique(hosts).tolist()]
+    def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
+        ops = np.full(self.num_envs, int(op))
+        if reset_ids is not None:
+            ops[reset_ids] = RESET
+        self.submit(np.arange(self.num_envs), ops, target, np.full(self.num_envs, column))
 
-    def call(self, host: Host, method: str, *args: Any) -> Call:
-        """Call a method of a host; `get` returns its answer."""
-        return self.post(Call(host, method, args, _keep))
+    def submit(
+        self,
+        env_ids: np.ndarray,
+        op: Op | np.ndarray,
+        target: int,  # noqa: ARG002
+        columns: np.ndarray,
+        flags: int = 0,
+    ) -> None:
+        """Send hosts a command for some envs; `target` is the ring."""
+        self._ops[env_ids] = op if isinstance(op, np.ndarray) else int(op)
+        self._columns[env_ids] = columns
+        self._is_prepared[env_ids] = bool(flags & Flag.PREPARED)
+        self.interrupted[env_ids] = False
+        self._words.write(env_ids, self._ops[env_ids])
+        self.wake_workers()
 
-    def post(self, call: Call) -> Call:
-        """Send a call to its host, now or as soon as it has a place."""
-        host = call.host
-        if not host.calls:
-            host.heard_at = time.monotonic()
-        host.calls.append(call)
-        if host.loss is not None:
-            self._answer(call, host.loss)
-        elif not host.is_searching:
-            host.send(call)
-        return call
+    submit_later = submit
+
+    def prepare(self, message: messages.Prepare) -> None:
+        """Keep the extras of an env's next command, which are sent with it."""
+        self._prepared[message.env_id] = message
+
+    def await_workers(self, env_ids: np.ndarray) -> None:
+        """Raise if a worker of some envs is lost and cannot be replaced; see `Pool`."""
+        for worker_id in set(self.worker_of[env_ids].tolist()) & self.lost.keys():
+            if self.options.on_worker_loss != "restart":
+                raise self.lost[worker_id]
+
+    def wake_workers(self) -> None:
+        """Send hosts the commands that were written and not sent; those to lost hosts are answered by the loss."""
+        is_left = self._words.is_owed()
+        for host in self.all:
+            for call in [call for call in host.calls if call.ref is None]:  # broken off
+                call.send() if call.env_ids is not None else host.calls.remove(call)
+            for call in host.calls:
+                if call.env_ids is not None:
+                    is_left[call.env_ids] = False
+            left = host.env_ids[is_left[host.env_ids]]
+            if len(left) and host.loss is not None:
+                self._lose_answers(host)
+            elif len(left):
+                ops = self._ops[left]
+                for op in set(ops.tolist()):
+                    self._order(host, op, left[ops == op])
+
+    def _order(self, host: Host, op: int, env_ids: np.ndarray) -> None:
+        first = host.first
+        extras = [self._prepared.pop(i) for i in env_ids.tolist() if i in self._prepared] if self._prepared else []
+        if op == RESET and not self._is_prepared[env_ids].any():
+            extras = []  # of a command that was broken off
+        section = "reset_mask" if op == RESET else "input"
+        order = Order(
+            number=next(_numbers),
+            op=op,
+            ids=None if len(env_ids) == len(host.env_ids) else env_ids - first,
+            inputs=read(self.slab, self._layout, env_ids, section, first=first),
+            prepared=[dataclasses.replace(extra, env_id=extra.env_id - first) for extra in extras],
+        )
+        Call(host, "run", (order,), env_ids)
+
+    def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
+        """Return which envs were given a command after that of number `since`, bool `[k]`."""
+        return np.asarray(self._words.command_seq[env_ids] > since)
+
+    # ---- answers -----------------------------------------------------------------------------
+
+    def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
+        self.wait_some(np.arange(self.num_envs), self.num_envs, timeout_s, more_for_resets_s)
+        return True
+
+    def wait_some(  # as of `Pool`; the hosts enforce the deadlines of workers
+        self,
+        env_ids: np.ndarray,
+        count: int,
+        timeout_s: float | None,
+        more_for_resets_s: float | None = 0.0,  # noqa: ARG002
+        *,
+        kill_late: bool = True,
+        through_losses: bool = False,  # noqa: ARG002
+    ) -> np.ndarray:
+        """Wait until at least `count` of some envs have answered, and return those that have; see `Pool.wait_some`."""
+        end = None if kill_late or timeout_s is None else time.monotonic() + timeout_s
+        is_for_all = count == len(env_ids)
+        is_wanted = np.zeros(self.num_envs, bool)
+        is_wanted[env_ids] = True
+        left: float | None = None if is_for_all else 0.0  # first take what has arrived
+        while True:
+            calls = [call for host in self.all for call in host.calls if call.env_ids is not None]
+            calls = [call for call in calls if is_wanted[call.env_ids].any()]
+            if not calls:
+                self.wake_workers()  # a call that was broken off has left commands behind
+            else:
+                self._take(calls, len(calls) if is_for_all else 1, left)
+            ready = self._words.ready(env_ids)
+            left = None if end is None else end - time.monotonic()
+            if len(ready) >= count or (left is not None and left <= 0):
+                return np.asarray(ready[self._words.order[ready].argsort(kind="stable")])
 
     def get(self, call: Call) -> Any:
-        """Wait for the answer to a call.
+        """Wait for the answer to a call without envs.
 
         Raises:
             EnvherdError: the host returned it, or is lost.
         """
-        self.wait_for([call])
+        while not call.is_answered:
+            self._take([call], 1, None)
         if isinstance(call.answer, EnvherdError):
             raise call.answer
         return call.answer
 
-    def wait_for(self, calls: Sequence[Call]) -> None:
-        """Wait until some calls are answered."""
-        while missing := [call for call in calls if not call.is_answered]:
-            self.wait(missing, len(missing), None)
+    def _each(self, method: str, args_of: Callable[[Host], tuple[Any, ...]]) -> list[tuple[Host, Any]]:
+        """Call a method of all living hosts at once, and return their answers; raises as `get`."""
+        calls = [Call(host, method, args_of(host), None) for host in self.all if host.loss is None]
+        return [(call.host, self.get(call)) for call in calls]
 
-    def wait(self, calls: Sequence[Call], count: int, timeout_s: float | None) -> None:
-        """Take the answers to some calls; without any, wait until `count` of them, `timeout_s` or the next check."""
-        self._search()
+    def wait_any(self, calls: Sequence[Call]) -> Call:
+        """Wait until one of some calls without envs is answered; return the first that is."""
+        while not (done := [call for call in calls if call.is_answered]):
+            self._take(calls, 1, None)
+        return done[0]
+
+    def _take(self, calls: Sequence[Call], count: int, timeout_s: float | None) -> None:
+        """Take the answers that are there, at the latest when `count` of some calls, `timeout_s` or a check is due."""
         builds = [host.calls[0] for host in self.all if host.is_building and host.calls]
-        watched = [call for call in dict.fromkeys([*builds, *calls]) if call.ref is not None]
-        limit = _LOOK_S if len(watched) >= len(calls) else _SEARCH_S
-        limit = limit if timeout_s is None else min(limit, max(0.0, timeout_s))
-        if not watched:
-            time.sleep(limit)
-            return
-        refs = {call.ref: call for call in watched}
-        count = 1 if builds else min(count, len(refs))
-        ready, _ = ray.wait([*refs], num_returns=count, timeout=limit)
-        if count < len(refs):
+        limit = _LOOK_S if timeout_s is None else min(_LOOK_S, max(0.0, timeout_s))
+        refs = {call.ref: call for host in self.all for call in host.calls if call.ref is not None}
+        watched = [*dict.fromkeys(call.ref for call in (*builds, *calls) if not call.is_answered)]
+        ready, _ = ray.wait(watched, num_returns=1 if builds else min(count, len(watched)), timeout=limit)
+        if len(ready) < len(refs):
             ready, _ = ray.wait([*refs], num_returns=len(refs), timeout=0)
         for ref in ready:
-            self._open(refs[ref], ref)
-        if not ready and limit:
+            self._open(refs[ref])
+        if time.monotonic() - self._looked_at >= _LOOK_S:  # also while other hosts answer
+            self._looked_at = time.monotonic()
             for host in self.all:
-                if host.calls and not host.is_searching and (loss := host.silence(self._node_timeout_s)):
+                if host.calls and (loss := host.silence(*self._timeouts)):
                     self._lose(host, loss)
 
-    def _open(self, call: Call, ref: Any) -> None:
+    def _open(self, call: Call) -> None:
+        host = call.host
+        if call not in host.calls:
+            return  # another answer has shown that its host is lost
         try:
-            answer = ray.get(ref)
+            answer = ray.get(call.ref)
         except ray.exceptions.RayError as error:
-            if call.ref is ref:
-                self._lose(call.host, call.host.gone(error))
+            self._lose(host, host.gone(error))
             return
-        if call.ref is ref:  # otherwise its host has been lost since
-            call.host.heard_at = time.monotonic()
-            self._answer(call, answer)
+        if call.env_ids is not None:
+            self._land(host, call.env_ids, answer)
+        elif call.method == "build" and self._is_up:
+            self._take_rebuilt(host, answer)
+        call.answer, call.is_answered = answer, True
+        if call in host.calls:
+            host.calls.remove(call)
 
-    def _answer(self, call: Call, answer: Any) -> None:
-        call.take(call, answer)
-        call.is_answered = True
-        if call in call.host.calls:
-            call.host.calls.remove(call)
+    def _land(self, host: Host, env_ids: np.ndarray, answer: Answer | EnvherdError) -> None:
+        """Take the answer to an order."""
+        first, errors = host.first, [answer] if isinstance(answer, EnvherdError) else answer.errors
+        is_missing = np.zeros(self.num_envs, bool)
+        is_missing[env_ids] = True
+        for worker_id in host.worker_ids if self.lost and self.options.on_worker_loss == "restart" else ():
+            self.lost.pop(worker_id, None)  # the host may have replaced it since
+        if not isinstance(answer, EnvherdError):
+            self.take_rows(host, answer, self._columns)
+            for ids, _ in (*answer.nexts, *answer.roots):
+                is_missing[ids + first] = False
+            self.interrupted[answer.interrupted + first] = True
+            self.outcome.side.update({first + i: frame for i, frame in answer.side.items()})
+            self.outcome.infos.update({first + i: frame for i, frame in answer.infos.items()})
+        for error in errors:
+            concerned = set(error.env_ids) & set(env_ids.tolist())
+            if isinstance(error, _LOSSES):
+                self.note_lost_worker(error)
+            else:
+                self.outcome.faults |= {
+                    env_id: {"phase": error.context.get("phase", "step"), "error": error} for env_id in concerned
+                }
+            is_missing[[*concerned]] = False
+        for env_id in np.flatnonzero(is_missing).tolist():
+            self.outcome.faults[env_id] = {"phase": "step", "error": errors[0]}
+        self.slab.words["answered_ns"][env_ids] = time.perf_counter_ns()
+        self._words.reply_seq[env_ids] = self._words.command_seq[env_ids]
+
+    def take_rows(self, host: Host, answer: Answer, columns: np.ndarray) -> None:
+        """Write the rows of an answer to columns, int64 `[N]`, and keep its counts."""
+        for parts in (answer.nexts, answer.roots):
+            write(self.slab, self._layout, parts, columns, first=host.first)
+        self._note_counts(host, answer.words, answer.tally)
+
+    def _note_counts(self, host: Host, words: np.ndarray, tally: np.ndarray) -> None:
+        for name, values in zip(ENV_WORDS, words, strict=True):
+            self.slab.words[name][host.env_ids] = values
+        host.tally = tally
 
     # ---- losses ------------------------------------------------------------------------------
 
-    def refuse_lost(self, env_ids: np.ndarray) -> None:
-        """Raise if the host of some envs is lost, unless it can be replaced now; before any command is sent."""
-        for index in np.unique(self.host_of[env_ids]).tolist():
-            host = self.all[index]
-            if host.loss is not None:
-                if self.options.on_worker_loss != "restart":
-                    raise host.loss
-                self._replace(host, host.loss)
-                host.loss = None
+    def note_lost_worker(self, error: EnvherdError) -> None:
+        """Record the loss of a worker that its host does not replace."""
+        worker_id = error.context["worker_id"]
+        self.num_losses += 1
+        self.lost[worker_id] = self.outcome.losses[worker_id] = error
+        self._words.lose_answers(self.blueprint.envs_of([worker_id]), self.outcome)
 
     def _lose(self, host: Host, loss: EnvherdError) -> None:
-        """Take a host out of service, and replace it if that is allowed."""
+        """Take a host out of service."""
         host.place.end_host()
-        for call in host.calls:
-            call.ref = None
-        if not self._is_up:
-            self._give_up(host, loss)
-            return
-        self.tally += host.tally
-        self.tally[0] += len(host.worker_ids)
-        host.tally = 0
-        self.on_loss(host)
-        for call in [call for call in host.calls if call.env_ids is None]:
-            self._answer(call, loss)  # a question: its answer would be that of another env
-        if self.options.on_worker_loss != "restart":
-            self._give_up(host, loss)
-            return
-        try:
-            self._replace(host, loss)
-        except EnvherdError as error:
-            self._give_up(host, error)
+        with uninterrupted():
+            host.loss, calls, host.calls = loss, host.calls, []
+            for call in calls:
+                call.lose(loss)
+            if self._is_up:
+                num_workers = 0 if host.is_building else len(host.worker_ids)
+                host.tally = host.tally + np.array([num_workers, 0, 0, 0])
+                self.num_losses += num_workers
+                self.lost.update(dict.fromkeys(host.worker_ids, loss))
+                self.outcome.losses.update(dict.fromkeys(host.worker_ids, loss))
+                self._lose_answers(host)
+        log.warning("%s", loss.message)
 
-    def _give_up(self, host: Host, loss: EnvherdError) -> None:
-        host.loss, host.is_searching = loss, False
-        for call in list(host.calls):
-            self._answer(call, loss)
+    def _lose_answers(self, host: Host) -> None:
+        """Answer the commands to a lost host by its loss."""
+        if len(self._words.lose_answers(host.env_ids, self.outcome)):
+            self.outcome.losses.update({worker_id: self.lost[worker_id] for worker_id in host.worker_ids})
 
-    def _replace(self, host: Host, loss: EnvherdError) -> None:
-        """Begin to search a place for a successor.
+    def begin_restart(self, worker_id: int) -> None:
+        """Start a successor of the host of a lost worker; see `Pool`.
 
         Raises:
-            EnvherdError: there were too many restarts within the window, or no living node is large enough.
+            WorkerLost: the host has not replaced the worker, too many hosts were lost within the window, or there was
+                no room for the latest one.
         """
-        delay_s = self._restarts.next_delay_s(host.index)
-        if delay_s is None:
-            raise not_replaced(loss, self.options)
-        if not host.place.begin_move(delay_s):
-            raise not_moved(loss)
-        host.is_searching, host.search_at, host.reason = True, time.monotonic() + delay_s, loss
-        self._search()
+        host = next(host for host in self.all if worker_id in host.worker_ids)
+        for other in host.worker_ids:
+            self.outcome.losses.pop(other, None)
+        if worker_id not in self.lost:
+            return  # its host was restarted for another worker
+        if host.loss is None:
+            raise self.lost[worker_id]
+        refusal, host.refusal = host.refusal, None
+        if refusal is not None:
+            raise refusal
+        if self._restarts.next_delay_s(host.index) is None:
+            raise not_replaced(self.lost[worker_id], self.options)
+        words = np.stack([self.slab.words[name][host.env_ids] for name in ENV_WORDS])
+        generation = host.share.generation + 1
+        host.share = dataclasses.replace(host.share, words=words, tally=host.tally, generation=generation)
+        with uninterrupted():
+            host.start()
+            Call(host, "build", (host.share,), None)
+            for other in host.worker_ids:
+                self.lost.pop(other, None)
 
-    def _search(self) -> None:
-        """Check whether places have been found, and start hosts there; never waits."""
-        now = time.monotonic()
-        if now - self._asked_at < _SEARCH_S:
-            return
-        for host in self.all:
-            if not host.is_searching or now < host.search_at:
-                continue
-            self._asked_at = now
-            is_found = host.place.finish_move()
-            if is_found:
-                self._start_successor(host)
-            elif is_found is False:
-                self._give_up(host, not_moved(host.reason))
-
-    def _start_successor(self, host: Host) -> None:
-        host.place.start_host()
-        host.is_searching, host.is_building = False, True
-        host.num_predecessors += 1
-        host.listen()
-        build = Call(host, "build", (dataclasses.replace(host.share, words=host.words),), self._take_rebuilt)
-        host.calls.insert(0, build)
-        for call in host.calls:
-            host.send(call)
-
-    def _take_rebuilt(self, call: Call, built: Built | EnvherdError) -> None:
-        host = call.host
+    def _take_rebuilt(self, host: Host, built: tuple[list[EnvSpec], Report] | EnvherdError) -> None:
         try:
             if isinstance(built, EnvherdError):
                 raise built
-            check_versions(versions(), [built.report])
-            for env_id, now in zip(host.env_ids.tolist(), built.specs, strict=True):
+            specs, report = built
+            check_versions(versions(), [report])
+            for env_id, now in zip(host.env_ids.tolist(), specs, strict=True):
                 if self.specs[env_id] != now:
                     raise another_spec(env_id, self.specs[env_id].difference(now))
         except EnvherdError as error:
-            host.calls.remove(call)
             self._lose(host, error)
         else:
-            host.report, host.is_building = built.report, False
-            self.on_built(host, built)
+            host.report, host.is_building = report, False
 
-    # ---- what executors call of a pool -------------------------------------------------------
+    # ---- other calls -------------------------------------------------------------------------
 
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
-        """Use a new root seed; see `Pool.seed`."""
-        self.refuse_lost(np.arange(self.num_envs))
+        self.await_workers(np.arange(self.num_envs))
         self.slab.words["episode"][:] = 0 if episodes is None else episodes
-        calls = []
         for host in self.all:
-            host.share = dataclasses.replace(host.share, root_seed=root_seed)
-            own = None if episodes is None else [episodes[i] for i in host.env_ids.tolist()]
-            if host.words is not None:
-                host.words[0] = 0 if own is None else own
-            calls.append(self.call(host, "seed", root_seed, own))
-        for call in calls:
-            self.get(call)
+            blueprint = dataclasses.replace(host.share.blueprint, root_seed=root_seed)
+            host.share = dataclasses.replace(host.share, blueprint=blueprint)
+        starts = None if episodes is None else np.asarray(episodes, np.int64)
+        self._each("seed", lambda host: (root_seed, None if starts is None else starts[host.env_ids].tolist()))
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Send envs a request other than a step; see `Pool.ask`."""
-        self.refuse_lost(np.array(env_ids, np.int64))
-        args = question.pop("args", ())
-        asked = {}
-        for host, positions in self.parts(np.array(env_ids, np.int64)):
-            own = tuple(args[position] for position in positions) if what in messages.PER_ENV else args
-            local = [env_ids[position] - host.share.first_env_id for position in positions]
-            asked[host.index] = self.call(host, "ask", what, local, {**question, "args": own})
+        args, asked = question.pop("args", ()), dict[int, Call]()
+        for worker_id in self.worker_of[env_ids].tolist():
+            if worker_id in self.lost:
+                raise self.lost[worker_id]
+        for host in self.all:
+            positions = [at for at, i in enumerate(env_ids) if 0 <= i - host.first < len(host.env_ids)]
+            if positions:
+                own = [env_ids[at] - host.first for at in positions]
+                mine = tuple(args[at] for at in positions) if what in messages.PER_ENV else args
+                asked[host.index] = Call(host, "ask", (what, own, {**question, "args": mine}), None)
 
         def take(index: int) -> dict[int, Any]:
-            first = self.all[index].share.first_env_id
-            return {first + env_id: value for env_id, value in self.get(asked[index]).items()}
+            call, first = asked[index], self.all[index].first
+            try:
+                return {first + env_id: value for env_id, value in self.get(call).items()}
+            except _LOSSES as error:
+                if call.host.loss is None and self.options.on_worker_loss != "restart":
+                    self.note_lost_worker(error)
+                raise
 
         return merge_answers(asked, take)
 
+    def restore(self, roots: Sequence[Mapping[str, Any]] | None, ended: np.ndarray | None) -> None:
+        """Note on the hosts that all envs have been restored; see `Calls.restore`."""
+
+        def own(host: Host) -> tuple[Any, Any]:
+            mine = None if roots is None else [dict(roots[i]) for i in host.env_ids.tolist()]
+            return mine, None if ended is None else ended[host.env_ids]
+
+        self._each("restore", own)
+
+    def roll(self, host: Host, *args: Any) -> Call:
+        """Begin a rollout on a host; see `NodeHost.roll`."""
+        return Call(host, "roll", args, None)
+
+    def workers(self) -> list[WorkerStatistics]:
+        """Return the statistics of all workers, and take the counts of their envs."""
+        found: list[WorkerStatistics] = []
+        for host, (workers, words, tally) in self._each("statistics", lambda _: ()):
+            self._note_counts(host, words, tally)
+            found += workers
+        return found
+
     def worker_output(self, worker_id: int) -> str:
-        """Return the kept part of a worker's output."""
         for host in self.all:
             if worker_id in host.worker_ids:
-                return str(self.get(self.call(host, "worker_output", worker_id - host.worker_ids[0])))
+                return str(self.get(Call(host, "worker_output", (worker_id - host.worker_ids[0],), None)))
         raise IndexError(worker_id)
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -485,31 +609,12 @@ class Hosts:
         limit = self.options.close_timeout_s if timeout_s is None else timeout_s
         try:
             if ray.is_initialized() and limit > 0:
-                living = [host for host in self.all if host.loss is None and not host.is_searching]
-                refs = [host.place.call("close", limit) for host in living]
+                refs = [host.place.call("close", limit) for host in self.all if host.loss is None]
                 ray.wait(refs, num_returns=len(refs), timeout=limit) if refs else None
         except TimeoutError:  # of the program's signal handler: `ray.wait` raises none
             raise
         except Exception:
             log.debug("closing the hosts failed", exc_info=True)
         finally:
-            self._release()
-
-    def _release(self) -> None:
-        if not ray.is_initialized():
-            return
-        for place in self.places:
-            place.end_host()
-        for place in self.places:
-            place.close()
-        self._connection.close()
-
-
-def not_moved(loss: EnvherdError) -> WorkerLost:
-    """Return the loss of a host for which Ray has found no place."""
-    return WorkerLost(f"{loss} It was not replaced: no living node has room for its share.", **loss.context)
-
-
-def _keep(call: Call, answer: Any) -> None:
-    """Keep an answer for `Hosts.get`."""
-    call.answer = answer
+            release(self.places)
+            self._connection.close()

@@ -7,7 +7,6 @@ bounded.
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -21,9 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.cluster.host import NodeHost, versions
 from envherd.executor.cluster.messages import Report
-from envherd.executor.cluster.shares import Resources, has_room, no_room
-
-log = logging.getLogger("envherd")
+from envherd.executor.cluster.shares import Resources, no_room
 
 #: Methods of a host that do not wait for its other methods: they run in another thread.
 _APART = ("report", "ping", "close")
@@ -31,8 +28,6 @@ _APART = ("report", "ping", "close")
 COME_UP_S = 180.0
 #: Seconds for the head of a cluster to accept a connection.
 _CONNECT_S = 5.0
-#: Seconds for Ray to find another place for a share whose node is gone.
-_MOVE_S = 10.0
 
 
 class Connection:
@@ -71,7 +66,7 @@ class Connection:
 
 
 def check_address(address: str | None) -> None:
-    """Refuse an address that does not answer within seconds; Ray itself would try for most of a minute.
+    """Refuse an address that does not answer within seconds; Ray itself would try for minutes.
 
     Raises:
         ClusterError: it is `host:port`, and no connection can be made.
@@ -101,14 +96,14 @@ def _nodes() -> list[dict[str, Any]]:
 
 
 def reserve(
-    bundles: Sequence[Resources], strategy: str, timeout_s: float, runtime_env: Mapping[str, Any] | None
+    bundles: Sequence[Resources], timeout_s: float, strategy: str, runtime_env: Mapping[str, Any] | None
 ) -> list[Place]:
     """Reserve a place for every share.
 
     Args:
         bundles: resources of each share.
-        strategy: of the placement group.
         timeout_s: seconds to wait for room.
+        strategy: of the placement group.
         runtime_env: of the hosts, as Ray has it; None for the job's own.
 
     Raises:
@@ -123,16 +118,15 @@ def reserve(
             remove_placement_group(group)
     if not is_placed:
         raise no_room(bundles, living_nodes(), timeout_s)
-    groups = [group]
-    return [Place(bundle, groups, index, runtime_env) for index, bundle in enumerate(bundles)]
+    return [Place(bundle, group, index, runtime_env) for index, bundle in enumerate(bundles)]
 
 
 class Place:
-    """Where the host of one share runs: a bundle of a placement group.
+    """Where the host of one share runs: a bundle of a placement group, which Ray moves if its node is gone.
 
     Args:
         bundle: what is reserved there.
-        groups: begins with the group of all first places; all places share this list, which `close` releases.
+        group: of all places.
         index: of the bundle in that group.
         runtime_env: see `reserve`.
 
@@ -143,23 +137,18 @@ class Place:
     host: Any = None
 
     def __init__(
-        self, bundle: Resources, groups: list[PlacementGroup], index: int, runtime_env: Mapping[str, Any] | None
+        self, bundle: Resources, group: PlacementGroup, index: int, runtime_env: Mapping[str, Any] | None
     ) -> None:
-        self.bundle = bundle
-        self._groups = groups
-        self._home = (groups[0], index)
+        self.bundle, self.group, self._index = bundle, group, index
         self._runtime_env = runtime_env
-        self._other: PlacementGroup | None = None  # reserved by the present search
-        self._search_end = 0.0
 
     def start_host(self) -> None:
         """Begin to start a host there; do not wait for it."""
-        group, index = self._home
         options: dict[str, Any] = {
             "num_cpus": self.bundle.get("CPU", 0),
             "num_gpus": self.bundle.get("GPU", 0),
             "resources": {name: n for name, n in self.bundle.items() if name not in ("CPU", "GPU", "memory")},
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self._index),
             "max_restarts": 0,
         }
         if "memory" in self.bundle:
@@ -180,52 +169,20 @@ class Place:
         with contextlib.suppress(Exception):
             ray.kill(self.host, no_restart=True) if ray.is_initialized() else None
 
-    def begin_move(self, delay_s: float) -> bool:
-        """Begin to search another place, because the host is gone; return whether any node is large enough.
-
-        Args:
-            delay_s: seconds from now to the first `finish_move`.
-        """
-        if not any(has_room(node, self.bundle) for node in living_nodes()):
-            return False
-        if not _is_there(*self._home):  # otherwise only the host was lost
-            self._other = placement_group([dict(self.bundle)], strategy="PACK")
-            self._groups.append(self._other)
-        self._search_end = time.monotonic() + delay_s + _MOVE_S
-        return True
-
-    def finish_move(self) -> bool | None:
-        """Return whether a place has been found; None during the search. Never waits."""
-        other = self._other
-        is_home = _is_there(*self._home)  # Ray may have moved the bundle itself
-        is_found = is_home or (other is not None and _is_there(other, 0))
-        if not is_found and time.monotonic() < self._search_end:
-            return None
-        self._other = None
-        if other is not None and is_found and not is_home:
-            self._home = (other, 0)
-        elif other is not None:
-            self._groups.remove(other)
-            _give_back(other)
-        return is_found
-
-    def close(self) -> None:
-        """Release this place and all others."""
-        while self._groups:
-            _give_back(self._groups.pop())
+    def is_there(self) -> bool:
+        """Return whether the bundle is on a living node."""
+        with contextlib.suppress(Exception):
+            node_id = ray.util.placement_group_table(self.group)["bundles_to_node_id"].get(self._index)
+            return any(node["Alive"] and node["NodeID"] == node_id for node in _nodes())
+        return False
 
 
-def _give_back(group: PlacementGroup) -> None:
+def release(places: Sequence[Place]) -> None:
+    """End the hosts at some places of one group, and release it. Never raises."""
+    for place in places:
+        place.end_host()
     with contextlib.suppress(Exception):
-        remove_placement_group(group)
-
-
-def _is_there(group: PlacementGroup, index: int) -> bool:
-    """Return whether a bundle's node lives."""
-    with contextlib.suppress(Exception):
-        node_id = ray.util.placement_group_table(group)["bundles_to_node_id"].get(index)
-        return any(node["Alive"] and node["NodeID"] == node_id for node in _nodes())
-    return False
+        remove_placement_group(places[0].group) if places and ray.is_initialized() else None
 
 
 def start_hosts(places: Sequence[Place]) -> list[Report]:

@@ -8,13 +8,13 @@ the lost one is in the data.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from envherd.executor.batches.arguments import (
     as_count,
@@ -24,20 +24,23 @@ from envherd.executor.batches.arguments import (
     refuse_unused_root,
 )
 from envherd.executor.cluster.errors import ClusterError
-from envherd.executor.cluster.messages import Rolled, RollOrder
-from envherd.executor.cluster.packing import unfolded
+from envherd.executor.cluster.folding import Folded, unfold
 from envherd.executor.policy import Placed, Policy
 from envherd.executor.protocol.env_states import Event
-from envherd.shm.specs import Key
-from envherd.workers.errors import EnvherdError
+from envherd.workers.errors import EnvherdError, WorkerLost, WorkerTimeout
 from envherd.workers.pickling import dumps
 
 if TYPE_CHECKING:
     from envherd.executor.cluster.engine import ClusterEngine
     from envherd.executor.cluster.hosts import Call, Host, Hosts
+    from envherd.executor.cluster.messages import Answer
+
+    #: What a host returns; see `NodeHost.roll`.
+    Rolled = tuple[Folded, Answer, int, float]
 
 #: Of this process, so that hosts never take one policy for another.
 _policy_ids = itertools.count()
+_NO_STATES: Mapping[str, TensorDictBase] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +102,7 @@ class RemoteRollouts:
         self._pickled: Any = None
         self._stamp: Any = None
         self._weights: Any = None
-        self._rolling: list[Call] = []
+        self._rolling: dict[Call, Mapping[str, TensorDictBase]] = {}  # and the states that it was given
 
     # ---- what users call ---------------------------------------------------------------------
 
@@ -141,19 +144,17 @@ class RemoteRollouts:
             raise ValueError("rollout failed: expected break_when_any_done=False, got True: nodes roll on their own.")
         if callback is not None:
             raise ValueError("rollout failed: expected no callback, got one: nodes roll on their own.")
-        max_steps = as_count("rollout", "max_steps", max_steps)
         refuse_unused_root(tensordict, auto_reset=auto_reset)
         with self._engine.guard:
-            self._begin(policy)
-            kwargs = {"auto_reset": auto_reset, "break_when_any_done": False}
-            states = (tensordict, primer)
-            results: dict[int, Rolled] = {}
+            self._begin(policy, max_steps, auto_reset=auto_reset)
+            results: dict[int, Folded] = {}
             try:
                 for host in self._hosts.all:
-                    self._start(host, max_steps, kwargs, states)
+                    span = slice(host.env_ids[0], host.env_ids[-1] + 1)
+                    states = {"tensordict": tensordict, "primer": primer}
+                    self._start(host, {name: one[span].cpu() for name, one in states.items() if one is not None})
                 while self._rolling:
-                    host, result = self._next()
-                    results[host.index] = result
+                    host, (results[host.index], *_) = self._next()
             except BaseException:
                 self._drain()
                 raise
@@ -179,30 +180,28 @@ class RemoteRollouts:
         max_steps = as_count("stream", "max_steps", max_steps)
         need_callables("stream", policy=policy)
         need_bools("stream", overlap=overlap)
-        kwargs = {"auto_reset": False, "break_when_any_done": False}
         with self._engine.guard:
-            self._begin(policy)
+            self._begin(policy, max_steps, auto_reset=False)
             self._engine.is_rolling = True
         waiting = list(self._hosts.all)
         try:
             while True:
                 with self._engine.guard:
                     for host in waiting:
-                        self._start(host, max_steps, kwargs, (None, None))
-                    host, result = self._next()
-                    data = self._join([result])
+                        self._start(host)
+                    host, (data, _, version, wall_s) = self._next()
                     waiting = [host]
                     if overlap:
-                        self._start(host, max_steps, kwargs, (None, None))
+                        self._start(host)
                         waiting = []
                     self._refresh()
                 yield RemoteBatch(
-                    data=data,
+                    data=self._join([data]),
                     env_ids=host.env_ids.copy(),
-                    version=result.version,
-                    staleness=self.version - result.version,
+                    version=version,
+                    staleness=self.version - version,
                     node=host.report.place,
-                    wall_s=result.wall_s,
+                    wall_s=wall_s,
                 )
         finally:
             if not self._engine.guard.is_closed:
@@ -215,8 +214,9 @@ class RemoteRollouts:
 
     # ---- the policy --------------------------------------------------------------------------
 
-    def _begin(self, policy: Any) -> None:
-        engine = self._engine
+    def _begin(self, policy: Any, max_steps: int, *, auto_reset: bool) -> None:
+        engine, self._num_steps = self._engine, max_steps
+        self._kwargs = {"auto_reset": auto_reset, "break_when_any_done": False}
         engine.refuse_rolling()
         engine.refuse_under_way(engine.all_ids)
         policy = policy.policy if isinstance(policy, Placed) else policy
@@ -250,81 +250,54 @@ class RemoteRollouts:
 
     # ---- rollouts ----------------------------------------------------------------------------
 
-    def _start(self, host: Host, max_steps: int, kwargs: dict[str, Any], states: tuple[Any, Any]) -> None:
-        """Begin a rollout on a host."""
-        self._engine.refuse_lost(host.env_ids)
+    def _start(self, host: Host, states: Mapping[str, TensorDictBase] = _NO_STATES) -> None:
+        """Begin a rollout on a host, with states of the policy."""
+        self._engine.pool.await_workers(host.env_ids)
+        if host.loss is not None and (error := self._engine.flights.settle(host)) is not None:
+            raise error
         self._refresh()
-        names, span = ("tensordict", "primer"), slice(host.env_ids[0], host.env_ids[-1] + 1)
-        own = {name: state[span].cpu() for name, state in zip(names, states, strict=True) if state is not None}
-        order = RollOrder(
-            num_steps=max_steps,
-            policy_id=self._policy_id,
-            is_factory=self._factory is not None,
-            version=self.version,
-            ended=self._engine.states.needs_reset[host.env_ids],
-            kwargs={**kwargs, **own},
-        )
-        call = self._hosts.call(host, "roll", order, self._pickled, self._weights)
-        call.env_ids = host.env_ids  # a successor makes it again
-        self._rolling.append(call)
+        ended = self._engine.states.needs_reset[host.env_ids]
+        self._engine.states.move(host.env_ids, Event.IS_BROKEN_OFF)  # until their positions are noted
+        what = self._num_steps, ended, {**self._kwargs, **states}, self._policy_id, self.version
+        self._rolling[self._hosts.roll(host, *what, self._pickled, self._weights, self._factory is not None)] = states
 
     def _next(self) -> tuple[Host, Rolled]:
         """Wait for the next finished rollout; note its envs' positions."""
-        while not (done := [call for call in self._rolling if call.is_answered]):
-            self._hosts.wait(self._rolling, 1, None)
-        self._rolling.remove(call := done[0])
-        self._note(call)
-        if isinstance(call.answer, EnvherdError):
-            raise call.answer
-        return call.host, call.answer
+        while True:
+            call = self._hosts.wait_any([*self._rolling])
+            states = self._rolling.pop(call)
+            error = self._note(call)
+            if error is not None:
+                raise error
+            if not isinstance(call.answer, EnvherdError):
+                return call.host, call.answer
+            self._start(call.host, states)  # its host was lost: the successor makes it again
 
-    def _note(self, call: Call) -> None:
-        """Note the positions of a host's envs after a rollout."""
-        engine = self._engine
-        if not isinstance(call.answer, EnvherdError):
-            engine.place(call.host, call.answer.answer)
-            return
-        engine.states.move(call.host.env_ids, Event.IS_BROKEN_OFF)
-        engine.note_lost_workers(call.answer)
+    def _note(self, call: Call) -> EnvherdError | None:
+        """Note the positions of a host's envs after a rollout; return the error to raise, or None."""
+        engine, answer = self._engine, call.answer
+        if not isinstance(answer, EnvherdError):
+            engine.place(call.host, answer[1])
+            return None
+        engine.positions.mark_lost(call.host.env_ids)
+        if call.is_lost:
+            return engine.flights.settle(call.host)
+        if isinstance(answer, (WorkerLost, WorkerTimeout)):
+            self._hosts.note_lost_worker(answer)
+            engine.flights.settle(call.host)
+        return answer
 
     def _drain(self) -> None:
         """Wait for pending rollouts, note the envs' positions, and drop the data."""
-        self._hosts.wait_for(self._rolling)
-        for call in self._rolling:
+        while self._rolling:
+            call = self._hosts.wait_any([*self._rolling])
+            del self._rolling[call]
             self._note(call)
-        self._rolling = []
 
-    def _join(self, parts: list[Rolled]) -> TensorDictBase:
-        """Return rollouts as one batch, in its own memory."""
-        device = self._engine.device
-        if len({_keys_of(part) for part in parts}) > 1 or parts[0].data.leaves is None:
-            rows = [row for part in parts for row in _as_batch([part]).unbind(0)]
-            data: TensorDictBase = LazyStackedTensorDict(*rows, stack_dim=0)
-        else:
-            data = _as_batch(parts)
+    def _join(self, parts: list[Folded]) -> TensorDictBase:
+        """Return rollouts as one batch, in its own memory, on the device."""
+        data, device = unfold(parts), self._engine.device
         return data if device is None else data.to(device)
-
-
-def _keys_of(part: Rolled) -> frozenset[Key] | None:
-    return None if part.data.leaves is None else frozenset((*part.data.leaves, *part.folded))
-
-
-def _as_batch(parts: list[Rolled]) -> TensorDictBase:
-    """Return rollouts that have the same keys as one batch, in its own memory."""
-    first = parts[0].data
-    if first.leaves is None:
-        assert first.td is not None
-        return first.td
-    leaves = {
-        key: torch.from_numpy(np.concatenate([unfolded(part.data.leaves or {}, part.folded, key) for part in parts]))
-        for key in (*first.leaves, *parts[0].folded)
-    }
-    num_envs, num_steps = next(iter(leaves.values())).shape[:2]
-    data = TensorDict({}, (num_envs, num_steps, *parts[0].tail))
-    for key, value in leaves.items():
-        data.set(key, value)
-    data.refine_names(None, "time", ...)
-    return data
 
 
 def _put(value: Any) -> Any:

@@ -78,16 +78,12 @@ def no_room(
     waited = "" if waited_s is None else f" within {waited_s:g} s"
     nodes = "; ".join(_say(node) for node in free) or "none"
     return ClusterError(
-        f"RayParallelEnv failed: expected room for {len(asked)} shares of {_say(asked[0])}, each on a different node, "
-        f"got none{waited}: {len(free)} living nodes have {nodes} in all (others may be using it). Ask for less "
-        f"(num_nodes, resources_per_node), free or add nodes, or allow several shares on a node (strategy='SPREAD')."
+        f"RayParallelEnv failed: expected room for {len(asked)} shares of {_say(asked[0])}, got none{waited}: "
+        f"{len(free)} living nodes have {nodes} in all (others may be using it). Ask for less (num_nodes, "
+        f"resources_per_node), or free or add nodes."
     )
 
 
 def _say(resources: Mapping[str, float]) -> str:
-    named = {name: amount for name, amount in sorted(resources.items()) if _is_worth_saying(name)}
+    named = {name: n for name, n in sorted(resources.items()) if not name.startswith(("node:", "memory", "object_"))}
     return ", ".join(f"{amount:g} {name}" for name, amount in named.items()) or "nothing"
-
-
-def _is_worth_saying(name: str) -> bool:
-    return not name.startswith("node:") and name not in ("memory", "object_store_memory")

@@ -52,7 +52,10 @@ class Engine(Calls):
         flights: all commands.
         plain: which calls are made in C.
         side_inputs: env id -> the inputs of its latest step that did not go through the slab, one per side leaf.
+        flights_type: of `flights`.
     """
+
+    flights_type: type[Flights] = Flights
 
     def __init__(
         self, pool: Pool, *, seed: int, device: torch.device | None, copy: bool, options: ExecutorOptions
@@ -71,7 +74,7 @@ class Engine(Calls):
         self._intake = self._intakes[0] if len(self._intakes) == 1 else None
         recyclable = pool.recyclable if options.recycles else None
         recycler = None if recyclable is None else Recycler(recyclable, self.positions, self.side, options, self.memory)
-        self.flights = Flights(pool, self.positions, self.side, options, recycler)
+        self.flights = self.flights_type(pool, self.positions, self.side, options, recycler)
         self.states = self.flights.states
         self.guard = CallGuard(self)
         self.side_inputs: dict[int, list[Any]] = {}

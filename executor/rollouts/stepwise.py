@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from envherd.executor.progress import counted
 from envherd.executor.rollouts.policy_state import Carried, leaf_keys, run_policy
@@ -50,7 +50,7 @@ class StepwiseRun:
         self._callback = callback
         self._breaks = break_when_any_done
         self._steps: list[TensorDictBase] = []
-        self._keys: list[Key] | None = None  # the policy's, of the first step as of all others
+        self._keys: list[list[Key]] | None = None  # the policy's, of each kind of row; in the first step as in all
         self._root_keys = {leaf.key for spec in engine.specs for leaf in (*spec.observation, *spec.done)}
 
     def collect(self, max_steps: int, *, auto_reset: bool) -> TensorDictBase:
@@ -89,9 +89,14 @@ class StepwiseRun:
         if self._carried.state is not None:
             next_td.update(self._carried.state)
         acted.set("next", next_td)
+        rows = [(kept, acted)]
+        if isinstance(kept, LazyStackedTensorDict) and isinstance(acted, LazyStackedTensorDict):
+            rows = [*zip(kept.tensordicts, acted.tensordicts, strict=True)]  # different tasks have different keys
         if self._keys is None:
-            self._keys = [key for key in leaf_keys(acted) if key[0] != "next" and key not in self._root_keys]
-        kept.update(acted.select(*self._keys).clone())  # the policy may reuse its memory, as CUDA graphs do
+            own = [leaf_keys(row) for _, row in rows]
+            self._keys = [[key for key in keys if key[0] != "next" and key not in self._root_keys] for keys in own]
+        for (target, row), keys in zip(rows, self._keys, strict=True):
+            target.update(row.select(*keys).clone())  # the policy may reuse its memory, as CUDA graphs do
         self._steps.append(kept.set("next", next_td))
         if self._callback is not None:
             with engine.rolling():

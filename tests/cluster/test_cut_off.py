@@ -1,4 +1,4 @@
-"""A node stalls, its store is full, its host is killed: rows are interrupted or complete, no process stays."""
+"""A node stalls, or its store is full: rows are interrupted or complete, no process stays."""
 
 import functools
 import json
@@ -19,7 +19,7 @@ from envherd.executor import ExecutorOptions, ParallelEnv
 from envherd.executor.cluster import RayParallelEnv
 from envherd.workers.testing import CountingEnv
 from tests.cluster import apart
-from tests.cluster.test_faults import N, add_node, check_loss, interrupted, is_alive, step
+from tests.cluster.test_faults import N, add_node, interrupted, is_alive, step
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,7 +40,7 @@ def below(pid):
 
 
 @pytest.mark.full
-def test_a_stalled_raylet_and_a_host_that_the_kernel_kills(cluster):
+def test_a_stalled_raylet(cluster):
     options = ExecutorOptions(on_worker_loss="restart", max_restarts=9)
     nodes = [add_node(cluster) for _ in range(3)]
     mine = {"CPU": 1, "mine": 1}
@@ -50,11 +50,6 @@ def test_a_stalled_raylet_and_a_host_that_the_kernel_kills(cluster):
         ) as env:
             env.reset()
             step(env)
-            killed, workers = env.nodes[1].pid, env.call("pid")[2:]
-            os.kill(killed, signal.SIGKILL)  # as the kernel's OOM killer and Ray's own do it
-            check_loss(env, [False, False, True, True])
-            assert env.nodes[1].pid != killed
-            wait_until_gone({killed, *workers})
             stalled = next(node for node in nodes if node.node_id == env.nodes[0].node_id)
             os.kill(raylet_of(stalled), signal.SIGSTOP)
             there = below(raylet_of(stalled))
@@ -73,7 +68,7 @@ def test_a_stalled_raylet_and_a_host_that_the_kernel_kills(cluster):
             assert interrupted(step(env)[0]) == [False] * N
             os.kill(raylet_of(stalled), signal.SIGCONT)  # it learns that it counts as dead, and kills its processes
             wait_until_gone(there)
-            assert env.statistics().worker_losses == 2
+            assert env.statistics().worker_losses == 1
     finally:
         for node in nodes:
             cluster.remove_node(node)

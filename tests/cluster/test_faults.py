@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +16,7 @@ import torch
 from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost
 from envherd.executor.cluster import RayParallelEnv
 from envherd.workers.testing import CountingEnv
+from tests.cluster.envs import GatedEnv
 
 pytestmark = [
     pytest.mark.slow,
@@ -67,8 +68,9 @@ def test_what_is_lost_is_replaced_and_the_rest_goes_on(cluster):
     nodes = [add_node(cluster) for _ in range(2)]
     mine = {"CPU": 1, "mine": 1}
     try:
+        timeouts = {"node_timeout_s": 4.0, "placement_timeout_s": 20.0}
         with RayParallelEnv(
-            N, ENDLESS, seed=0, resources_per_node=mine, num_workers=2, options=options, node_timeout_s=4.0
+            N, ENDLESS, seed=0, resources_per_node=mine, num_workers=2, options=options, **timeouts
         ) as env:
             env.reset()
             step(env)
@@ -86,7 +88,7 @@ def test_what_is_lost_is_replaced_and_the_rest_goes_on(cluster):
             assert env.nodes[1].node_id == nodes[-1].node_id, "moved to where there is room"
             cluster.remove_node(nodes.pop())
             env.send(env.rand_action(env.current()))
-            with pytest.raises(WorkerLost, match="no living node has room"):
+            with pytest.raises(WorkerLost, match="no living node has had room"):
                 receive_for_ever(env, [0, 1])
             assert env.statistics().worker_losses == 7
     finally:
@@ -150,34 +152,35 @@ def test_an_env_lost_with_its_host_goes_on_as_one_lost_with_its_worker():
     assert found[0][2:] == found[1][2:]
 
 
-@contextlib.contextmanager
-def starved(pid):
-    """Move a process to a full memory group: the kernel kills it at its next page."""
-    own = Path(f"/sys/fs/cgroup/memory/envherd-test-{pid}")
-    try:
-        own.mkdir()
-        (own / "memory.limit_in_bytes").write_text("4096")
-        (own / "cgroup.procs").write_text(str(pid))
-    except OSError as error:
-        pytest.skip(f"memory groups of one's own are not allowed here: {error}")
-    yield
-    while (own / "cgroup.procs").read_text().strip():
-        time.sleep(0.05)
-    own.rmdir()
-
-
-def test_a_host_that_the_kernel_kills_for_want_of_memory_is_a_lost_host():
-    make_large = functools.partial(CountingEnv, 1_000_000, size=128)
-    with RayParallelEnv(2, make_large, num_nodes=2, resources_per_node=ONE) as env:
+@pytest.mark.parametrize("on_worker_loss", ["raise", "restart"])
+def test_a_host_that_is_lost_in_a_remote_rollout_is_raised_or_its_successor_makes_it_again(tmp_path, on_worker_loss):
+    gate = tmp_path / "gate"
+    options = ExecutorOptions(on_worker_loss=on_worker_loss)
+    make_gated = functools.partial(GatedEnv, str(gate))
+    with RayParallelEnv(2, make_gated, num_nodes=2, resources_per_node=ONE, options=options) as env:
         env.reset()
-        with starved(env.nodes[1].pid), pytest.raises(WorkerLost, match=r"node .* is lost with workers 1-1"):
-            env.remote_rollouts().rollout(200)
+        killed = env.nodes[1].pid
+        kill = threading.Timer(1.0, lambda: (os.kill(killed, signal.SIGKILL), gate.touch()))
+        kill.start()
+        rollouts = env.remote_rollouts()
+        if on_worker_loss == "raise":
+            with pytest.raises(WorkerLost, match=r"node .* is lost with workers 1-1"):
+                rollouts.rollout(3)
+        else:
+            data = rollouts.rollout(3)
+            assert data["observation"][..., 1].tolist() == [[0, 1, 2]] * 2
+            assert not data["next", "interrupted"].any()
+            assert env.nodes[1].pid != killed
+            assert step(env)[0]["observation"][:, 1].tolist() == [3, 3]
+            assert env.statistics().worker_losses == 1
+        kill.join()
 
 
 DRIVER = """
 import os, sys, functools
 from envherd.executor.cluster import RayParallelEnv
 from envherd.workers.testing import CountingEnv
+from tests.cluster.envs import GatedEnv
 make_env = functools.partial(CountingEnv, 9)
 env = RayParallelEnv(1, make_env, num_nodes=1, resources_per_node={"CPU": 1}, address=sys.argv[1])
 env.reset()

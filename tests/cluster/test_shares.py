@@ -1,10 +1,12 @@
-"""Spread envs over nodes, and pack their rows; no cluster, no process."""
+"""What needs no cluster: envs are spread over nodes, rollouts are folded, factories are refused."""
 
-import numpy as np
 import pytest
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict
 
-from envherd.executor.cluster import ClusterError
-from envherd.executor.cluster.packing import fold, unfolded
+from envherd.executor import FactoryError
+from envherd.executor.cluster import ClusterError, RayParallelEnv
+from envherd.executor.cluster.folding import fold, unfold
 from envherd.executor.cluster.shares import bundles_for, divide
 
 
@@ -53,45 +55,59 @@ def test_what_no_node_has_is_refused(num_nodes, per_node):
     assert "got none: 3 living nodes" in str(caught.value)
 
 
-def rolled_leaves(rng, num_envs=3, num_steps=7, shape=(5, 4)):
-    """Return leaves of a rollout in which envs end now and then."""
-    root = rng.standard_normal((num_envs, num_steps, *shape)).astype(np.float32)
-    root[0, num_steps // 2, 0, 0] = np.nan
-    after = np.concatenate([root[:, 1:], rng.standard_normal((num_envs, 1, *shape)).astype(np.float32)], 1)
-    ends = rng.random((num_envs, num_steps)) < 0.2
-    after[ends] = rng.standard_normal((ends.sum(), *shape))
-    flags = ends[..., None]
-    return {("a", "pixels"): root, ("next", "a", "pixels"): after, ("done",): flags, ("next", "done"): flags.copy()}
+def rollout(num_envs=3, num_steps=7, shape=(5, 4)):
+    """Return a rollout in which envs end now and then."""
+    torch.manual_seed(0)
+    root = torch.randn(num_envs, num_steps, *shape)
+    root[0, num_steps // 2, 0] = torch.nan
+    after = torch.cat([root[:, 1:], torch.randn(num_envs, 1, *shape)], 1)
+    ends = torch.rand(num_envs, num_steps) < 0.2
+    after[ends] = torch.randn(int(ends.sum()), *shape)
+    done = ends.unsqueeze(-1)
+    nested = {"a": {"pixels": root}, "done": done, "next": {"a": {"pixels": after}, "done": done.clone()}}
+    return TensorDict(nested, [num_envs, num_steps], names=[None, "time"]), ends
+
+
+def check(parts):
+    """Fold and unfold some rollouts; return how they cross."""
+    folded = [fold(part) for part in parts]
+    whole = unfold(folded)
+    assert whole.names == parts[0].names
+    for key in (("a", "pixels"), ("next", "a", "pixels"), "done", ("next", "done")):
+        assert whole[key].numpy().tobytes() == torch.cat([part[key] for part in parts]).numpy().tobytes(), key
+    return folded
 
 
 def test_a_rollout_crosses_with_each_observation_once():
-    leaves = rolled_leaves(np.random.default_rng(0))
-    kept, folded = fold(leaves)
-    assert set(folded) == {("next", "a", "pixels")}
-    assert len(folded["next", "a", "pixels"].rows) == 3 + leaves["done",][:, :-1].sum()
-    whole = {key: unfolded(kept, folded, key) for key in leaves}
-    assert whole.keys() == leaves.keys()
-    assert all(whole[key].tobytes() == leaves[key].tobytes() for key in leaves)
+    data, ends = rollout()
+    folded = check([data, data[:1]])[0]
+    assert set(folded.repeated) == {("next", "a", "pixels")}
+    assert len(folded.repeated["next", "a", "pixels"][0]) == 3 + ends[:, :-1].sum()
 
 
 def test_what_a_policy_has_written_to_crosses_as_it_is():
-    leaves = rolled_leaves(np.random.default_rng(1))
-    leaves["a", "pixels"] *= 2  # every root differs from the `next` before it
-    kept, folded = fold(leaves)
-    assert not folded
-    assert kept.keys() == leaves.keys()
-    leaves = rolled_leaves(np.random.default_rng(1))
-    leaves["a", "pixels"][1, 3] = -1.0  # one does
-    kept, folded = fold(leaves)
-    whole = {key: unfolded(kept, folded, key) for key in leaves}
-    assert all(whole[key].tobytes() == leaves[key].tobytes() for key in leaves)
+    data, _ = rollout()
+    data["a", "pixels"][1, 3] = -1.0  # one root differs from the `next` before it
+    assert check([data])[0].repeated
+    data["a", "pixels"] *= 2  # every root does
+    assert not check([data])[0].repeated
 
 
-@pytest.mark.parametrize("shape", [(3,), ()])
-def test_rollouts_of_one_step_and_small_leaves_are_left_alone(shape):
-    leaves = rolled_leaves(
-        np.random.default_rng(2), num_steps=1 if shape else 6, shape=(*shape, 1) if shape else (1, 1)
-    )
-    kept, folded = fold(leaves)
-    assert not folded
-    assert kept.keys() == leaves.keys()
+@pytest.mark.parametrize("how", [{"num_steps": 1}, {"shape": (1, 1)}])
+def test_rollouts_of_one_step_and_small_leaves_are_left_alone(how):
+    assert not check([rollout(**how)[0]])[0].repeated
+
+
+def test_what_is_more_than_tensors_crosses_as_it_is():
+    data, _ = rollout(2)
+    texts = data.clone().set("text", NonTensorStack(*[NonTensorStack(*"abcdefg")] * 2))
+    for parts in ([texts], [data, texts]):
+        whole = unfold([fold(part) for part in parts])
+        assert isinstance(whole, TensorDict if len(parts) == 1 else LazyStackedTensorDict)
+        assert whole[-1]["text"] == [*"abcdefg"]
+
+
+def test_a_factory_that_cannot_be_pickled_is_named_before_anything_starts():
+    held = (number for number in range(3))
+    with pytest.raises(FactoryError, match="captured the variable `held`"):
+        RayParallelEnv(2, lambda: held)

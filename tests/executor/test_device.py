@@ -125,6 +125,18 @@ def test_rollouts_step_by_step_are_as_all_others(kind, make_env, breaks):
             assert torch.equal(got[key], expected[key]), key
 
 
+def test_a_rollout_made_step_by_step_has_the_actions_of_different_tasks():
+    with SerialEnv([CountingEnv, AgentsEnv], seed=0) as env:
+        results = []
+        for run in (None, StepwiseRun):
+            env.set_seed(3)
+            env._rollouts._run_type = run
+            results.append(env.rollout(9, break_when_any_done=False))
+        for expected, got in zip(*[data.unbind(0) for data in results], strict=True):
+            assert set(got.keys(True, True)) == set(expected.keys(True, True))  # noqa: FBT003
+            assert (got == expected).all()
+
+
 @pytest.mark.parametrize("stepwise", [True, False])
 def test_a_policy_may_write_every_result_where_it_wrote_the_last(kind, stepwise):
     """CUDA graphs do that: results of earlier steps, and the state that goes to the next, are copies."""
