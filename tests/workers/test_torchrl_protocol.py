@@ -248,6 +248,19 @@ def test_vector_env_that_shows_reset_observations_at_the_end_is_refused():
         TorchRLAdapter(env)
 
 
+@needs("vmas")
+def test_vmas_envs_of_a_process_draw_from_states_of_their_own():
+    def trace(*others):
+        adapter = TorchRLAdapter(torchrl_envs.SAME_DATA["vmas"]())
+        seen = [adapter.reset(1)]
+        for other in others:
+            other.reset(2)
+        return [*seen[0], *adapter.reset(None)]
+
+    among = trace(TorchRLAdapter(torchrl_envs.SAME_DATA["vmas"]()))
+    assert all(map(np.array_equal, trace(), among))
+
+
 # ---- state, pictures, closing ----------------------------------------------------------------------------------
 
 
