@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
-from pettingzoo import ParallelEnv
 
 from envherd.executor.facades.leaf_spaces import Space, space_of
 from envherd.shm.specs import EnvSpec, Key
@@ -19,6 +18,11 @@ from envherd.workers.adapters import find_adapter
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.pettingzoo.adapter import as_parallel
 from envherd.workers.errors import ActionError, SpecError
+
+try:
+    from pettingzoo import ParallelEnv
+except ModuleNotFoundError:  # the facade of RLlib does without
+    ParallelEnv = object
 
 _PARALLEL = "pettingzoo.utils.env.ParallelEnv"
 _AEC = "pettingzoo.utils.env.AECEnv"
