@@ -52,7 +52,7 @@ BUDGET = {
     "executor/facades/cleanrl": 186,
     "executor/facades/gymnasium": 1175,
     "executor/facades/pettingzoo": 914,
-    "executor/facades/rllib": 516,
+    "executor/facades/rllib": 538,
     "executor/facades/sb3": 947,
     "executor/facades/torchrl": 1295,
     "executor/machine": 417,
