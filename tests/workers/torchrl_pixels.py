@@ -15,7 +15,7 @@ from torchrl.envs import DMControlEnv, EnvBase, SerialEnv
 from envherd.executor.facades.torchrl import ParallelEnv
 from tests.workers.test_torchrl_direct import compare
 
-NUM_ENVS, NUM_STEPS = 2, 12
+NUM_ENVS, NUM_STEPS = 2, 3
 
 
 def make_env(*, pixels_only: bool) -> EnvBase:
@@ -45,7 +45,7 @@ def main() -> None:
         return
     for pixels_only in (True, False):
         make = functools.partial(make_env, pixels_only=pixels_only)
-        compare(make, 60)
+        compare(make, 13)
         env = ParallelEnv(NUM_ENVS, make, num_processes=1)
         env.reset()
         assert "steps=direct" in repr(env), repr(env)
