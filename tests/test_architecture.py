@@ -29,7 +29,7 @@ READERS = {
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
 BUDGET = {
     "shm/*": 1469,
-    "workers/*": 2385,
+    "workers/*": 2387,
     "workers/adapters": 971,
     "workers/adapters/common": 485,
     "workers/adapters/dm_env": 353,
