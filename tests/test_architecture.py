@@ -38,7 +38,7 @@ BUDGET = {
     "workers/adapters/meltingpot": 1512,
     "workers/adapters/pettingzoo": 717,
     "workers/adapters/simulators": 1133,
-    "workers/adapters/torchrl": 1864,
+    "workers/adapters/torchrl": 1879,
     "workers/block": 1503,
     "workers/native": 1543,
     "workers/probing": 334,

@@ -451,3 +451,13 @@ def test_envs_that_may_draw_from_torch_keep_their_own_generator() -> None:
         called.append(adapter.env_call() is not None)
         adapter.close()
     assert called == [True, True, False]
+
+
+@needs("dm-control")
+def test_envs_of_dm_control_that_may_draw_from_torch_are_no_envs_of_its_suite() -> None:
+    called = []
+    for make in (lambda: DMControlEnv("cartpole", "balance"), terminating):
+        adapter = GuestAdapter(Guest(make()))
+        called.append(adapter.env_call() is not None)
+        adapter.close()
+    assert called == [True, False]
