@@ -140,6 +140,8 @@ class _Loader(importlib.abc.Loader):
 
 #: Beginning of an entry point that names something of the script. A worker's `__main__` is not the script, and gets it.
 _SCRIPT = "__main__:"
+#: Beginning of the ids under which RLlib registers the env of a runner. To read one, a worker would import RLlib.
+_RUNNERS = "rllib-"
 
 
 # ---- Gymnasium, gym ----------------------------------------------------------------------------
@@ -163,7 +165,7 @@ def _add_spec(package: str, name: str, spec: Any) -> None:
 
 def _read_specs(package: str) -> Iterator[tuple[str, Any]]:
     """Yield the specs by id; before them what they name in the script, as `__main__:Env`."""
-    specs = dict(_specs(package))
+    specs = {name: spec for name, spec in _specs(package).items() if not name.startswith(_RUNNERS)}
     named = dict.fromkeys(name for spec in specs.values() for name in _names_in_script(spec))
     for name in named:
         with contextlib.suppress(AttributeError):  # an entry that no process can use

@@ -1,15 +1,19 @@
-"""The Gymnasium space of a leaf, for hosts of envs that have no Gymnasium spaces themselves."""
+"""The Gymnasium spaces of leaves, and the leaves of Gymnasium spaces, for facades."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
-from envherd.shm.specs import Binary, Box, Discrete, Domain, LeafSpec, MultiDiscrete
+from envherd.shm.specs import Binary, Box, Discrete, Domain, Key, LeafSpec, MultiDiscrete
 
 Space = spaces.Space[Any]
+
+
+# ---- of envs that have no Gymnasium spaces themselves ------------------------------------------
 
 
 def space_of(leaf: LeafSpec, lead: int) -> Space:
@@ -33,3 +37,39 @@ def _bounds(domain: Domain, dtype: np.dtype) -> tuple[Any, Any]:
     if dtype.kind in "iu":
         return np.iinfo(dtype).min, np.iinfo(dtype).max
     return (0, 1) if dtype.kind == "b" else (-np.inf, np.inf)
+
+
+def single_or_dict(found: Mapping[str, Space]) -> Space:
+    """Return the only space, or a Dict of all."""
+    return next(iter(found.values())) if len(found) == 1 else spaces.Dict(dict(found))
+
+
+def name_below(key: Key, *prefixes: Key) -> str:
+    """Return a key as one name, without the first of the prefixes that it is below."""
+    below = (key[len(prefix) :] for prefix in prefixes if key[: len(prefix)] == prefix and len(key) > len(prefix))
+    return "/".join(next(below, key))
+
+
+# ---- of envs that have ---------------------------------------------------------------------------
+
+
+def inner_spaces(space: Space) -> list[Space]:
+    """Return the spaces directly inside a Dict or Tuple space, in its own order; any other space itself."""
+    if isinstance(space, spaces.Dict):
+        return list(space.spaces.values())
+    return list(space.spaces) if isinstance(space, spaces.Tuple) else [space]
+
+
+def leaf_spaces(space: Space) -> list[Space]:
+    """Return the spaces inside Dict and Tuple spaces, depth first, in their own order."""
+    if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        return [leaf for inner in inner_spaces(space) for leaf in leaf_spaces(inner)]
+    return [space]
+
+
+def tails(leaves: Sequence[Space]) -> list[tuple[Any, ...]]:
+    """Return the index of one row's value in a batch of each leaf, after the number of the row.
+
+    A Box's value is an array, also if its shape is ().
+    """
+    return [() if isinstance(leaf, spaces.Discrete) else (...,) for leaf in leaves]

@@ -110,6 +110,24 @@ def test_an_executor_whose_helper_would_be_another_has_its_own():
         assert helper_of() == shared
 
 
+@pytest.mark.parametrize(("name", "is_forked"), [("jemalloc_bg_thd", True), ("other", False)])
+def test_workers_are_forked_unless_a_module_has_started_a_thread(tmp_path, monkeypatch, name, is_forked):
+    """The thread of jemalloc is prepared for forks."""
+    (tmp_path / f"{name}_starts.py").write_text(
+        "import threading, pathlib, time\n"
+        "def run():\n"
+        f"    pathlib.Path('/proc/thread-self/comm').write_text('{name}')\n"
+        "    named.set()\n"
+        "    time.sleep(1000)\n"
+        "named = threading.Event()\n"
+        "threading.Thread(target=run, daemon=True).start()\n"
+        "named.wait()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with preloaded(f"{name}_starts"), ParallelEnv(1, Seeing) as env:
+        assert env.call("has_imported", f"{name}_starts") == [is_forked]
+
+
 def test_what_cannot_be_imported_is_said():
     with (
         pytest.raises(ImportError, match=r"no_such_module_here.*ModuleNotFoundError"),

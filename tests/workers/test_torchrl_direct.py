@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +45,8 @@ from torchrl.envs import (
     ToTensorImage,
     TransformedEnv,
     VecNorm,
+    VmasEnv,
+    VmasWrapper,
 )
 from torchrl.envs.utils import MarlGroupMapType
 
@@ -180,6 +185,32 @@ POTS = {
 }
 
 
+def vmas_wrapper() -> EnvBase:
+    import vmas
+
+    return VmasWrapper(vmas.make_env("balance", num_envs=3, max_steps=9), categorical_actions=False)
+
+
+def rows(scenario: str, *transforms: Any, **kwargs: Any) -> EnvBase:
+    env = VmasEnv(scenario, **{"num_envs": 3, "max_steps": 9, **kwargs})
+    return TransformedEnv(env, Compose(*transforms)) if transforms else env
+
+
+VMAS = {
+    "infos": (lambda: rows("balance"), 40),
+    "unlike ends": (lambda: rows("balance", max_steps=None), 200),
+    "one row": (lambda: rows("balance", num_envs=1), 40),
+    "groups": (lambda: rows("simple_tag"), 40),
+    "a group each": (lambda: rows("balance", group_map=MarlGroupMapType.ONE_GROUP_PER_AGENT), 40),
+    "own groups": (lambda: rows("balance", group_map={"b": ["agent_2", "agent_0"], "a": ["agent_1"]}), 40),
+    "indices": (lambda: rows("balance", continuous_actions=False), 40),
+    "one-hot": (lambda: rows("balance", continuous_actions=False, categorical_actions=False), 40),
+    "several indices": (lambda: rows("balance", continuous_actions=False, multidiscrete_actions=True), 40),
+    "wrapper": (vmas_wrapper, 40),
+    "transforms": (lambda: rows("balance", StepCounter(6), RewardSum(in_keys=[("agents", "reward")])), 40),
+}
+
+
 class Pair:
     """Two guests of the same env: one with its direct way, one without."""
 
@@ -188,7 +219,7 @@ class Pair:
         for _ in range(2):
             torch.manual_seed(0)
             guest = Guest(make(), **how)
-            with contextlib.suppress(NotImplementedError):  # Melting Pot
+            with contextlib.suppress(NotImplementedError), guest.on_stage():  # Melting Pot
                 guest.seed(5, static=False)
             self.adapters.append(GuestAdapter(guest))
         direct, usual = self.adapters
@@ -299,6 +330,18 @@ def test_dm_control(case: str) -> None:
     compare(*DM[case])
 
 
+@needs("dm-control")
+@pytest.mark.slow
+def test_dm_control_that_draws() -> None:
+    """In a separate process, because dm_control selects its OpenGL backend when it is imported."""
+    environ = os.environ | {"MUJOCO_GL": "egl"}
+    script = [sys.executable, "-m", "tests.workers.torchrl_pixels"]
+    done = subprocess.run(script, env=environ, capture_output=True, text=True, check=False, timeout=200)
+    if "no OpenGL" in done.stdout:
+        pytest.skip("no EGL on this machine")
+    assert done.stdout.split() == ["pixels", "pixels,position,velocity"], done.stderr[-2000:]
+
+
 @needs("pettingzoo")
 @pytest.mark.parametrize("case", ZOO)
 def test_pettingzoo(case: str) -> None:
@@ -309,6 +352,34 @@ def test_pettingzoo(case: str) -> None:
 @pytest.mark.parametrize("case", POTS)
 def test_melting_pot(case: str) -> None:
     compare(*POTS[case])
+
+
+@needs("vmas")
+@pytest.mark.parametrize("case", VMAS)
+def test_vmas(case: str) -> None:
+    compare(*VMAS[case])
+
+
+@needs("vmas")
+def test_vmas_with_unlike_agents_keeps_torchrls_own_code() -> None:
+    adapter = GuestAdapter(Guest(rows("simple_speaker_listener")))
+    assert "its leaves do not fit into the slab" in adapter.spec.metadata["way"]
+
+
+@needs("vmas")
+def test_vmas_envs_of_a_process_draw_from_states_of_their_own() -> None:
+    def trace(*others: Guest) -> list[TensorDict]:
+        guest = Guest(rows("balance"))
+        seen = []
+        for one in (guest, *others):
+            with one.on_stage():
+                one.seed(len(seen), static=False)
+                seen.append(one.reset(None, {}))
+        with guest.on_stage():
+            return [seen[0], guest.reset(None, {})]
+
+    for alone, among in zip(trace(), trace(Guest(rows("balance"))), strict=True):
+        assert (alone == among).all()
 
 
 @pytest.mark.parametrize("case", ["box", "counters", "nested, float"])
@@ -380,3 +451,13 @@ def test_envs_that_may_draw_from_torch_keep_their_own_generator() -> None:
         called.append(adapter.env_call() is not None)
         adapter.close()
     assert called == [True, True, False]
+
+
+@needs("dm-control")
+def test_envs_of_dm_control_that_may_draw_from_torch_are_no_envs_of_its_suite() -> None:
+    called = []
+    for make in (lambda: DMControlEnv("cartpole", "balance"), terminating):
+        adapter = GuestAdapter(Guest(make()))
+        called.append(adapter.env_call() is not None)
+        adapter.close()
+    assert called == [True, False]

@@ -216,6 +216,19 @@ def test_batched_envs_are_refused_before_they_start(batched, wrap):
     assert env.is_closed
 
 
+@needs("vmas")
+def test_vmas_envs_of_a_process_draw_from_states_of_their_own():
+    def trace(*others):
+        adapter = TorchRLAdapter(torchrl_envs.SAME_DATA["vmas"]())
+        seen = [adapter.reset(1)]
+        for other in others:
+            other.reset(2)
+        return [*seen[0], *adapter.reset(None)]
+
+    among = trace(TorchRLAdapter(torchrl_envs.SAME_DATA["vmas"]()))
+    assert all(map(np.array_equal, trace(), among))
+
+
 # ---- state, pictures, closing ----------------------------------------------------------------------------------
 
 

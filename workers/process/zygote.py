@@ -4,7 +4,8 @@ The owner execs it (never forks it), so it holds none of the owner's memory, thr
 share it (see `executor.pools.preloading`); without any, it may wait for the next one. It has one thread, imports the
 modules of its request, freezes the garbage collector (so that the pages of those modules stay shared) and forks a
 worker for every request. If an import has started threads, forking would be unsafe: then it executes a fresh
-interpreter for each worker, and reports this in its first answer.
+interpreter for each worker, and reports this in its first answer. The background thread of jemalloc (pyarrow, which
+RLlib imports) does not count: jemalloc expects forks, and a child does without the thread.
 
 Guarantees: when the owner is gone, however it ended, the zygote kills the process group of every remaining worker (with
 the processes that their envs had started) and exits. Ctrl-C does not reach it, and a terminal cannot stop it or its
@@ -66,7 +67,7 @@ def main(fd: int, log_fd: int) -> None:
     with _ended_with_owner(sock):
         failed = _preload(start["preload"])
     gc.enable()
-    num_threads = len(os.listdir("/proc/self/task"))
+    num_threads = _num_threads()
     gc.collect()
     gc.freeze()
     set_variables = {name: value for name, value in os.environ.items() if environ.get(name) != value}
@@ -76,6 +77,15 @@ def main(fd: int, log_fd: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # the interpreter's own end takes long with torch
+
+
+def _num_threads() -> int:
+    """Return the number of threads, without the one that is prepared for a fork."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended
+            names.append(Path(f"/proc/self/task/{task}/comm").read_text())
+    return len(names) - names.count("jemalloc_bg_thd\n")
 
 
 def _leave_terminal() -> None:

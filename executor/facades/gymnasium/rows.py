@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
 from gymnasium.vector.utils import iterate
 
 from envherd.executor.facades.columns import Column, LatestColumn
-from envherd.executor.facades.gymnasium.spaces import Space, leaf_spaces
 from envherd.executor.facades.gymnasium.worker import loads
+from envherd.executor.facades.leaf_spaces import Space, leaf_spaces, tails
 from envherd.executor.protocol.engine import Engine
 from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
 from envherd.workers.adapters.gymnasium.spaces import FIXED, native_tree
@@ -89,8 +88,7 @@ class Observations:
             None if leaf.is_side else LatestColumn(engine.positions, leaf.key, engine.num_envs, leaf.shape)
             for leaf in leaves
         ]
-        #: index of one env's value after its number: a Box's value is an array, also if its shape is ()
-        self._tails = [() if isinstance(leaf, spaces.Discrete) else (...,) for leaf in leaf_spaces(single_space)]
+        self._tails = tails(leaf_spaces(single_space))
         self._join = builder(native_tree(single_space, ""))
         self._only = self._columns[0] if len(self._columns) == 1 and isinstance(single_space, FIXED) else None
 

@@ -13,8 +13,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.gymnasium.worker import loads
-
-Space = spaces.Space[Any]
+from envherd.executor.facades.leaf_spaces import Space, leaf_spaces
 
 #: Spaces that Gymnasium can batch.
 _STANDARD = (
@@ -114,14 +113,6 @@ def _check_actions(descriptions: list[Description]) -> None:
                 f"Some environments have an action space different from `{single}`: env {env_id} has "
                 f"`{one.action_space}`. In order to batch actions, the action spaces of all environments must be equal."
             )
-
-
-def leaf_spaces(space: Space) -> list[Space]:
-    """Return the spaces inside Dict and Tuple spaces, depth first, in their own order."""
-    if isinstance(space, (spaces.Dict, spaces.Tuple)):
-        inner = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
-        return [leaf for sub in inner for leaf in leaf_spaces(sub)]
-    return [space]
 
 
 def has_custom(space: Space) -> bool:

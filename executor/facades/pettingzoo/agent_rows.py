@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
@@ -18,6 +17,8 @@ from envherd.executor.facades.pettingzoo.vector_env import ByAgent, ParallelVect
 from envherd.executor.facades.pettingzoo.worker import OneGroupFactory
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
+from envherd.workers.adapters.common.tree import builder, flattener
+from envherd.workers.adapters.gymnasium.spaces import native_tree
 
 Infos = list[dict[str, Any]]
 
@@ -68,6 +69,10 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         self.single_action_space = self.action_space = acted
         self.batched_observation_space = batch_space(observed, self.num_envs)
         self.batched_action_space = batch_space(acted, self.num_envs)
+        trees = [native_tree(space, "", take=None) for space in (observed, acted)]
+        (self._split_seen, self._split), (self._join, self._join_action) = (
+            [make(tree) for tree in trees] for make in (lambda tree: flattener(tree, None), builder)
+        )
         self.closed = False
 
     def _only_space(self, what: str, space_of: Callable[[Any], Any]) -> Any:
@@ -96,9 +101,10 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
     def step_async(self, actions: Any) -> None:
         """Begin a `step`; `step_wait` ends it."""
         self._was_active = self._stacked(self.envs.active)
-        shape = (self.envs.num_envs, len(self._agents))
-        parts = _split(self.single_action_space, actions, shape)
-        self.envs.step_async({agent: _at(parts, i) for i, agent in enumerate(self._agents)})
+        leaves = [self._by_env(leaf) for leaf in self._split(actions)]
+        self.envs.step_async(
+            {agent: self._join_action([leaf[:, i] for leaf in leaves]) for i, agent in enumerate(self._agents)}
+        )
 
     def step_wait(self) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, Infos]:
         """End a `step`."""
@@ -119,7 +125,20 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         return np.stack([values[agent] for agent in self._agents], axis=1)
 
     def _rows(self, observations: ByAgent) -> Any:
-        return _join(self.single_observation_space, [observations[agent] for agent in self._agents])
+        """Return observations `[N, ...]` by agent as rows `[N * A, ...]`, nested as the space is."""
+        by_agent = [self._split_seen(observations[agent]) for agent in self._agents]
+        leaves = [np.stack(values, axis=1) for values in zip(*by_agent, strict=True)]
+        return self._join([leaf.reshape(-1, *leaf.shape[2:]) for leaf in leaves])
+
+    def _by_env(self, actions: Any) -> np.ndarray:
+        """Return a leaf of actions `[N * A, ...]` as `[N, A, ...]`."""
+        array = np.asarray(actions)
+        if array.shape[:1] != (self.num_envs,):
+            raise ValueError(
+                f"step failed: expected {self.num_envs} actions, one for each agent of each env, got shape "
+                f"{array.shape}. No env was stepped."
+            )
+        return array.reshape(self.envs.num_envs, len(self._agents), *array.shape[1:])
 
     def _infos(self, infos: Mapping[str, Any]) -> Infos:
         """Return an info for each row, from infos by agent with masks."""
@@ -183,39 +202,6 @@ def concat_vec_envs_v1(
     raise ValueError(
         f"concat_vec_envs_v1 failed: expected 'gymnasium' or 'stable_baselines3' as base_class, got {base_class!r}."
     )
-
-
-def _join(space: Any, values: list[Any]) -> Any:
-    """Return the agents' batches `[N, ...]`, nested as the space is, as rows `[N * A, ...]`."""
-    if isinstance(space, spaces.Dict):
-        return {key: _join(sub, [value[key] for value in values]) for key, sub in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_join(sub, [value[i] for value in values]) for i, sub in enumerate(space.spaces))
-    stacked = np.stack(values, axis=1)
-    return stacked.reshape(-1, *stacked.shape[2:])
-
-
-def _split(space: Any, actions: Any, shape: tuple[int, int]) -> Any:
-    """Return rows of actions `[N * A, ...]`, nested as the space is, as arrays `[N, A, ...]`."""
-    if isinstance(space, spaces.Dict):
-        return {key: _split(sub, actions[key], shape) for key, sub in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_split(sub, actions[i], shape) for i, sub in enumerate(space.spaces))
-    array = np.asarray(actions)
-    if array.shape[:1] != (shape[0] * shape[1],):
-        raise ValueError(
-            f"step failed: expected {shape[0] * shape[1]} actions, one for each agent of each env, got shape "
-            f"{array.shape}. No env was stepped."
-        )
-    return array.reshape(*shape, *array.shape[1:])
-
-
-def _at(parts: Any, index: int) -> Any:
-    if isinstance(parts, dict):
-        return {key: _at(part, index) for key, part in parts.items()}
-    if isinstance(parts, tuple):
-        return tuple(_at(part, index) for part in parts)
-    return parts[:, index]
 
 
 def _unmasked(infos: Mapping[str, Any], env_id: int) -> dict[str, Any]:

@@ -10,15 +10,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
-from pettingzoo import ParallelEnv
 
-from envherd.executor.facades.leaf_spaces import Space, space_of
+from envherd.executor.facades.leaf_spaces import Space, name_below, single_or_dict, space_of
 from envherd.shm.specs import EnvSpec, Key
 from envherd.workers.adapters import find_adapter
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.pettingzoo.adapter import as_parallel
 from envherd.workers.errors import ActionError, SpecError
+
+try:
+    from pettingzoo import ParallelEnv
+except ModuleNotFoundError:  # the facade of RLlib does without
+    ParallelEnv = object
 
 _PARALLEL = "pettingzoo.utils.env.ParallelEnv"
 _AEC = "pettingzoo.utils.env.AECEnv"
@@ -73,11 +76,11 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
         self.possible_agents = list(names) if names else [f"agent_{i}" for i in range(size)]
         self.agents: list[str] = []
         observed = {
-            _name(leaf.key, (*group, "observation"), group): (index, space_of(leaf, 1))
+            name_below(leaf.key, (*group, "observation"), group): (index, space_of(leaf, 1))
             for index, leaf in enumerate(spec.observation)
             if leaf.key[: len(group)] == group and not leaf.is_side
         }
-        acted = {_name(leaf.key, group, group): space_of(leaf, 1) for leaf in spec.action}
+        acted = {name_below(leaf.key, group): space_of(leaf, 1) for leaf in spec.action}
         self._observed = {name: index for name, (index, _) in observed.items()}
         self._state = next((i for i, leaf in enumerate(spec.observation) if leaf.key[: len(group)] != group), None)
         self._acted = list(acted)
@@ -85,8 +88,8 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
         self._starts = [getattr(space, "start", 0) for space in acted.values()]
         self._shapes = [leaf.shape for leaf in spec.action]
         seen = {name: space for name, (_, space) in observed.items()}
-        self.observation_spaces = {agent: _space(seen) for agent in self.possible_agents}
-        self.action_spaces = {agent: _space(acted) for agent in self.possible_agents}
+        self.observation_spaces = {agent: single_or_dict(seen) for agent in self.possible_agents}
+        self.action_spaces = {agent: single_or_dict(acted) for agent in self.possible_agents}
         self._latest: list[Any] = []
 
     def observation_space(self, agent: str) -> Space:
@@ -183,12 +186,3 @@ def _only_group(spec: EnvSpec) -> tuple[Key, int]:
         )
     (group, (size,)) = spec.groups[0]
     return group, size
-
-
-def _name(key: Key, prefix: Key, group: Key) -> str:
-    is_below = key[: len(prefix)] == prefix and len(key) > len(prefix)
-    return "/".join(key[len(prefix if is_below else group) :])
-
-
-def _space(found: Mapping[str, Space]) -> Space:
-    return next(iter(found.values())) if len(found) == 1 else spaces.Dict(dict(found))

@@ -22,6 +22,7 @@ from ray.tune.registry import ENV_CREATOR, _global_registry
 
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.facades.rllib.multi_agent import MultiAgentVectorEnv
+from envherd.executor.facades.rllib.worker import with_context
 from envherd.executor.options import ExecutorOptions
 
 
@@ -62,9 +63,10 @@ class _Hosted:
                 "with a class, a function, or a name that ray.tune.register_env knows."
             )
         if not isinstance(env, str):
-            return functools.partial(env, context)
+            return functools.partial(with_context, env, dict(context), vars(context))
         if _global_registry.contains(ENV_CREATOR, env):
-            return functools.partial(_global_registry.get(ENV_CREATOR, env), context)
+            creator = _global_registry.get(ENV_CREATOR, env)
+            return functools.partial(with_context, creator, dict(context), vars(context))
         # Pass the spec: workers do not know ids that the user's script has registered.
         return functools.partial(gymnasium.make, gymnasium.spec(env), **context)
 

@@ -8,8 +8,9 @@ Guarantees:
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -29,6 +30,25 @@ OBSERVED, REWARDED, TERMINATED, TRUNCATED = _BITS = 1, 2, 4, 8
 ALL = "__all__"
 
 _RLLIB = "ray.rllib.env.multi_agent_env.MultiAgentEnv"
+
+
+class Context(dict[str, Any]):
+    """RLlib's `EnvContext` in a worker that has not imported RLlib, which takes seconds; its methods import it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        from ray.rllib.env.env_context import EnvContext
+
+        return getattr(EnvContext, name).__get__(self)
+
+
+def with_context(make_env: Callable[[Any], Any], entries: Mapping[str, Any], attributes: Mapping[str, Any]) -> Any:
+    """Build an env that takes RLlib's context: an `EnvContext` if importing `make_env` has imported RLlib."""
+    rllib = sys.modules.get("ray.rllib.env.env_context")
+    context = Context(entries) if rllib is None else rllib.EnvContext(dict(entries), attributes["worker_index"])
+    vars(context).update(attributes)
+    return make_env(context)
 
 
 class AgentsGuest(ParallelGuest):

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
 
 from envherd.executor.facades.columns import Column
 from envherd.executor.facades.fitting import as_array, fitted
@@ -19,6 +18,8 @@ from envherd.executor.facades.sb3.spaces import observed_leaves
 from envherd.executor.protocol.positions import Positions
 from envherd.shm.slab import Slab
 from envherd.shm.specs import Discrete, LeafSpec, MultiDiscrete
+from envherd.workers.adapters.common.tree import Leaf, flattener
+from envherd.workers.adapters.gymnasium.spaces import native_tree
 
 
 class Reader:
@@ -61,7 +62,8 @@ class Writer:
     """
 
     def __init__(self, slab: Slab, space: Space, num_agents: int) -> None:
-        self._space = space
+        tree = native_tree(space, "")
+        self._split, self._is_leaf = flattener(tree, None), isinstance(tree, Leaf)
         self._num_agents, self._num_rows = num_agents, slab.plan.num_envs * num_agents
         groups = slab.groups
         leaves = groups[0].spec.action
@@ -92,7 +94,11 @@ class Writer:
         if self._is_single and actions.__class__ is np.ndarray and actions.shape == self._shape:
             self._only[...] = fitted(actions, self._shape, self._only.dtype)
             return
-        leaves = _split(self._space, actions)
+        if self._is_leaf or isinstance(actions, Mapping):
+            leaves = self._split(actions)
+        else:
+            rows = [self._split(action) for action in actions]
+            leaves = [[row[i] for row in rows] for i in range(len(self._targets))]
         checked = [self._fit(i, leaf) for i, leaf in enumerate(leaves)]
         for targets, values in zip(self._targets, checked, strict=True):
             for env_ids, target in targets:
@@ -113,16 +119,3 @@ def _start(leaf: LeafSpec) -> np.ndarray | None:
     if isinstance(leaf.domain, (Discrete, MultiDiscrete)) and np.any(leaf.domain.start):
         return np.asarray(leaf.domain.start)
     return None
-
-
-def _split(space: Space, actions: Any) -> list[Any]:
-    """Return the actions of each leaf, in the order of the space."""
-    if isinstance(space, spaces.Dict):
-        entries = space.spaces.items()
-        is_stacked = isinstance(actions, Mapping)
-        stacked = [(sub, actions[key] if is_stacked else [one[key] for one in actions]) for key, sub in entries]
-        return [leaf for sub, values in stacked for leaf in _split(sub, values)]
-    if isinstance(space, spaces.Tuple):
-        parts = [(sub, [one[i] for one in actions]) for i, sub in enumerate(space.spaces)]
-        return [leaf for sub, values in parts for leaf in _split(sub, values)]
-    return [actions]

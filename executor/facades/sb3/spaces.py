@@ -6,16 +6,16 @@ group. Agents see only their own leaves; observations of the whole world are ava
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from gymnasium import spaces
-
-from envherd.executor.facades.leaf_spaces import Space, space_of
-from envherd.shm.specs import EnvSpec, Key, LeafSpec
+from envherd.executor.facades.leaf_spaces import Space, inner_spaces, name_below, single_or_dict, space_of
+from envherd.shm.specs import EnvSpec, LeafSpec
+from envherd.workers.adapters.common.tree import builder
+from envherd.workers.adapters.gymnasium.spaces import FIXED, native_tree
 
 #: Arrays `[N, ...]` in the order of the leaves -> SB3's observation.
-Compose = Callable[[Sequence[Any]], Any]
+Compose = Callable[[list[Any]], Any]
 
 
 def num_agents(spec: EnvSpec) -> int:
@@ -50,39 +50,21 @@ def compose_for(space: Space) -> Compose:
     Raises:
         NotImplementedError: spaces nested more than once, or without fixed shapes.
     """
-    inner = inner_spaces(space)
-    for sub in inner:
-        if not isinstance(sub, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+    for sub in inner_spaces(space):
+        if not isinstance(sub, FIXED):
             raise NotImplementedError(
                 f"reading observation_space failed: expected Box, Discrete, MultiDiscrete or MultiBinary, alone or in "
                 f"one Dict or Tuple, got {type(sub).__name__} in {space}. Nested observation spaces and those "
                 f"without a fixed shape are not supported by Stable-Baselines3: flatten them in a wrapper."
             )
-    if isinstance(space, spaces.Dict):
-        keys = tuple(space.spaces)
-        return lambda leaves: dict(zip(keys, leaves, strict=True))
-    return tuple if isinstance(space, spaces.Tuple) else lambda leaves: leaves[0]
-
-
-def inner_spaces(space: Space) -> list[Space]:
-    """Return the spaces of an observation's leaves."""
-    if isinstance(space, spaces.Dict):
-        return list(space.spaces.values())
-    return list(space.spaces) if isinstance(space, spaces.Tuple) else [space]
+    return builder(native_tree(space, ""))
 
 
 def spaces_of(spec: EnvSpec) -> tuple[Space, Space]:
     """Return the observation and action space of a row of an env that has none itself (no Gymnasium env)."""
-    lead = 1 if spec.groups else 0
-    observed = {_name(spec, leaf.key): space_of(leaf, lead) for _, leaf in observed_leaves(spec) if not leaf.is_side}
-    acted = {_name(spec, leaf.key): space_of(leaf, lead) for leaf in spec.action}
-    return _single_or_dict(observed), _single_or_dict(acted)
-
-
-def _single_or_dict(found: dict[str, Space]) -> Space:
-    return next(iter(found.values())) if len(found) == 1 else spaces.Dict(found)
-
-
-def _name(spec: EnvSpec, key: Key) -> str:
-    prefix = (*spec.groups[0][0], "observation") if spec.groups else ()
-    return "/".join(key[len(prefix) :] if prefix and key[: len(prefix)] == prefix else key)
+    lead, prefix = (1, (*spec.groups[0][0], "observation")) if spec.groups else (0, ())
+    seen = [leaf for _, leaf in observed_leaves(spec) if not leaf.is_side]
+    observed, acted = (
+        {name_below(leaf.key, prefix): space_of(leaf, lead) for leaf in leaves} for leaves in (seen, spec.action)
+    )
+    return single_or_dict(observed), single_or_dict(acted)

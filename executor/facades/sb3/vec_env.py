@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, Literal, NoReturn
 
 import numpy as np
-from gymnasium import Env, Wrapper, spaces
+from gymnasium import Env, Wrapper
 from stable_baselines3.common import vec_env
 from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
@@ -33,11 +33,11 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.episode_columns import EpisodeColumns
 from envherd.executor.facades.errors import as_raised
 from envherd.executor.facades.installing import replaced
-from envherd.executor.facades.leaf_spaces import Space
+from envherd.executor.facades.leaf_spaces import Space, inner_spaces, tails
 from envherd.executor.facades.sb3.factory import Sb3Factory
 from envherd.executor.facades.sb3.masks import ActionMasks
 from envherd.executor.facades.sb3.rows import Reader, Writer
-from envherd.executor.facades.sb3.spaces import compose_for, inner_spaces, num_agents, spaces_of
+from envherd.executor.facades.sb3.spaces import compose_for, num_agents, spaces_of
 from envherd.executor.facades.sb3.worker import Sb3DirectAdapter
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions, StartMethod
@@ -94,8 +94,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self._compose = compose_for(observation_space)
         inner = inner_spaces(observation_space)
         self._reader = Reader(self._positions, [tuple(sub.shape or ()) for sub in inner], self.num_agents)
-        #: index of one row of each leaf, after the row's number: a Box's row is an array, also if its shape is ()
-        self._tails = [() if isinstance(sub, spaces.Discrete) else (...,) for sub in inner]
+        self._tails = tails(inner)
         self._writer = Writer(self._positions.slab, action_space, self.num_agents)
         self._masks = ActionMasks.of(self._positions, self.num_agents)
         self._episodes = EpisodeColumns.of(self._positions.slab, self.num_agents)

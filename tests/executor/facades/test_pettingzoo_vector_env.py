@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import os
 import signal
+import sys
 
 from tests.extras import needs, skip_without
 
@@ -22,6 +25,7 @@ from pettingzoo import ParallelEnv as PettingZooEnv
 from envherd import ActionError, FactoryError, ResetNeeded
 from envherd.executor import ExecutorOptions, MeltingPotFactory, ParallelEnv
 from envherd.executor.facades.pettingzoo import AgentRowsEnv, ParallelVectorEnv, concat_vec_envs_v1, parallel_env
+from envherd.workers.testing import AgentsEnv
 from tests.workers.pettingzoo_envs import LENGTH, PRESENT, Village
 
 pytestmark = pytest.mark.slow
@@ -469,3 +473,24 @@ def test_melting_pot_gives_agents_the_rows_of_its_batches():
             root = following
         last = infos["final_obs"][1]["player_1"]["RGB"]
         assert np.array_equal(last, following["agents", "observation", "RGB"][1, 1])
+
+
+@needs("meltingpot")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_pettingzoos_seed_test_needs_deterministic_substrates(deterministic):
+    from pettingzoo.test import parallel_seed_test
+
+    factory = MeltingPotFactory("commons_harvest__open", keys=("RGB",), deterministic=deterministic)
+    with contextlib.nullcontext() if deterministic else pytest.raises(AssertionError):
+        parallel_seed_test(functools.partial(parallel_env, factory), num_cycles=20)
+
+
+def test_stacked_agents_need_no_pettingzoo(monkeypatch):
+    name = "envherd.executor.facades.pettingzoo.stacked"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "pettingzoo", None)
+    env = importlib.import_module(name).parallel_env(AgentsEnv)
+    observations, _ = env.reset(seed=0)
+    assert list(observations) == env.possible_agents == env.agents
+    env.close()

@@ -41,6 +41,7 @@ from envherd.executor import ExecutorOptions, MeltingPotFactory
 from envherd.executor.facades.rllib import MultiAgentEnvRunner, MultiAgentVectorEnv, SingleAgentEnvRunner
 from envherd.workers.errors import ActionError, EnvError, SpecError
 from tests.executor.facades import rllib_envs
+from tests.executor.facades.rllib_context import make_lonely
 from tests.executor.facades.rllib_envs import AGENTS, Corridor, Leaving, Nameless, Together, Turns
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -212,6 +213,14 @@ def test_no_workers(runner_class: Any, config: Any) -> None:
     assert len(runner.env.unwrapped.envs) == NUM_ENVS
     assert not hasattr(runner.env.unwrapped, "executor")
     assert sum(map(len, runner.sample())) >= 10 * NUM_ENVS
+    runner.stop()
+
+
+def test_a_worker_does_not_import_rllib_for_the_context() -> None:
+    runner = SingleAgentEnvRunner(config=make_config(make_lonely, {"length": 3}), worker_index=0)
+    assert runner.env.unwrapped.call("knows_rllib") == (False,) * NUM_ENVS
+    assert runner.env.unwrapped.call("context") == ({"length": 3, "worker_index": 0},) * NUM_ENVS
+    assert runner.env.unwrapped.call("overridden") == ({"length": 3, "worker_index": 4},) * NUM_ENVS
     runner.stop()
 
 

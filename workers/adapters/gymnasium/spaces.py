@@ -109,28 +109,24 @@ def nested_observation_tree(space: Any, key: Key, make_leaf: MakeLeaf | None = N
     return _tree(space, key, make_leaf or observation_leaf)
 
 
-def native_tree(space: Space, name: str, order: Any = None) -> Node:
+def native_tree(space: Space, name: str, order: Any = None, take: Convert | None = dumps) -> Node:
     """Describe a space whose values are passed unchanged: leaves `(name, "0")`, `(name, "1")`, ..., any value allowed.
 
     Args:
         space: of one env.
         name: of the root of the keys.
         order: the space of a batch: Gymnasium passes envs dicts whose keys are in its order. None for `space`.
+        take: converts values that are no arrays of a fixed shape; None leaves them as they are.
     """
     numbers = itertools.count()
 
-    def describe(space: Space, order: Any) -> Node:
-        if isinstance(space, spaces.Dict):
-            return Branch(dict, tuple((key, describe(space.spaces[key], order[key])) for key in order.spaces))
-        if isinstance(space, spaces.Tuple):
-            pairs = enumerate(zip(space.spaces, order.spaces, strict=True))
-            return Branch(tuple, tuple((i, describe(*pair)) for i, pair in pairs))
+    def make_leaf(space: Space, _: Key) -> Leaf:
         key = (name, str(next(numbers)))
         if isinstance(space, FIXED):
             return Leaf(LeafSpec(key, tuple(space.shape or ()), np.dtype(space.dtype).name))
-        return Leaf(side_leaf(key), take=dumps)
+        return Leaf(side_leaf(key), take=take)
 
-    return describe(space, space if order is None else order)
+    return _tree(space, (), make_leaf, space if order is None else order)
 
 
 def reward_leaf(space: Any) -> Leaf | None:
@@ -164,13 +160,19 @@ def _check_space(space: Any, name: str) -> None:
         )
 
 
-def _tree(space: Space, key: Key, make_leaf: MakeLeaf) -> Node:
-    if isinstance(space, spaces.Dict):
+def _tree(space: Space, key: Key, make_leaf: MakeLeaf, order: Any = None) -> Node:
+    """Describe a space; with an order, as of `native_tree`, two entries of a Dict may share a name."""
+    if isinstance(space, spaces.Dict) and order is None:
         operation = f"reading the space of {'/'.join(key)}"
         return dict_branch(space.spaces, key, lambda sub, at: _tree(sub, at, make_leaf), operation)
-    if isinstance(space, spaces.Tuple):
-        return Branch(tuple, tuple((i, _tree(sub, (*key, str(i)), make_leaf)) for i, sub in enumerate(space.spaces)))
-    return make_leaf(space, key)
+    if not isinstance(space, (spaces.Dict, spaces.Tuple)):
+        return make_leaf(space, key)
+    kind, names = (dict, order.spaces) if isinstance(space, spaces.Dict) else (tuple, range(len(space.spaces)))
+    inner: Any = space.spaces
+    return Branch(
+        kind,
+        tuple((i, _tree(inner[i], (*key, str(i)), make_leaf, None if order is None else order[i])) for i in names),
+    )
 
 
 def observation_leaf(space: Space, key: Key) -> Leaf:

@@ -29,12 +29,12 @@ from torchrl.envs.common import EnvMetaData
 
 from envherd.shm.specs import EnvSpec, Key, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, EnvCall, StepValues
-from envherd.workers.adapters.common.generators import OwnGenerators
 from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
 from envherd.workers.adapters.registry import register
 from envherd.workers.adapters.torchrl.direct import DirectWay, direct_way
 from envherd.workers.adapters.torchrl.gym import refuse_late_resets
 from envherd.workers.adapters.torchrl.private_api import check_worker_env, supports_set_state
+from envherd.workers.adapters.torchrl.vmas import own_generators
 from envherd.workers.errors import FactoryError
 from envherd.workers.reply import Fault
 
@@ -121,7 +121,7 @@ class Guest:
         root: its present root tensordict, or None before the first reset.
         reset_names: keys that a reset returns: those of observation and done leaves.
         step_names: keys that a step returns: the same and the rewards.
-        generator: its own state of torch's generator.
+        generator: its own state of the generators that envs of a process share.
         direct: steps it without tensordicts; None if that is not possible.
     """
 
@@ -139,8 +139,7 @@ class Guest:
         self.direct: DirectWay | None = None
         self.reset_names = [*env.observation_keys, *env.done_keys]
         self.step_names = [*self.reset_names, *env.reward_keys]
-        torchs = torch.default_generator
-        self.generator = OwnGenerators(torchs.get_state, torchs.set_state)
+        self.generator = own_generators(env)
 
     def perform(self, request: bytes) -> bytes:
         """Call one of the methods below by name and return its result, or the exception that it raised."""

@@ -35,11 +35,11 @@ from torchrl.envs import EnvBase
 
 from envherd.shm.specs import DONE_KEYS, EnvSpec, Unbounded, done_leaves
 from envherd.workers.adapters.base import Adapter, StepValues
-from envherd.workers.adapters.common.generators import OwnGenerators
 from envherd.workers.adapters.torchrl.gym import base_env, refuse_late_resets
 from envherd.workers.adapters.torchrl.private_api import seeding_names
 from envherd.workers.adapters.torchrl.reading import ends_reader, reader, to_numpy, to_plain, topmost
 from envherd.workers.adapters.torchrl.specs import Member, Path, PlacedLeaf, group_shapes, place_leaves
+from envherd.workers.adapters.torchrl.vmas import own_generators
 from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 
 #: `(root tensordict, value)`: stores the value.
@@ -89,7 +89,7 @@ class TorchRLAdapter(Adapter):
         self._write_input = [_writer(leaf, env, is_optional=False) for leaf in leaves["action"]]
         self._write_input += [_writer(leaf, env, is_optional=True) for leaf in leaves["state"]]
         self._seed = _seeder(env, base)
-        self._generator = OwnGenerators(torch.default_generator.get_state, torch.default_generator.set_state)
+        self._generator = own_generators(env)
         self._input_nodes = _nodes_of([*leaves["action"], *leaves["state"]], full_specs["action"], full_specs["state"])
         shapes = {leaf.path[:-1]: leaf.spec.shape for leaf in leaves["done"]}
         self._reset_signals = [(prefix, shapes[prefix]) for prefix in topmost(leaves["done"])]

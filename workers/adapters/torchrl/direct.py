@@ -36,6 +36,8 @@ FAMILIES = {
     f"{_LIBS}.meltingpot.MeltingpotWrapper": ("meltingpot", "DirectMeltingPot"),
     f"{_LIBS}.pettingzoo.PettingZooEnv": ("pettingzoo", "DirectPettingZoo"),
     f"{_LIBS}.pettingzoo.PettingZooWrapper": ("pettingzoo", "DirectPettingZoo"),
+    f"{_LIBS}.vmas.VmasEnv": ("vmas", "DirectVmas"),
+    f"{_LIBS}.vmas.VmasWrapper": ("vmas", "DirectVmas"),
     "torchrl.envs.transforms._base.TransformedEnv": ("transformed", "DirectTransformed"),
     "torchrl.envs.transforms.transforms.TransformedEnv": ("transformed", "DirectTransformed"),  # before TorchRL 0.14
 }
@@ -69,6 +71,8 @@ class DirectWay:
 
     #: Whether values that `step` returns are written again by the next call; other arrays are the env's own.
     reuses_buffers = False
+    #: Whether it steps envs that are themselves a batch of rows.
+    takes_batches = False
 
     def __init__(self, env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]) -> None:
         self.torchrl_env = env
@@ -76,7 +80,7 @@ class DirectWay:
         self.is_ahead = False
         self.latest: list[Any] = []
         self._build: Callable[[list[Any]], TensorDict] | None = None
-        require(not env.batch_size, "it is a batch")
+        require(self.takes_batches or not env.batch_size, "it is a batch")
         require(env.device in (None, torch.device("cpu")), f"its device is {env.device}")
         require(not env.run_type_checks, "it checks types")
         require(not resets_itself(env), "it resets itself")

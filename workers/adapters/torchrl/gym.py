@@ -25,6 +25,7 @@ _ENDS = ("done", "terminated", "truncated")
 #: Packages whose envs and wrappers draw from numpy's generators only.
 _WITHOUT_TORCH = ("ale_py", "gymnasium", "minigrid")
 _NOT_ENDED = (FLAGS[False],) * 3
+_NO_INFO: dict[str, Any] = {}
 
 
 def base_env(env: EnvBase) -> EnvBase:
@@ -80,27 +81,23 @@ class DirectGymLike(DirectWay):
         self._end_order = [_ENDS.index(key) for key in observed[-3:]]
 
     def step(self, action: list[Any]) -> StepValues:
-        return self._values(*self._advance(self._as_native(action[0])))
+        return self._accept(self.env.step(self._as_native(action[0])))
 
-    def _values(self, observation: Any, reward: Any, terminated: bool, truncated: bool) -> StepValues:  # noqa: FBT001
+    def _accept(self, result: Any) -> StepValues:
+        observation, reward, terminated, truncated, _ = result
         values = self._read(observation)
-        has_ended = terminated or truncated
-        ends = (has_ended, terminated, truncated)
+        ends = (bool(terminated or truncated), bool(terminated), bool(truncated))
         values += [FLAGS[ends[index]] for index in self._end_order]
         self.latest = values
         self.is_ahead = True
         if reward.__class__ is not float:
             reward = self._number(reward)
-        return values, [reward], has_ended, False
+        return values, [reward], ends[0], False
 
     def reset(self) -> list[Any]:
         self.latest = values = [*self._read(self._begin()), *_NOT_ENDED]
         self.is_ahead = True
         return values
-
-    def _advance(self, action: Any) -> tuple[Any, Any, bool, bool]:
-        """Step the env; return the observation, the reward, terminated and truncated."""
-        raise NotImplementedError
 
     def _begin(self) -> Any:
         """Reset the env; return the observation."""
@@ -130,10 +127,6 @@ class DirectGym(DirectGymLike):
         require(_gymnasium() and isinstance(wrapped_env(env), _gymnasium().Env), "it wraps no Gymnasium env")
         super().__init__(env, inputs, observed, rewards)
 
-    def _advance(self, action: Any) -> tuple[Any, Any, bool, bool]:
-        observation, reward, terminated, truncated, _ = self.env.step(action)
-        return observation, reward, bool(terminated), bool(truncated)
-
     def _begin(self) -> Any:
         return self.env.reset()[0]
 
@@ -144,23 +137,45 @@ class DirectGym(DirectGymLike):
         flatten = None if is_bare else self._read
         return EnvCall(self._accept, give=self._as_native, flatten=flatten, holder=self, flags=self._end_order)
 
-    def _accept(self, result: Any) -> StepValues:
-        observation, reward, terminated, truncated, _ = result
-        return self._values(observation, reward, bool(terminated), bool(truncated))
-
 
 class DirectDMControl(DirectGymLike):
     """Steps a `DMControlEnv` or `DMControlWrapper`."""
 
-    def _advance(self, action: Any) -> tuple[Any, Any, bool, bool]:
-        timestep = self.env.step(action)
-        if not timestep.last():
-            return timestep.observation, timestep.reward, False, False
-        is_cut = bool(np.isclose(timestep.discount, 1))
-        return timestep.observation, timestep.reward, not is_cut, is_cut
+    def __init__(self, env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]) -> None:
+        super().__init__(env, inputs, observed, rewards)
+        self.env = _FiveValues(self.env)
 
     def _begin(self) -> Any:
         return self.env.reset().observation
+
+    def env_call(self) -> EnvCall | None:
+        if not _is_of_suite(wrapped_env(self.torchrl_env)):
+            return None
+        return EnvCall(self._accept, give=self._as_native, flatten=self._read, holder=self, flags=self._end_order)
+
+
+class _FiveValues:
+    """A dm_control env whose `step` returns what that of a Gymnasium env does."""
+
+    def __init__(self, env: Any) -> None:
+        self._step, self.reset = env.step, env.reset
+
+    def step(self, action: Any) -> tuple[Any, ...]:
+        timestep = self._step(action)
+        if not timestep.last():
+            return timestep.observation, timestep.reward, False, False, _NO_INFO
+        is_cut = bool(np.isclose(timestep.discount, 1))
+        return timestep.observation, timestep.reward, not is_cut, is_cut, _NO_INFO
+
+
+def _is_of_suite(env: Any) -> bool:
+    """Return whether an env and its task are of dm_control's suite, which draws from numpy's generators only."""
+    inner = env._env if type(env).__module__ == "dm_control.suite.wrappers.pixels" else env  # noqa: SLF001  # its env
+    if type(inner).__module__ != "dm_control.rl.control":
+        return False
+    held = (value for part in (inner, inner.task) for value in vars(part).values())
+    parts = [type(inner.task), *filter(callable, held)]
+    return all((getattr(part, "__module__", None) or "").startswith("dm_control.suite.") for part in parts)
 
 
 def _gymnasium() -> Any:

@@ -22,6 +22,8 @@ from envherd.workers.adapters.torchrl.private_api import get_leaf, inversions, n
 class DirectTransformed(DirectWay):
     """Steps one such env."""
 
+    takes_batches = True
+
     def __init__(self, env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]) -> None:
         super().__init__(env, inputs, observed, rewards)
         inner = env.base_env

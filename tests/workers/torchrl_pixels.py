@@ -1,0 +1,60 @@
+"""Compare `DMControlEnv`s with pixels, direct and as TorchRL steps them: `python -m tests.workers.torchrl_pixels`."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+warnings.simplefilter("ignore")
+
+import torch
+from dm_control import suite
+from tensordict import TensorDictBase, assert_close
+from torchrl.envs import DMControlEnv, EnvBase, SerialEnv
+
+from envherd.executor.facades.torchrl import ParallelEnv
+from tests.workers.test_torchrl_direct import compare
+
+NUM_ENVS, NUM_STEPS = 2, 3
+
+
+def make_env(*, pixels_only: bool) -> EnvBase:
+    return DMControlEnv("cartpole", "swingup", from_pixels=True, pixels_only=pixels_only)
+
+
+def rollout(env: EnvBase) -> TensorDictBase:
+    """Return a rollout with resets, with the same actions for every env."""
+    draws = torch.Generator().manual_seed(2)
+
+    def act(td: TensorDictBase) -> TensorDictBase:
+        spec = env.full_action_spec["action"]
+        return td.set("action", torch.rand(spec.shape, generator=draws, dtype=spec.dtype) * 2 - 1)
+
+    env.set_seed(5)
+    parts = [env.rollout(NUM_STEPS, act, break_when_any_done=False).clone() for _ in range(2)]
+    env.close()
+    return torch.cat(parts, 1)
+
+
+def main() -> None:
+    """Compare, and print the names of what was observed."""
+    try:
+        suite.load("cartpole", "swingup").physics.render(camera_id=0)
+    except Exception:  # each backend fails with a different exception
+        print("no OpenGL")
+        return
+    for pixels_only in (True, False):
+        make = functools.partial(make_env, pixels_only=pixels_only)
+        compare(make, 13)
+        env = ParallelEnv(NUM_ENVS, make, num_processes=1)
+        env.reset()
+        assert "steps=direct" in repr(env), repr(env)
+        ours, theirs = rollout(env), rollout(SerialEnv(NUM_ENVS, make))
+        assert_close(ours, theirs, rtol=0, atol=0)
+        assert ours["pixels"].float().std() > 1
+        names = sorted(set(ours.keys()) - {"action", "next", "done", "terminated", "truncated"})
+        print(",".join(names))
+
+
+if __name__ == "__main__":
+    main()
