@@ -53,7 +53,7 @@ BUDGET = {
     "executor/facades/gymnasium": 1166,
     "executor/facades/pettingzoo": 895,
     "executor/facades/rllib": 538,
-    "executor/facades/sb3": 922,
+    "executor/facades/sb3": 940,
     "executor/facades/torchrl": 1295,
     "executor/machine": 541,
     "executor/monitor": 511,

@@ -45,9 +45,10 @@ from envherd.executor.parallel import ParallelEnv
 from envherd.executor.pools.blueprint import checked_options
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.serial import SerialEnv
+from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters import find_adapter
 from envherd.workers.build import check_factory
-from envherd.workers.errors import ActionError, Busy, EnvError, EnvherdError, FactoryError
+from envherd.workers.errors import ActionError, Busy, EnvError, EnvherdError, FactoryError, SpecError
 from envherd.workers.options import Infos
 from envherd.workers.protocol import Op
 
@@ -87,6 +88,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self._guard = self._engine.guard
         self._engine.states.remedy = "Call reset()."
         self._positions = self._engine.positions
+        _check_alike(self._engine.pool.specs)
         self.num_agents = num_agents(executor.spec)
         self._is_gymnasium = executor.spec.family == "gymnasium"
         self._agents = executor.spec.metadata["agent_names"] if executor.spec.family == "pettingzoo" else ()
@@ -457,6 +459,22 @@ class DummyVecEnv(ExecutorVecEnv):
         """Return whether each env asked for is inside a wrapper of a class (or of a subclass of it)."""
         envs = [self.envs[row // self.num_agents] for row in self._rows_of(indices)]
         return [isinstance(env, Env) and is_wrapped(env, wrapper_class) for env in envs]
+
+
+def _check_alike(specs: Sequence[EnvSpec]) -> None:
+    """Refuse envs whose rows have different shapes or dtypes; SB3 would fail in the first reset.
+
+    Raises:
+        SpecError: with the first difference.
+    """
+    first, *others = [[(leaf.key, leaf.shape, leaf.dtype) for leaf in (*s.observation, *s.action)] for s in specs]
+    for env_id, rows in enumerate(others, 1):
+        if rows != first:
+            raise SpecError(
+                f"making the envs failed: expected envs with equal spaces, got different ones for env 0 and env "
+                f"{env_id}: {specs[0].difference(specs[env_id])}.",
+                env_ids=(0, env_id),
+            )
 
 
 class _Made:

@@ -23,6 +23,7 @@ from envherd.executor import (
     ExecutorOptions,
     FactoryError,
     ResetNeeded,
+    SpecError,
     WorkerLost,
     WorkerTimeout,
 )
@@ -121,7 +122,7 @@ class PettingZoo(Driver):
 
 class Sb3(Driver):
     of_factories = FactoryError
-    of_unlike_envs = (ValueError, "shape mismatch")  # numpy's, in the first reset, as with SB3's own classes
+    of_unlike_envs = (SpecError, "expected envs with equal spaces, got different ones for env 0 and env 1: observation")
     after_close = Closed
 
     def open(self, makes: list[Any], options: ExecutorOptions) -> Any:
