@@ -48,7 +48,7 @@ BUDGET = {
     "executor/batches": 1600,
     "executor/cli": 3004,
     "executor/cluster": 2151,
-    "executor/facades": 504,
+    "executor/facades": 508,
     "executor/facades/cleanrl": 186,
     "executor/facades/gymnasium": 1166,
     "executor/facades/pettingzoo": 895,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -49,6 +50,9 @@ def lazy_names(facade: str, homes: Mapping[str, str], install: str, *packages: s
         if name not in homes:
             raise AttributeError(f"module {facade!r} has no attribute {name!r}")
         with needing(install, *packages):
+            for package in packages:  # a module that others use too may do without one
+                if package not in sys.modules and importlib.util.find_spec(package) is None:
+                    raise ModuleNotFoundError(f"No module named {package!r}", name=package)
             value = getattr(importlib.import_module(f"{facade}.{homes[name]}"), name)
         setattr(sys.modules[facade], name, value)
         return value

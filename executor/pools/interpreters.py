@@ -44,7 +44,7 @@ def check_interpreter(python: str) -> None:
     """Ask an interpreter for its version and packages.
 
     Raises:
-        FactoryError: it cannot run workers; the message has the command that mends it, if there is one.
+        FactoryError: it cannot run workers; the message has the command that installs what is missing.
     """
     try:
         done = subprocess.run(

@@ -105,6 +105,7 @@ class SimulatedWorker:
     root_seed: int | None = None
     is_attached = False
     pid = 0
+    gpu: str | None = None
 
     def __init__(self, worker_id: int, generation: int, env_ids: Sequence[int], options: ExecutorOptions) -> None:
         self.worker_id, self.generation, self.channel, self.is_alive = worker_id, generation, _Channel(), True

@@ -30,6 +30,7 @@ UNPICKLES = {
     "executor/facades/sb3/factory.py": "the same",
     "workers/adapters/hosts/torchrl_guest.py": "the same",
     "executor/batched.py": "answers of workers, with options.infos='pickle'",
+    "workers/testing/together.py": "a record of its own child, in the check of a user's env",
     "workers/infos.py": "infos of workers, with options.infos='pickle' (facades of Gymnasium and SB3)",
     "executor/facades/gymnasium/worker.py": "values of spaces that are no arrays (facade of Gymnasium)",
     "workers/adapters/hosts/torchrl_crossing.py": "specs and odd leaves (facade of TorchRL)",
