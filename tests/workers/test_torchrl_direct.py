@@ -365,7 +365,7 @@ def test_vmas(case: str) -> None:
 def test_vmas_envs_of_a_process_draw_from_states_of_their_own() -> None:
     def trace(*others: Guest) -> list[TensorDict]:
         guest = Guest(rows("balance"))
-        seen = []
+        seen: list[Any] = []
         for one in (guest, *others):
             with one.on_stage():
                 one.seed(len(seen), static=False)
