@@ -94,6 +94,8 @@ class RayParallelEnv(BatchedEnv):
         options = checked_options(options, copy=copy)
         if options.reset_ahead:
             raise ValueError("RayParallelEnv failed: expected reset_ahead=False, got True. Only ParallelEnv has it.")
+        if options.alone:
+            raise ValueError("RayParallelEnv failed: expected alone=False, got True. Set num_workers instead.")
         where_to = as_device(device)
         factories = as_factories(count, make_env)
         if any(interpreter_of(factory) for factory in factories):

@@ -151,7 +151,7 @@ def draw(
     return Blueprint(
         factories=tuple(pickled[id(factory)] for factory in factories),
         env_kwargs=kwargs,
-        blocks=spread_apart(interpreters, num_workers),
+        blocks=spread_apart(interpreters, len(factories) if options.alone else num_workers),
         root_seed=as_root_seed(seed),
         preload=preload,
         interpreters=tuple(interpreters),

@@ -91,8 +91,8 @@ class Crew:
         self._registered = registries.collect()
         self._surroundings = surroundings_of(options)  # also of workers that replace others
         num_workers = len(dict.fromkeys(blueprint.blocks))  # an env's two workers have the same
-        self._variables = variables_of(options, num_workers)
         self._gpus = gpus_of(options, num_workers)
+        self._variables = variables_of(options, self._gpus)
         self._episodes: tuple[int, ...] | None = None  # with which it was set
         self.workers: list[WorkerProcess] = []
         self.envs_in_python: list[str] = []

@@ -20,12 +20,17 @@ def common_variables(options: ExecutorOptions) -> dict[str, str]:
     return {} if options.differ_by_worker else dict(options.env_vars)  # type: ignore[arg-type]  # one mapping, or pairs
 
 
-def variables_of(options: ExecutorOptions, num_workers: int) -> list[dict[str, str]]:
-    """Return the variables of each worker, including those of its GPU.
+def variables_of(options: ExecutorOptions, gpus: Sequence[str | None]) -> list[dict[str, str]]:
+    """Return the variables of each worker.
+
+    Args:
+        options: of the executor.
+        gpus: of each worker; see `gpus_of`.
 
     Raises:
-        ValueError: a list of another length, a function that returned something else, or no such GPU.
+        ValueError: a list of another length, or a function that returned something else.
     """
+    num_workers = len(gpus)
     given: Any = options.env_vars
     if callable(given):
         each = [given(worker_id) for worker_id in range(num_workers)]
@@ -43,7 +48,6 @@ def variables_of(options: ExecutorOptions, num_workers: int) -> list[dict[str, s
         each = list(given)
     else:
         each = [dict(given)] * num_workers
-    gpus = gpus_of(options, num_workers)
     return [{**select(gpu), **dict(own)} for own, gpu in zip(each, gpus, strict=True)]
 
 

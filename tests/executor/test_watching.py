@@ -50,18 +50,18 @@ def test_statistics_and_a_watch_from_outside_agree():
         assert (listing.pid, listing.env, listing.blocks) == (os.getpid(), "plain", ((0, 1), (2,)))
         watch = Watch(listing)
         rolled(env)
-        wait_for(lambda: {told.phase for told in env.statistics().workers} == {"idle"})  # soon after the last answer
+        wait_for(lambda: {inner.phase for inner in env.statistics().workers} == {"idle"})  # soon after the last answer
         view, inside = watch.look(), env.statistics()
         watch.close()
-        for seen, told in zip(view.workers, inside.workers, strict=True):
+        for seen, inner in zip(view.workers, inside.workers, strict=True):
             same = ("pid", "env_ids", "generation", "env_steps", "resets", "step_p50_s", "step_p99_s", "phase")
-            assert [getattr(seen, name) for name in same] == [getattr(told, name) for name in same]
+            assert [getattr(seen, name) for name in same] == [getattr(inner, name) for name in same]
             assert seen.env_steps == 60 * len(seen.env_ids)
-            assert 0 < told.step_p50_s <= told.step_p99_s < 1
-            assert 0 < told.reset_share <= told.busy_share <= 1
-            assert told.busy_share + told.wait_share == pytest.approx(1)
+            assert 0 < inner.step_p50_s <= inner.step_p99_s < 1
+            assert 0 < inner.reset_share <= inner.busy_share <= 1
+            assert inner.busy_share + inner.wait_share == pytest.approx(1)
             assert (seen.phase, seen.generation) == ("idle", 0)
-            assert seen.steps_per_s > told.steps_per_s > 0  # the executor was ready before the watch began
+            assert seen.steps_per_s > inner.steps_per_s > 0  # the executor was ready before the watch began
             assert 0 < seen.uss_bytes <= seen.pss_bytes
         assert "loop.py" in stack_of(inside.workers[0].pid)
     assert own_listings() == []

@@ -9,6 +9,7 @@ import pytest
 import envherd
 from envherd import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.monitor.watching import Watch, listings
+from envherd.executor.pools.blueprint import draw
 from envherd.executor.pools.variables import visible_gpus
 from envherd.workers.testing import CountingEnv
 
@@ -165,3 +166,10 @@ def test_envs_that_must_be_alone_have_a_process_each():
         ParallelEnv(3, Place, num_workers=2, options=options)
     with pytest.raises(ValueError, match=r"SerialEnv failed: expected one env with alone=True, got 2"):
         SerialEnv(2, Place, options=options)
+
+
+def test_every_executor_that_takes_alone_gives_each_env_a_process():
+    blueprint = draw([Place] * 3, None, 1, 0, ExecutorOptions(alone=True))  # as the facades call it
+    assert blueprint.blocks == ((0,), (1,), (2,))
+    with pytest.raises(ValueError, match=r"RayParallelEnv failed: expected alone=False, got True"):
+        envherd.RayParallelEnv(2, Place, options=ExecutorOptions(alone=True))
