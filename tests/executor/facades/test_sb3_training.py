@@ -146,11 +146,13 @@ def test_melting_pot_has_one_row_per_agent(make):
         "INVENTORY": (4, 2),
         "READY_TO_SHOOT": (4, 1),
     }
-    assert not np.array_equal(first["RGB"][0], first["RGB"][1])
+    differ = False  # two agents may see the same at one time: nothing is drawn in a dark corner
     for step in range(7):
         obs, rewards, dones, infos = env.step(np.arange(4))
+        differ = differ or not np.array_equal(obs["RGB"][0], obs["RGB"][1])
         assert rewards.shape == (4,)
         assert dones.all() == (step == 6)
+    assert differ
     assert all(info["TimeLimit.truncated"] for info in infos)
     last = infos[2]["terminal_observation"]
     assert last["RGB"].shape == (40, 40, 3)
