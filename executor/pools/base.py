@@ -328,6 +328,10 @@ class Pool(Protocol):
         """Return a worker's process id."""
         ...
 
+    def gpu_of(self, worker_id: int) -> str | None:
+        """Return the GPU that a worker was given (`ExecutorOptions.gpus`), or None."""
+        ...
+
     def generation_of(self, worker_id: int) -> int:
         """Return how often a worker was replaced."""
         ...

@@ -122,8 +122,8 @@ def factory_error(fault: Frame, worker: WorkerProcess) -> FactoryError:
         message = f"make_env failed: the factory raised {fault['type_name']}: {message}"
     env_id = fault["env_id"]
     return FactoryError(
-        f"{message} (env {numbering.first_env_id + env_id}, worker {_called(worker)}, pid {worker.pid}{_place()}, "
-        f"phase build).{lacks_arguments(fault['type_name'], fault['message'])}",
+        f"{message} (env {numbering.first_env_id + env_id}, worker {_called(worker)}, pid {worker.pid}{_gpu(worker.gpu)}"
+        f"{_place()}, phase build).{lacks_arguments(fault['type_name'], fault['message'])}",
         remote_traceback=fault["traceback"],
         type_name=fault["type_name"],
         type_module=fault["type_module"],
@@ -138,8 +138,15 @@ def lacks_arguments(type_name: str, message: str) -> str:
     return " Factories get no arguments but those of env_kwargs=: pass them there, or bind them with functools.partial."
 
 
-def env_error(faults: Sequence[Frame], worker_id: int, pid: int) -> EnvError:
-    """Return the error for exceptions of envs: about the first env (run by `worker_id`), naming the others."""
+def env_error(faults: Sequence[Frame], worker_id: int, pid: int, gpu: str | None = None) -> EnvError:
+    """Return the error for exceptions of envs: about the first env (run by `worker_id`), naming the others.
+
+    Args:
+        faults: of the worker.
+        worker_id: of the pool.
+        pid: of its process.
+        gpu: that the worker was given.
+    """
     fault = first_fault(faults)
     env_id = numbering.first_env_id + fault["env_id"]
     others = sorted(numbering.first_env_id + one["env_id"] for one in faults if one is not fault)
@@ -152,7 +159,7 @@ def env_error(faults: Sequence[Frame], worker_id: int, pid: int) -> EnvError:
     is_over = phase in ("step", "reset") or (phase == "load_state_dict" and not is_without_state)
     advice = "The other envs go on; reset this one to use it again." if is_over else "Its episode goes on."
     return EnvError(
-        f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_place()}).{also} {advice}",
+        f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_gpu(gpu)}{_place()}).{also} {advice}",
         remote_traceback=fault["traceback"],
         env_ids=(env_id, *others),
         worker_id=worker_id,
@@ -248,8 +255,11 @@ def _in_words(phase: str, env_id: int | None) -> str:
 def _where(worker: WorkerProcess, env_ids: Sequence[int]) -> str:
     first = numbering.first_env_id
     span = f"envs {first + env_ids[0]}-{first + env_ids[-1]}" if len(env_ids) > 1 else f"env {first + env_ids[0]}"
-    gpu = "" if worker.gpu is None else f", gpu {worker.gpu}"
-    return f"{span}, pid {worker.pid}, generation {worker.generation}{gpu}{_place()}"
+    return f"{span}, pid {worker.pid}, generation {worker.generation}{_gpu(worker.gpu)}{_place()}"
+
+
+def _gpu(gpu: str | None) -> str:
+    return "" if gpu is None else f", gpu {gpu}"
 
 
 def _context(worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_id: int | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+import torch
 
 import envherd
 from envherd import ExecutorOptions, ParallelEnv, SerialEnv
@@ -92,6 +93,28 @@ def test_the_users_variables_come_before_those_of_the_gpu(monkeypatch):
     options = ExecutorOptions(gpus="all", env_vars={"MUJOCO_EGL_DEVICE_ID": "7"}, infos="plain")
     with ParallelEnv(2, Place, num_workers=2, options=options) as env:
         assert seen(env, "CUDA_VISIBLE_DEVICES", "MUJOCO_EGL_DEVICE_ID") == [("0", "7"), ("1", "7")]
+
+
+class Failing(CountingEnv):
+    """Raises in every step, and in the call `ask`."""
+
+    def step(self, action):
+        raise RuntimeError("out of memory")
+
+    def ask(self):
+        raise RuntimeError("no answer")
+
+
+def test_the_errors_of_envs_name_the_gpu_of_their_worker(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with ParallelEnv(2, Failing, num_workers=1, options=ExecutorOptions(gpus="all")) as env:
+        env.reset()
+        with pytest.raises(envherd.EnvError, match=r"RuntimeError: out of memory \(env 0, .*pid \d+, gpu 3\)"):
+            env.step(env.current().set("action", torch.zeros(2, dtype=torch.int64)))
+        with pytest.raises(envherd.EnvError, match=r"no answer \(env 0, .*pid \d+, gpu 3\)"):
+            env.call("ask")
+    with pytest.raises(envherd.FactoryError, match=r"pid \d+, gpu 3, phase build"):
+        ParallelEnv(1, lambda: 1 / 0, options=ExecutorOptions(gpus=[0]))
 
 
 @pytest.mark.broken_pool
