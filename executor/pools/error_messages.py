@@ -114,16 +114,28 @@ def worker_late(
     )
 
 
-def factory_error(fault: Frame, worker: WorkerProcess) -> FactoryError:
-    """Return the error for a factory that raised in a worker, or whose env was refused there."""
+def factory_error(fault: Frame, worker: WorkerProcess, built: int | None = None) -> FactoryError:
+    """Return the error for a factory that raised in a worker, or whose env was refused there.
+
+    Args:
+        fault: what the worker has reported.
+        worker: that was to build the env.
+        built: an env that the same call had built in this worker before.
+    """
     is_ours = fault["type_name"] in ("FactoryError", "SpecError")
     message = fault["message"]
     if not is_ours:
         message = f"make_env failed: the factory raised {fault['type_name']}: {message}"
     env_id = fault["env_id"]
+    advice = lacks_arguments(fault["type_name"], fault["message"])
+    if built is not None and not is_ours:
+        advice += (
+            f" The same call had built env {numbering.first_env_id + built} in this process: if a process can have "
+            f"only one such env, set ExecutorOptions(alone=True)."
+        )
     return FactoryError(
-        f"{message} (env {numbering.first_env_id + env_id}, worker {_called(worker)}, pid {worker.pid}{_gpu(worker.gpu)}"
-        f"{_place()}, phase build).{lacks_arguments(fault['type_name'], fault['message'])}",
+        f"{message} (env {numbering.first_env_id + env_id}, worker {_called(worker)}, pid {worker.pid}"
+        f"{_gpu(worker.gpu)}{_place()}, phase build).{advice}",
         remote_traceback=fault["traceback"],
         type_name=fault["type_name"],
         type_module=fault["type_module"],

@@ -196,3 +196,24 @@ def test_every_executor_that_takes_alone_gives_each_env_a_process():
     assert blueprint.blocks == ((0,), (1,), (2,))
     with pytest.raises(ValueError, match=r"RayParallelEnv failed: expected alone=False, got True"):
         envherd.RayParallelEnv(2, Place, options=ExecutorOptions(alone=True))
+
+
+class OnePerProcess(CountingEnv):
+    """Refuses a second one in its process, as Playwright's sync API does."""
+
+    num_built = 0
+
+    def __init__(self, *, fails=False):
+        super().__init__()
+        OnePerProcess.num_built += 1
+        if fails or OnePerProcess.num_built > 1:
+            raise RuntimeError("this API is in use")
+
+
+def test_a_second_env_that_fails_in_a_process_is_advised_to_be_alone():
+    with pytest.raises(envherd.FactoryError, match=r"built env 0 in this process: .*ExecutorOptions\(alone=True\)"):
+        ParallelEnv(4, OnePerProcess, num_workers=2)
+    with ParallelEnv(2, OnePerProcess, options=ExecutorOptions(alone=True)) as env:
+        assert env.num_workers == 2
+    with pytest.raises(envherd.FactoryError, match=r"this API is in use \(env 1, .*phase build\)\.$"):  # another call
+        ParallelEnv(2, OnePerProcess, num_workers=1, env_kwargs=[{}, {"fails": True}])
