@@ -58,7 +58,7 @@ BUDGET = {
     "executor/machine": 541,
     "executor/monitor": 511,
     "executor/native": 941,
-    "executor/pools": 4604,
+    "executor/pools": 4627,
     "executor/protocol": 3224,
     "executor/rollouts": 911,
     "executor/show": 1119,
