@@ -257,7 +257,7 @@ class Pool(Protocol):
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         """Send envs a request other than a step; see `messages.Ask`.
 
-        `args` of the request has one item per env for "set", "each" and "load_state_dict".
+        `args` of the request has one item per env for "set", "each" and "restore".
 
         Returns:
             env id -> value as received (`{"plain": ...}` or `{"pickled": ...}`).

@@ -165,10 +165,10 @@ def env_error(faults: Sequence[Frame], worker_id: int, pid: int, gpu: str | None
     worker_id += numbering.first_worker_id
     also = f" Envs {others} raised too." if others else ""
     phase, what = fault["phase"], f"the env raised {fault['type_name']}: {fault['message']}"
-    is_without_state = phase in ("state_dict", "load_state_dict") and fault["type_name"] == "NotImplementedError"
+    is_without_state = phase in ("save", "restore") and fault["type_name"] == "NotImplementedError"
     if is_without_state:
         what = fault["message"]  # of the adapter
-    is_over = phase in ("step", "reset") or (phase == "load_state_dict" and not is_without_state)
+    is_over = phase in ("step", "reset") or (phase == "restore" and not is_without_state)
     advice = "The other envs go on; reset this one to use it again." if is_over else "Its episode goes on."
     return EnvError(
         f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_gpu(gpu)}{_place()}).{also} {advice}",
