@@ -14,7 +14,7 @@ from envherd.executor.keywords import names_right_keyword
 from envherd.workers.block.info_leaves import check_keys
 from envherd.workers.options import BlockOptions, EnvType, InfoKeys, InfoPolicy, Infos
 
-StartMethod = Literal["zygote", "spawn"]
+StartMethod = Literal["zygote", "spawn", "portable"]
 LossPolicy = Literal["raise", "restart"]
 ActionCheck = Literal["strict", "finite", "off"]
 WorkerOutput = Literal["capture", "inherit"]
@@ -29,7 +29,8 @@ class ExecutorOptions:
     Attributes:
         start_method: "zygote" forks workers from a helper process that has imported `preload`
             (fast, memory shared), and that executors with the same modules share; "spawn" executes
-            a fresh interpreter for each worker.
+            a fresh interpreter for each worker; "portable" starts workers by `multiprocessing`, on every platform (see
+            docs/portable.md). It is also taken where the system lacks what the others need.
         preload: modules that the helper imports before it forks; `()` for none. None: those that the factories
             refer to and those of the env family.
         worker_threads: threads for OMP, MKL, OpenBLAS and torch in a worker; None does not set them.

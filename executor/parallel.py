@@ -9,7 +9,6 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.transfer import as_device
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.ahead_pool import AheadPool
 from envherd.executor.pools.blueprint import (
     EnvKwargs,
     MakeEnv,
@@ -22,7 +21,7 @@ from envherd.executor.pools.blueprint import (
     draw,
 )
 from envherd.executor.pools.interpreters import num_runs
-from envherd.executor.pools.worker_pool import WorkerPool
+from envherd.executor.pools.portable import make_pool
 from envherd.workers.build import Factory
 from envherd.workers.interpreters import interpreter_of
 
@@ -79,7 +78,7 @@ class ParallelEnv(BatchedEnv):
         factories = as_factories(count, make_env)
         fewest = num_runs([interpreter_of(factory) for factory in factories])
         blueprint = draw(factories, env_kwargs, choose_workers(count, num_workers, fewest=fewest), seed, options)
-        pool = AheadPool(blueprint, options) if options.reset_ahead else WorkerPool(blueprint, options)
+        pool = make_pool(blueprint, options)
         pool.start()
         try:
             check_agreement(pool.specs, factories, blueprint.env_kwargs)

@@ -12,10 +12,7 @@ import signal
 import threading
 from typing import Any
 
-#: Signals for which programs install Python handlers, which may raise.
-_PUT_OFF = (
-    signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT
-)  # fmt: skip
+from envherd.shm.platforms import HANDLED_SIGNALS
 
 
 class uninterrupted:  # noqa: N801  # used as a function
@@ -30,7 +27,7 @@ class uninterrupted:  # noqa: N801  # used as a function
         if threading.current_thread() is not threading.main_thread():
             return
         try:
-            for number in _PUT_OFF:
+            for number in HANDLED_SIGNALS:
                 handler = signal.getsignal(number)
                 if callable(handler):
                     self._before[number] = handler

@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +43,14 @@ class Plate(NamedTuple):
     content: dict[str, Any]
 
 
-def create_named(nbytes: int, label: str, content: dict[str, Any], *, num_sparse: int = 0) -> Segment:
+def create_named(
+    nbytes: int,
+    label: str,
+    content: dict[str, Any],
+    *,
+    num_sparse: int = 0,
+    create: Callable[..., Segment] = Segment.create,
+) -> Segment:
     """Return a new segment of at least `nbytes` bytes, with a nameplate after them.
 
     Args:
@@ -51,12 +58,13 @@ def create_named(nbytes: int, label: str, content: dict[str, Any], *, num_sparse
         label: see `Segment.create`.
         content: JSON-serialisable.
         num_sparse: see `Segment.create`.
+        create: makes the segment.
 
     Raises:
         MemoryError: see `Segment.create`.
     """
     text = json.dumps(content).encode()
-    segment = Segment.create(nbytes + len(text) + _TRAILER.size, label, num_sparse=num_sparse)
+    segment = create(nbytes + len(text) + _TRAILER.size, label, num_sparse=num_sparse)
     memory = segment.array().data
     end = segment.nbytes - _TRAILER.size
     memory[end - len(text) : end] = text

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 
 from envherd.shm.interrupts import ignoring_refusals
+from envherd.shm.platforms import libc
 
 _MADV_DONTNEED = 4  # asm-generic/mman-common.h
 _ENTRY_BYTES = 8  # of pagemap, for each page: Documentation/admin-guide/mm/pagemap.rst in Linux's sources
 #: The highest byte of entries of pages that were not copied: not mapped (0), or of a file (bit 61) and present (63) or
 #: in swap (62), maybe mapped only once (56).
 _FOLLOWING = bytes([0x00, 0xA0, 0xA1, 0x60, 0x61])
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class PrivateView:
@@ -54,7 +54,7 @@ class PrivateView:
 
     def follow(self, start: int, nbytes: int) -> None:
         """Drop the copies of all pages with some bytes; `start` is that of a page."""
-        if _libc.madvise(self._address + start, nbytes, _MADV_DONTNEED):
+        if libc.madvise(self._address + start, nbytes, _MADV_DONTNEED):
             raise OSError(ctypes.get_errno(), "madvise of a private view failed")
 
 

@@ -4,20 +4,18 @@ Guarantees: on Linux a segment is an anonymous memfd. It has no name, so no cras
 docker's limit of 64 MB there does not apply. It is sealed against resizing (a worker that truncated it would kill every
 reader with SIGBUS). `create` refuses a size that exceeds the memory available to this process, and touches all pages,
 so running out of memory happens there and not in the middle of a run.
-Assumes: `memfd_create` (Linux >= 3.17). Platforms: elsewhere `multiprocessing.shared_memory`, whose
-name is unlinked by the owner in `close`.
+Assumes: `memfd_create` (Linux >= 3.17). Platforms: elsewhere `create_with_name`: memory that has a name. Its owner
+removes the name in `close`; if the owner is killed, `multiprocessing`'s resource tracker does. Its pages are reserved
+where the system can do so, because a write to a page that cannot be had is fatal.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
-import fcntl
 import itertools
 import mmap
 import os
-import sys
 import weakref
 from collections import deque
 from multiprocessing import shared_memory
@@ -28,6 +26,8 @@ import numpy as np
 
 from envherd.shm.cgroups import read_memory
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
+from envherd.shm.platforms import HAS_MEMFD as HAS_MEMFD  # noqa: PLC0414  # re-exported
+from envherd.shm.platforms import fcntl, libc, reserve
 from envherd.shm.private_view import PrivateView, open_view
 
 #: Share of the available memory that one segment may take; the rest is for envs and learner.
@@ -37,10 +37,9 @@ _MFD_NOEXEC_SEAL = 0x8  # linux/memfd.h; kernels before 6.3 answer EINVAL
 _MAP_NORESERVE = 0x4000  # asm-generic/mman.h
 _PAGE = mmap.PAGESIZE
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class _Block(weakref.ref[Any]):
@@ -53,7 +52,22 @@ class _Block(weakref.ref[Any]):
 #: Block -> its address and bytes.
 _mapped: dict[weakref.ref[Any], tuple[int, int]] = {}
 
-HAS_MEMFD = sys.platform == "linux" and hasattr(os, "memfd_create")
+
+class _NamedMemory(shared_memory.SharedMemory):
+    """Memory with a name. Arrays over it keep the mapping after `close`, which frees the descriptor."""
+
+    def reserve(self) -> None:
+        """Take its pages now.
+
+        Raises:
+            OSError: there are too few.
+        """
+        reserve(self._fd, self.size)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Let go of the mapping and the descriptor. Idempotent."""
+        self._buf = self._mmap = None
+        super().close()
 
 
 class Segment:
@@ -92,8 +106,7 @@ class Segment:
         size = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         admit(size - num_sparse)
         if not HAS_MEMFD:
-            named = shared_memory.SharedMemory(create=True, size=size)
-            return cls(size, named, name=named.name, is_owner=True)
+            return cls.create_with_name(nbytes)
         with uninterrupted():
             fd = _create_memfd(label)
             try:
@@ -110,10 +123,28 @@ class Segment:
         return segment
 
     @classmethod
+    def create_with_name(cls, nbytes: int, label: str = "", **_: Any) -> Segment:  # noqa: ARG003  # as `create`
+        """Create a segment of zeros that other processes attach by its name, on any platform; see `create`."""
+        size = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+        admit(size)
+        with uninterrupted():
+            memory = _NamedMemory(create=True, size=size)
+            try:
+                memory.reserve()
+            except OSError as error:
+                memory.close()
+                memory.unlink()
+                raise MemoryError(
+                    f"shared memory failed: expected {size / 2**20:.0f} MiB, got {error}. Use fewer envs or shorter "
+                    f"rollouts, or a larger /dev/shm (docker --shm-size=1g)."
+                ) from None
+            return cls(size, memory, name=memory.name, is_owner=True)
+
+    @classmethod
     def attach(cls, nbytes: int, *, fd: int = -1, name: str | None = None) -> Segment:
         """Map an existing segment by descriptor (which becomes the segment's own) or by name."""
         if name is not None:
-            return cls(nbytes, shared_memory.SharedMemory(name=name), name=name, is_owner=False)
+            return cls(nbytes, _NamedMemory(name=name), name=name, is_owner=False)
         return cls(nbytes, _map(fd, nbytes), fd=fd, is_owner=False)
 
     def array(self) -> np.ndarray:
@@ -141,10 +172,9 @@ class Segment:
             self._close_fd()
             self.fd = -1
         if isinstance(self._mapping, shared_memory.SharedMemory):
-            with contextlib.suppress(BufferError):
-                self._mapping.close()
+            self._mapping.close()
             if self._is_owner:
-                with contextlib.suppress(FileNotFoundError):
+                with ignoring_refusals():  # it may be gone
                     self._mapping.unlink()
         self._mapping = None
 
@@ -173,7 +203,7 @@ def _map(fd: int, nbytes: int, flags: int = mmap.MAP_SHARED, start: int = 0) -> 
     """
     for dead in [block for block in list(_mapped) if block() is None]:
         _unmap(dead)  # an interrupt has broken that off
-    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, start)
+    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, start)
     if address == ctypes.c_void_p(-1).value:
         if ctypes.get_errno() == errno.ENOMEM:
             raise MemoryError(
@@ -188,7 +218,7 @@ def _map(fd: int, nbytes: int, flags: int = mmap.MAP_SHARED, start: int = 0) -> 
 
 def _unmap(dead: weakref.ref[Any]) -> None:
     """Unmap the memory of a block that was freed. An interrupt finds it done or not begun, because it is one call."""
-    deque(itertools.starmap(_libc.munmap, filter(None, map(_mapped.pop, (dead,), (None,)))), 0)
+    deque(itertools.starmap(libc.munmap, filter(None, map(_mapped.pop, (dead,), (None,)))), 0)
 
 
 def _create_memfd(label: str) -> int:

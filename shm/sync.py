@@ -11,7 +11,7 @@ timeout or a signal (a Python signal handler that raises, as Ctrl-C does, ends t
 sees everything that was written before the `ring`.
 Assumes: POSIX unnamed process-shared semaphores, and CPython's `_multiprocessing.SemLock`, which can
 be laid over any `sem_t` and is by far the fastest binding (60 ns against 300 ns for ctypes); `create`
-tests that it can. Platforms: Linux (glibc); elsewhere `create` raises and only `SerialEnv` works.
+tests that it can. Platforms: Linux (glibc); elsewhere `create` raises, and `shm.socket_bells` replaces it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from __future__ import annotations
 import _multiprocessing
 import ctypes
 import errno
-import os
 import platform
 import threading
 import time
 from typing import Any
 
 import numpy as np
+
+from envherd.shm.platforms import libc, sched_yield
 
 #: Bytes of one doorbell; `sizeof(sem_t)` is 32 on Linux, and a separate line avoids false sharing.
 DOORBELL_BYTES = 128
@@ -56,10 +57,9 @@ _MAX_TOKENS = 2**31 - 1
 #: a single long wait.
 _SLICE_S = 60.0
 
-_libc = ctypes.CDLL(None, use_errno=True)
 #: Waits by the monotonic clock, for waits with a limit: with the wall clock, one that is set back during a wait delays
 #: its end by as much. glibc has it from 2.30 on, musl does not.
-_clockwait = getattr(_libc, "sem_clockwait", None)
+_clockwait = getattr(libc, "sem_clockwait", None)
 
 
 class _Timespec(ctypes.Structure):
@@ -110,7 +110,7 @@ class Doorbell:
             OSError: this platform has no process-shared semaphores.
         """
         address = ctypes.c_void_p(buffer.ctypes.data + offset)
-        if _libc.sem_init(address, 1, 0) != 0:
+        if libc.sem_init(address, 1, 0) != 0:
             raise OSError(ctypes.get_errno(), "sem_init failed")
         bell = cls(buffer, offset)
         bell.ring()
@@ -157,7 +157,7 @@ class Doorbell:
 
     def _spin(self) -> bool:
         """Yield the processor for a bounded time, looking for a token in between; return whether one came."""
-        acquire, sched_yield, clock = self._acquire, os.sched_yield, time.perf_counter
+        acquire, clock = self._acquire, time.perf_counter
         limit = clock() + self._spin_s
         is_taken, now = False, 0.0
         while not is_taken and now < limit:

@@ -29,8 +29,8 @@ READERS = {
 #: Lines of Python and C of each sub-package, as `python -m tests.architecture --budget` prints them. Not a limit but a
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
 BUDGET = {
-    "shm/*": 1469,
-    "workers/*": 2563,
+    "shm/*": 1838,
+    "workers/*": 2568,
     "workers/adapters": 1006,
     "workers/adapters/common": 863,
     "workers/adapters/dm_env": 354,
@@ -42,7 +42,7 @@ BUDGET = {
     "workers/adapters/torchrl": 1879,
     "workers/block": 1513,
     "workers/native": 1548,
-    "workers/process": 1289,
+    "workers/process": 1396,
     "workers/testing": 1765,
     "executor/*": 2873,
     "executor/batches": 1600,
@@ -58,12 +58,12 @@ BUDGET = {
     "executor/machine": 541,
     "executor/monitor": 511,
     "executor/native": 941,
-    "executor/pools": 4627,
+    "executor/pools": 4936,
     "executor/protocol": 3364,
     "executor/rollouts": 911,
     "executor/show": 1119,
     "executor/simulator": 798,
-    "executor/sizing": 1615,
+    "executor/sizing": 1614,
 }
 #: What a number may be above the lines that are there: a share, or this number of lines if that is more.
 SLACK, SLACK_LINES = 0.03, 30

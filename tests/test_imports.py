@@ -72,10 +72,12 @@ ALLOWED = {
 #: The parts of each layer, packages and single modules: each imports only itself and earlier parts.
 ORDER = {
     "shm": (
+        "platforms",
         "interrupts",
         "specs",
         "layout",
         "sync",
+        "socket_bells",
         "tally",
         "cgroups",
         "private_view",

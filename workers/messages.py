@@ -17,11 +17,12 @@ import struct
 import threading
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from envherd.shm.interrupts import uninterrupted as uninterrupted  # noqa: PLC0414  # re-exported
+from envherd.shm.platforms import MSG_DONTWAIT, MSG_NOSIGNAL, recv_fds
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.workers import plain
 from envherd.workers.current import WorkerInfo
@@ -30,7 +31,7 @@ from envherd.workers.pickling import dumps
 
 _HEAD = struct.Struct("<QQI")
 _MAX_FDS = 4
-_SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL  # SIGPIPE would end a program that has not changed its default
+_SEND_FLAGS = MSG_DONTWAIT | MSG_NOSIGNAL  # SIGPIPE would end a program that has not changed its default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +221,8 @@ class Channel:
         self._unsent: deque[_Outgoing] = deque()
         self._last_sent = 0
         self._incoming = _Incoming([], [], _HEAD.size)
-        self._receive = functools.partial(sock.recv, 1 << 20, socket.MSG_DONTWAIT)
+        sock.setblocking(False)  # noqa: FBT003  # its only argument
+        self._receive = functools.partial(sock.recv, 1 << 20, MSG_DONTWAIT)
 
     def queue_message(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue a message for `flush_nowait`, with copies of its descriptors."""
@@ -252,10 +254,13 @@ class Channel:
                 first = self._unsent[0]
                 while (done := sum(first.sent)) < len(first.data):
                     fds = first.descriptors.fds if first.descriptors is not None and not done else ()
-                    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
-                    arguments = ([first.data[done:]],), (ancillary,), (_SEND_FLAGS,)
+                    send: Callable[..., int] = self.sock.send
+                    arguments: tuple[tuple[Any], ...] = (first.data[done:],), (_SEND_FLAGS,)
+                    if fds:
+                        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
+                        send, arguments = self.sock.sendmsg, (([first.data[done:]],), (ancillary,), (_SEND_FLAGS,))
                     try:
-                        first.sent.extend(map(self.sock.sendmsg, *arguments))
+                        first.sent.extend(map(send, *arguments))
                     except BlockingIOError:
                         return False
                 self._last_sent = first.number  # before it leaves the queue: see `num_queued`
@@ -305,7 +310,7 @@ class WorkerChannel:
     def receive_message(self) -> tuple[Message, list[int]]:
         """Wait for a message and the descriptors that came with it; `EOFError` when the owner has gone."""
         while not self._frames:
-            chunk, fds, _, _ = socket.recv_fds(self.sock, 1 << 20, _MAX_FDS)
+            chunk, fds, _, _ = recv_fds(self.sock, 1 << 20, _MAX_FDS)
             self._fds += fds
             if not chunk:
                 raise EOFError("the other end has gone")
@@ -320,7 +325,7 @@ class WorkerChannel:
         """Send plain data to the owner."""
         payload = plain.encode(value)
         with self._sending:
-            self.sock.sendall(_HEAD.pack(len(payload), 0, 0) + payload, _SEND_FLAGS & ~socket.MSG_DONTWAIT)
+            self.sock.sendall(_HEAD.pack(len(payload), 0, 0) + payload, _SEND_FLAGS & ~MSG_DONTWAIT)
 
     def close(self) -> None:
         """Close the socket. Idempotent."""

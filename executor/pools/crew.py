@@ -10,7 +10,6 @@ all; `close` is bounded by one deadline and never raises.
 from __future__ import annotations
 
 import contextlib
-import select
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -127,13 +126,7 @@ class Crew:
         self.options.check_here()
         check_descriptors(len(self.blueprint.blocks))
         self._log_ready(0)
-        with uninterrupted():  # or it would have a user that never closes it
-            self._zygote = helper_for(self.options, self.blueprint.preload)
-        self._zygote.wait_ready()
-        for name, why in self._zygote.failed_preloads.items():
-            log.info("preload of %s failed (%s); workers import what they need", name, why)
-        if self._zygote.num_threads > 1 and self.options.start_method != "spawn":
-            log.info("a preloaded module started threads: workers are exec'd instead of forked")
+        self._get_helper()
         for worker_id in range(len(self.blueprint.blocks)):
             self.workers.append(self._launch(worker_id, generation=0))
         specs = []
@@ -144,8 +137,21 @@ class Crew:
                 shown.update()
         return specs
 
-    def _launch(self, worker_id: int, generation: int) -> WorkerProcess:
+    def _get_helper(self) -> None:
+        """Wait for the helper that forks workers."""
+        with uninterrupted():  # or it would have a user that never closes it
+            self._zygote = helper_for(self.options, self.blueprint.preload)
+        self._zygote.wait_ready()
+        for name, why in self._zygote.failed_preloads.items():
+            log.info("preload of %s failed (%s); workers import what they need", name, why)
+        if self._zygote.num_threads > 1 and self.options.start_method != "spawn":
+            log.info("a preloaded module started threads: workers are exec'd instead of forked")
+
+    def _start_process(self, worker_id: int, generation: int, config: dict[str, Any]) -> WorkerProcess:
         assert self._zygote is not None
+        return WorkerProcess(worker_id, generation, self._zygote, config)
+
+    def _launch(self, worker_id: int, generation: int) -> WorkerProcess:
         index = worker_id % len(self._variables)
         environ = {**self._surroundings["environ"], **self._variables[index]}
         env_ids = self.blueprint.blocks[worker_id]
@@ -154,7 +160,7 @@ class Crew:
         if python is not None:
             config["python"], environ = start_of(python), environment_for(environ)
         config["caller"] = {**self._surroundings, "environ": environ}
-        process = WorkerProcess(worker_id, generation, self._zygote, config)
+        process = self._start_process(worker_id, generation, config)
         process.gpu = self._gpus[index]
         build = messages.Build(
             worker=WorkerInfo(
@@ -237,10 +243,7 @@ class Crew:
         self._wake_worker(worker_id)  # before everything is sent, because the worker reads only announced messages
         with contextlib.suppress(ConnectionError):  # waits for answers notice the death
             while not worker.channel.flush_nowait() and not worker.has_exited():
-                poller = select.poll()
-                poller.register(worker.channel.sock, select.POLLIN | select.POLLOUT)
-                poller.register(worker.pidfd, select.POLLIN)
-                poller.poll()
+                worker.wait_for_any([worker])
                 self.drain(worker_id)  # the worker may be blocked in a write until this process reads
 
     def await_frame(self, worker_id: int, phase: str, timeout_s: float | None, number: int | None = None) -> Frame:
@@ -258,16 +261,12 @@ class Crew:
         """
         worker = self.workers[worker_id]
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        poller = select.poll()
-        poller.register(worker.pidfd, select.POLLIN)
         self.drain(worker_id)
         while not self._inbox[worker_id] or self._inbox[worker_id][0].get("number") != number:
             if self._inbox[worker_id]:
                 self._inbox[worker_id].pop(0)
                 continue
-            left = None if end is None else max(0.0, end - time.monotonic()) * 1000 + 1
-            poller.register(worker.channel.sock, select.POLLIN | (select.POLLOUT if worker.channel.has_unsent else 0))
-            if not poller.poll(left):
+            if not worker.wait_for_any([worker], None if end is None else end - time.monotonic()):
                 raise worker_late(worker, self.blueprint.blocks[worker_id], phase, timeout_s or 0.0)
             has_exited = worker.has_exited()  # asked first: what it wrote before its end is there to be read
             self.drain(worker_id)
@@ -356,28 +355,20 @@ class Crew:
 
     def _ask_to_close(self, end: float, workers: list[WorkerProcess]) -> None:
         """Make workers close their envs and exit; read their output, as a full socket would block their exit."""
-        poller = select.poll()
         for worker in workers:
             with ignoring_refusals():
                 worker.channel.queue_message(messages.Close())
                 self._wake_worker(worker.worker_id)
                 worker.channel.flush_nowait()
-        left = {worker.pidfd: worker for worker in workers if not worker.has_exited()}
-        for worker in left.values():
-            poller.register(worker.pidfd, select.POLLIN)
+        left = [worker for worker in workers if not worker.has_exited()]
         while left and (remaining_s := end - time.monotonic()) > 0:
-            for worker in left.values():
-                events = select.POLLIN | (select.POLLOUT if worker.channel.has_unsent else 0)
-                poller.register(worker.channel.sock, events)
-            poller.poll(remaining_s * 1000 + 1)
-            for worker in list(left.values()):
+            left[0].wait_for_any(left, remaining_s)
+            for worker in list(left):
                 has_exited = worker.has_exited()  # asked first: what it wrote before its end is there to be read
                 with uninterrupted(), contextlib.suppress(Exception):
                     self.drain(worker.worker_id)
                 if has_exited:
-                    poller.unregister(worker.pidfd)
-                    poller.unregister(worker.channel.sock)
-                    del left[worker.pidfd]
+                    left.remove(worker)
         for worker in workers:
             with uninterrupted(), contextlib.suppress(Exception):
                 self.drain(worker.worker_id)

@@ -13,7 +13,7 @@ import numpy as np
 
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.replies import Outcome
-from envherd.shm.sync import Doorbell
+from envherd.shm.socket_bells import Bell
 from envherd.workers import native
 
 #: Seconds without an answer after which the caller checks the workers' pidfds.
@@ -69,8 +69,8 @@ class Waiting(Protocol):
 
 def native_caller(  # what a pool waits with
     words: CommandWords,
-    bells: Sequence[Doorbell],
-    done: Doorbell,
+    bells: Sequence[Bell],
+    done: Bell,
     tally: Mapping[str, np.ndarray],
     worker_of: np.ndarray,
     waits_stopped: np.ndarray,

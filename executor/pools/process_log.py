@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from envherd.shm.platforms import pread
+
 _STACK_WAIT_S = 1.0  # for a stuck process to have written its stack; it takes well under a millisecond
 
 
@@ -14,7 +16,7 @@ def read_log(log_fd: int) -> str:
     """Return the content of a log; empty if there is none."""
     if log_fd < 0:
         return ""
-    return os.pread(log_fd, os.fstat(log_fd).st_size, 0).decode(errors="replace")
+    return pread(log_fd, os.fstat(log_fd).st_size, 0).decode(errors="replace")
 
 
 def request_stacks(log_fd: int, request: Callable[[], Any]) -> str:
@@ -27,5 +29,5 @@ def request_stacks(log_fd: int, request: Callable[[], Any]) -> str:
         last, size = size, os.fstat(log_fd).st_size
         if size > before and size == last:
             break
-    text = os.pread(log_fd, size - before, before).decode(errors="replace") if size > before else ""
+    text = pread(log_fd, size - before, before).decode(errors="replace") if size > before else ""
     return text or "(the process did not answer)"

@@ -22,6 +22,7 @@ from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.slab_pool import SlabPool
 from envherd.shm.segment import HAS_MEMFD, Segment
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
+from envherd.shm.socket_bells import Bell, LocalBell
 from envherd.shm.sync import Doorbell
 from envherd.workers import messages, native, plain, seeding
 from envherd.workers.adapters import Adapter
@@ -29,6 +30,7 @@ from envherd.workers.block.block import Block
 from envherd.workers.build import Builder, Factory
 from envherd.workers.current import WorkerInfo, building
 from envherd.workers.errors import EnvherdError, FactoryError
+from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
 from envherd.workers.protocol import Op, pack, pack_each
 from envherd.workers.reply import Fault
@@ -103,10 +105,6 @@ class SerialPool(SlabPool):
         self.envs_in_python = self._block.why_python()
         self._block.attach(self.slab)
         self._words = CommandWords(self.slab)
-        self._bells = (
-            Doorbell.create(self.slab.buffer, self.plan.go_offset(0)),
-            Doorbell.create(self.slab.buffer, self.plan.bells_offset),
-        )
         self._serve = self._make_server()
 
     def _make_memory(self) -> np.ndarray:
@@ -121,8 +119,9 @@ class SerialPool(SlabPool):
     def _make_server(self) -> Callable[[], None]:
         """Return a function that carries out the written commands by a worker's loop."""
         mail = self.slab.words["mail_seq"]
-        loop = loop_class()(self._block, self.slab, self._bells, lambda: int(mail[0]), lambda: None, int(mail[0]))
-        serve_token, take_token = loop.server(), self._bells[1].try_wait
+        kind, bells = self._make_bells()
+        loop = kind(self._block, self.slab, bells, lambda: int(mail[0]), lambda: None, int(mail[0]))
+        serve_token, take_token = loop.server(), bells[1].try_wait
 
         def serve() -> None:
             serve_token()
@@ -130,6 +129,15 @@ class SerialPool(SlabPool):
                 pass
 
         return serve
+
+    def _make_bells(self) -> tuple[type[Loop], tuple[Bell, Bell]]:
+        """Return the class of the loop and its doorbells; without semaphores in shared memory, the one in Python."""
+        offsets = self.plan.go_offset(0), self.plan.bells_offset
+        try:
+            go, done = (Doorbell.create(self.slab.buffer, offset) for offset in offsets)
+        except OSError:
+            return Loop, (LocalBell(), LocalBell())
+        return loop_class(), (go, done)
 
     def _note_change(self) -> None:
         """Make the loop read the envs again, after a change other than by a command."""

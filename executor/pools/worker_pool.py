@@ -38,6 +38,7 @@ from envherd.executor.pools.waiting import Deadline, Overdue
 from envherd.shm.nameplate import create_named
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
+from envherd.shm.socket_bells import Bell
 from envherd.shm.specs import EnvSpec
 from envherd.shm.sync import Doorbell
 from envherd.shm.tally import Tally
@@ -58,6 +59,9 @@ _FAREWELL_S = 1.0
 class WorkerPool(SlabPool):
     """Worker processes over one slab; `start` brings it up, `close` takes it down. See `Pool`."""
 
+    _create_segment = staticmethod(Segment.create)
+    _lends = True
+
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
         self.blueprint, self.options = blueprint, options
         self.num_envs = len(blueprint.factories)
@@ -68,13 +72,16 @@ class WorkerPool(SlabPool):
         self.why_python = native.why_not()
         self.outcome = Outcome()
         self.specs: list[EnvSpec] = []
-        self.crew = Crew(blueprint, options, self._take_frame)
+        self.crew = self._make_crew()
         self._all_ids = np.arange(self.num_envs)
         self.holds_storages = False
         self._waits_stopped, self._looked_at = np.zeros(1, np.uint8), 0.0
         self.has_waited = False  # `FastCommands.has_all` has already taken the tokens for `wait_all`
         self._is_reading = False  # a worker is writing more than its socket holds
         self.resets_before_start = np.zeros(len(self.worker_ids), np.int64)
+
+    def _make_crew(self) -> Crew:
+        return Crew(self.blueprint, self.options, self._take_frame)
 
     def start(self) -> None:
         """Start the workers, build the envs in them, and set `specs`, `plan` and `slab`.
@@ -95,18 +102,18 @@ class WorkerPool(SlabPool):
             raise
 
     def _make_slab(self) -> None:
-        self.plan: SlabPlan = plan_slab(self.specs, len(self.worker_ids), self.options.num_frames, lends=True)
+        self.plan: SlabPlan = plan_slab(self.specs, len(self.worker_ids), self.options.num_frames, lends=self._lends)
         plate = describe(
             self.plan, self.blueprint.blocks, self.specs[0].family, [worker.gpu for worker in self.crew.workers]
         )
         ring_nbytes = self.plan.ring_nbytes
-        segment = create_named(self.plan.nbytes, LABEL, plate, num_sparse=self.plan.nbytes - ring_nbytes)
+        num_sparse = self.plan.nbytes - ring_nbytes
+        segment = create_named(self.plan.nbytes, LABEL, plate, num_sparse=num_sparse, create=self._create_segment)
         buffer = segment.array()
         self.lendable = segment.private_view(ring_nbytes) if self.plan.num_lendable else None
         self.slab = Slab(self.plan, buffer)
-        self._done = Doorbell.create(buffer, self.plan.bells_offset)
         self._tally = Tally(self.slab.words)
-        self._go = [Doorbell.create(buffer, self.plan.go_offset(w)) for w in self.worker_ids]
+        self._go, self._done = self._make_bells(buffer)
         self._rings = [bell.ring for bell in self._go]
         self._words = self._make_words()
         self._found = np.empty(self.num_envs, np.int64)  # output of `Caller.first`
@@ -115,6 +122,11 @@ class WorkerPool(SlabPool):
         self._overdue = self._make_overdue()
         self._questions = Questions(self.crew, self.supervisor, self.worker_of, self.options)
         self.crew.hand_over(self.plan, segment, self.wake_worker)
+
+    def _make_bells(self, buffer: np.ndarray) -> tuple[Sequence[Bell], Bell]:
+        """Return the doorbells of the workers, and the caller's."""
+        go = [Doorbell.create(buffer, self.plan.go_offset(w)) for w in self.worker_ids]
+        return go, Doorbell.create(buffer, self.plan.bells_offset)
 
     def _make_words(self) -> CommandWords:
         return CommandWords(self.slab)
@@ -412,7 +424,7 @@ class WorkerPool(SlabPool):
     def attach_storage(self, target: int, plan: StoragePlan) -> Segment:
         """Make every worker map a new rollout storage as `target`; the workers touch its pages when they write."""
         self.supervisor.refuse_lost(self.worker_ids)
-        segment = Segment.create(plan.nbytes, "envherd-rollout", is_prefaulted=False)
+        segment = self._create_segment(plan.nbytes, "envherd-rollout", is_prefaulted=False)
         self.crew.attach_storage(target, plan, segment)
         return segment
 

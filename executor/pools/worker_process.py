@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import select
 import signal
 import socket
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from envherd.executor.machine.cgroups import count_oom_kills
@@ -19,6 +19,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.process_log import read_log, request_stacks
 from envherd.executor.pools.zygote import Zygote
 from envherd.shm.interrupts import ignoring_refusals
+from envherd.shm.platforms import resource
 from envherd.workers.messages import Channel
 
 _LAST_LINES = 60
@@ -124,6 +125,15 @@ class WorkerProcess:
         """Kill the worker and its envs' processes; safe if it is dead."""
         with ignoring_refusals():
             os.killpg(self.pid, signal.SIGKILL) if not self.has_exited() else None
+
+    @staticmethod
+    def wait_for_any(workers: Sequence[WorkerProcess], timeout_s: float | None = None) -> bool:
+        """Wait until a worker has written, has ended, or can be sent the rest of a message; False after `timeout_s`."""
+        poller = select.poll()
+        for worker in workers:
+            poller.register(worker.pidfd, select.POLLIN)
+            poller.register(worker.channel.sock, select.POLLIN | (select.POLLOUT if worker.channel.has_unsent else 0))
+        return bool(poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000 + 1))
 
     def wait_exit(self, timeout_s: float) -> bool:
         """Wait for the process to end, up to `timeout_s`; return whether it has."""

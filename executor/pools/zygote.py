@@ -31,6 +31,7 @@ from envherd.executor.pools.process_log import read_log, request_stacks
 from envherd.executor.pools.variables import common_variables
 from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
+from envherd.shm.platforms import register_at_fork
 from envherd.workers.errors import InternalError, WorkerLost, WorkerTimeout
 from envherd.workers.process.zygote import in_file, send_request
 
@@ -75,7 +76,7 @@ def _let_go_in_fork() -> None:
     _idle.clear()
 
 
-os.register_at_fork(before=_fork_lock.acquire, after_in_parent=_fork_lock.release, after_in_child=_let_go_in_fork)
+register_at_fork(before=_fork_lock.acquire, after_in_parent=_fork_lock.release, after_in_child=_let_go_in_fork)
 
 
 @atexit.register

@@ -6,13 +6,13 @@ interrupted call is no longer in progress once its frame has ended, and the next
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
+from envherd.shm.platforms import register_at_fork
 from envherd.workers.errors import Busy, Closed, EnvherdError
 
 #: Modules whose functions wrap methods.
@@ -26,7 +26,7 @@ def _disown_in_fork() -> None:
         guard.is_foreign = True
 
 
-os.register_at_fork(after_in_child=_disown_in_fork)
+register_at_fork(after_in_child=_disown_in_fork)
 
 
 def call_name() -> str:

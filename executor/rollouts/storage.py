@@ -14,7 +14,6 @@ Assumes: `lend`, `find` and `end_rollout` are called by one thread at a time; fo
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from envherd.shm.platforms import register_at_fork
 from envherd.shm.slab import Storage, StoragePlan, plan_storage
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def _count_fork() -> None:
     _num_forks += 1
 
 
-os.register_at_fork(before=_count_fork, after_in_parent=_count_fork)
+register_at_fork(before=_count_fork, after_in_parent=_count_fork)
 
 
 class Lease:

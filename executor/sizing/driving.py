@@ -14,10 +14,9 @@ from tensordict import TensorDictBase
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.monitor.statistics import read_workers
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.ahead_pool import AheadPool
 from envherd.executor.pools.blueprint import as_factories, draw
+from envherd.executor.pools.portable import make_pool
 from envherd.executor.pools.preloading import preloading
-from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.sizing.settings import Mode, Setting
 
 #: Number of batches of random actions that are drawn in advance and used cyclically.
@@ -70,7 +69,7 @@ class Subject:
         )
         factories = as_factories(setting.num_envs, self.make_env)
         blueprint = draw(factories, self.env_kwargs, setting.num_workers, 0, options)
-        pool = AheadPool(blueprint, options) if setting.reset_ahead else WorkerPool(blueprint, options)
+        pool = make_pool(blueprint, options)
         pool.start()
         try:
             return BatchedEnv(pool, seed=0, device=None, copy=True, options=options)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-import fcntl
 import functools
 import os
 import select
@@ -28,8 +27,10 @@ from typing import Any
 
 import numpy as np
 
+from envherd.shm.platforms import F_SETSIG, SIGKILL, SIGUSR2, fcntl, pread
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, Storage
+from envherd.shm.socket_bells import SocketBell
 from envherd.shm.sync import Doorbell
 from envherd.workers import current, messages, registries, seeding
 from envherd.workers.adapters.registry import install_import_hooks
@@ -41,7 +42,6 @@ from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
 from envherd.workers.reply import Fault
 
-_F_SETSIG = 10  # fcntl.h; not in python's fcntl module
 _LOG_LIMIT = 1 << 20  # bytes of a worker's log before it is cut
 _LOG_KEPT = 1 << 16  # bytes that are kept then
 _FIRST_FD = 512  # of the worker's own descriptors
@@ -56,11 +56,25 @@ def main(sock: socket.socket, lifeline_fd: int, log_fd: int, config: dict[str, A
     if config.get("output") == "capture":
         os.dup2(log_fd, 1)
         os.dup2(log_fd, 2)
+    run(sock, log_fd, config)
+
+
+def run(
+    sock: socket.socket, log_fd: int, config: dict[str, Any], bells: tuple[SocketBell, SocketBell] | None = None
+) -> None:
+    """Serve messages and commands, in a process that is cut off from its parent's surroundings; never returns.
+
+    Args:
+        sock: to the owner.
+        log_fd: of the worker's log.
+        config: see `executor.pools.worker_process.worker_config`.
+        bells: `go` and `done`; None for those in the slab.
+    """
     faulthandler.enable(file=log_fd, all_threads=True)
     _listen_for_stack_requests(log_fd)
     _apply(config)
     try:
-        Worker(messages.WorkerChannel(sock), log_fd).serve()
+        Worker(messages.WorkerChannel(sock), log_fd, bells).serve()
     except (EOFError, ConnectionError):
         os._exit(1)
     with contextlib.suppress(Exception):
@@ -85,8 +99,9 @@ def _detach_from_terminal() -> None:
 
 def _listen_for_stack_requests(log_fd: int) -> None:
     """Make SIGUSR2 write the stacks of all threads to the log, even if an env has changed its handler."""
-    faulthandler.unregister(signal.SIGUSR2)
-    faulthandler.register(signal.SIGUSR2, file=log_fd, all_threads=True)
+    if SIGUSR2 is not None:
+        faulthandler.unregister(SIGUSR2)
+        faulthandler.register(SIGUSR2, file=log_fd, all_threads=True)
 
 
 def _out_of_the_way(fd: int) -> int:
@@ -105,7 +120,7 @@ def _arm_lifeline(fd: int) -> None:
     os.close(fd)
     own = _out_of_the_way(own)
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(own, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(own, F_SETSIG, SIGKILL)
     fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
     poller = select.poll()
     poller.register(own, select.POLLIN)
@@ -122,8 +137,10 @@ def _apply(config: dict[str, Any]) -> None:
 class Worker:
     """One worker: a block of envs, its memory, and the socket to the parent."""
 
-    def __init__(self, channel: messages.WorkerChannel, log_fd: int) -> None:
-        self._channel = channel
+    def __init__(
+        self, channel: messages.WorkerChannel, log_fd: int, bells: tuple[SocketBell, SocketBell] | None
+    ) -> None:
+        self._channel, self._bells = channel, bells
         self._log_fd = log_fd
         self._fds: list[int] = []
         self._block: Block | None = None
@@ -211,17 +228,22 @@ class Worker:
         self._block.attach(self._slab)
         self._slab.words["pid"][self._block.worker_id] = os.getpid()
         self._slab.words["starts"][self._block.worker_id] += 1
-        done = Doorbell.attach(buffer, message.plan.bells_offset)
-        go = Doorbell.attach(buffer, message.plan.go_offset(self._block.worker_id))
-        kind = AheadLoop if isinstance(self._block, AheadBlock) else loop_class()
+        kind = loop_class() if self._bells is None else Loop
+        kind = AheadLoop if isinstance(self._block, AheadBlock) else kind
         kind = ThreadedLoop if self._threads is not None else kind
-        self._loop = kind(self._block, self._slab, (go, done), self._read_mail, self._trim_log, self._channel.number)
+        bells = self._bells or (
+            Doorbell.attach(buffer, message.plan.go_offset(self._block.worker_id)),
+            Doorbell.attach(buffer, message.plan.bells_offset),
+        )
+        self._loop = kind(self._block, self._slab, bells, self._read_mail, self._trim_log, self._channel.number)
         self._channel.send_plain({"kind": "attached"})
 
     def _on_attach_storage(self, message: messages.AttachStorage) -> None:
         assert self._block is not None
         self._await_envs()
-        self._block.attach_storage(message.target, Storage(message.plan, _map(message.nbytes, self._fds, message.name)))
+        with contextlib.suppress(FileNotFoundError):  # a name that its owner has removed: it is detached next
+            memory = _map(message.nbytes, self._fds, message.name)
+            self._block.attach_storage(message.target, Storage(message.plan, memory))
 
     def _on_detach_storage(self, message: messages.DetachStorage) -> None:
         assert self._block is not None
@@ -250,7 +272,7 @@ class Worker:
         with contextlib.suppress(OSError):
             size = os.fstat(self._log_fd).st_size
             if size > _LOG_LIMIT:
-                tail = os.pread(self._log_fd, _LOG_KEPT, size - _LOG_KEPT)
+                tail = pread(self._log_fd, _LOG_KEPT, size - _LOG_KEPT)
                 os.ftruncate(self._log_fd, 0)
                 os.write(self._log_fd, tail)
 

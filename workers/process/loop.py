@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 
 from envherd.shm.slab import NUM_BINS, Slab, bin_of
-from envherd.shm.sync import Doorbell, keep_order
+from envherd.shm.socket_bells import Bell
+from envherd.shm.sync import keep_order
 from envherd.shm.tally import Counter
 from envherd.workers.block.block import Block
 from envherd.workers.protocol import Flag
@@ -37,7 +38,7 @@ class Loop:
         self,
         block: Block,
         slab: Slab,
-        bells: tuple[Doorbell, Doorbell],
+        bells: tuple[Bell, Bell],
         read_mail: Callable[[], int | None],
         tidy: Callable[[], None],
         mail_read: int = 0,

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import fcntl
 import gc
 import importlib
 import json
@@ -32,17 +31,17 @@ import select
 import signal
 import socket
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from envherd.shm.platforms import F_SETSIG, fcntl, termios
+
 _PACKET = 1 << 15  # bytes of the largest packet; a socket's buffer has 208 KiB by default
 _IN_FILE = b"\0"  # the packet of a request that is in the first descriptor; no JSON begins like this
 _LONGEST_REASON = 1000  # characters
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_F_SETSIG = 10  # fcntl.h; not in python's fcntl module
 _MARK = "ENVHERD_WORKER"  # variable that marks a worker's descendants, also outside its process group
 _ORPHANS_S = 1.0  # to kill what envs had started in separate sessions
 
@@ -110,7 +109,7 @@ def _ended_with_owner(sock: socket.socket) -> Iterator[None]:
     fd = sock.fileno()
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(fd, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(fd, F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_ASYNC)
     poller = select.poll()
     poller.register(sock, select.POLLIN)
@@ -252,7 +251,7 @@ class Zygote:
             os.close(self._wake_write)
             self._sock.close()
             os.dup2(fds[2], self._log_fd, inheritable=False)  # SIGUSR2 writes there: from now on to its own log
-            _take_over(config.pop("caller", None))
+            take_over(config.pop("caller", None))
             python = config.get("python")
             if self._must_exec or python:
                 signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until its handler is set: by default the signal kills
@@ -347,7 +346,7 @@ def _mark_of(helper: int, worker: int | str) -> str:
     return f"{helper}.{worker}"
 
 
-def _take_over(caller: dict[str, Any] | None) -> None:
+def take_over(caller: dict[str, Any] | None) -> None:
     """Give a worker the surroundings of its executor, which may be younger than the helper."""
     if caller is not None:
         if caller["folder"] is not None:

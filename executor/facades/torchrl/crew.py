@@ -21,7 +21,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.pools.blueprint import choose_workers, draw
 from envherd.executor.pools.error_messages import env_error
-from envherd.executor.pools.worker_pool import WorkerPool
+from envherd.executor.pools.portable import make_pool
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.fast_step import FastStep, compile_step
@@ -85,7 +85,7 @@ class Crew:
         self, guests: list[Any], env_kwargs: list[dict[str, Any]], num_workers: int, options: ExecutorOptions
     ) -> None:
         blueprint = draw(guests, env_kwargs, num_workers, None, options)
-        self.pool = pool = WorkerPool(blueprint, options)
+        self.pool = pool = make_pool(blueprint, options)
         self._finalizer = weakref.finalize(self, _close, pool, os.getpid())
         pool.start()
         try:

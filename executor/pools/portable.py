@@ -1,0 +1,285 @@
+"""The pool for every platform: workers that `multiprocessing` spawns, named shared memory, and sockets.
+
+It differs from `WorkerPool` in how a worker is started and ended, in what memory is shared, and in how processes wake
+each other. Rows, commands, messages and losses are the same code.
+
+Guarantees: the data are those of the other pools. Workers end with this process (see `workers.process.portable`), and
+the resource tracker of `multiprocessing` removes shared memory whose owner was killed. The caller's script is not run
+again in the workers, so it needs no main guard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing import connection, process, spawn
+from typing import Any
+
+import numpy as np
+import psutil
+
+from envherd.executor.machine.cgroups import count_oom_kills
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.ahead_pool import AheadPool
+from envherd.executor.pools.crew import Blueprint, Crew
+from envherd.executor.pools.error_messages import log
+from envherd.executor.pools.process_log import request_stacks
+from envherd.executor.pools.worker_pool import WorkerPool
+from envherd.executor.pools.worker_process import WorkerProcess
+from envherd.shm import platforms
+from envherd.shm.interrupts import ignoring_refusals, uninterrupted
+from envherd.shm.segment import Segment
+from envherd.shm.socket_bells import Bell, SocketBell
+from envherd.workers.errors import WorkerLost
+from envherd.workers.messages import Channel
+from envherd.workers.process.portable import main
+
+_NAME = "envherd-worker"
+_UNSENT_S = 0.001  # between attempts to send the rest of a message
+_GUARD = """starting workers failed: this process is itself being started by multiprocessing, and has run the program's
+script again. Put what the script does under a guard:
+
+    if __name__ == "__main__":
+        main()
+"""
+#: Held while `multiprocessing` prepares a start.
+_start_lock = threading.Lock()
+
+
+def make_pool(blueprint: Blueprint, options: ExecutorOptions) -> WorkerPool:
+    """Return the pool for a start method on this system.
+
+    Raises:
+        ValueError: the options need what the portable pool does not have.
+    """
+    lacks = platforms.missing()
+    if options.start_method != "portable":
+        if not lacks:
+            return AheadPool(blueprint, options) if options.reset_ahead else WorkerPool(blueprint, options)
+        _log_lack(lacks)
+    _refuse(blueprint, options)
+    return PortablePool(blueprint, options)
+
+
+@functools.cache
+def _log_lack(lacks: tuple[str, ...]) -> None:
+    log.warning("workers run in the portable pool, because this system lacks: %s", ", ".join(lacks))
+
+
+def _refuse(blueprint: Blueprint, options: ExecutorOptions) -> None:
+    """Raise ValueError for options that need forked workers, or calls that this system lacks."""
+    refused = {
+        "reset_ahead=True": options.reset_ahead,
+        "affinity": options.affinity is not None and not platforms.can_pin(),
+        "InPython": any(one is not None for one in blueprint.interpreters),
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ValueError(
+                f"ExecutorOptions failed: expected no {name} in the portable pool, got it. Use Linux and the start "
+                f"method 'zygote' or 'spawn' for it."
+            )
+
+
+def _prepare_without_script(prepare: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
+    """Return `multiprocessing`'s preparation of a process; without the caller's script for a worker."""
+    data = prepare(name)
+    if name.startswith(_NAME):
+        data = {key: value for key, value in data.items() if not key.startswith("init_main")}
+    return data
+
+
+def _start(one: process.BaseProcess) -> None:
+    """Start a process that does not run the caller's script, and that Ctrl-C does not reach meanwhile."""
+    with _start_lock, uninterrupted():
+        prepare, let_in = spawn.get_preparation_data, platforms.without_interrupts()
+        spawn.get_preparation_data = functools.partial(_prepare_without_script, prepare)
+        try:
+            one.start()
+        finally:
+            spawn.get_preparation_data = prepare
+            let_in()
+
+
+class PortableProcess(WorkerProcess):
+    """A spawned worker process, seen from its owner; see `WorkerProcess`.
+
+    Args:
+        worker_id: see `WorkerProcess`.
+        generation: see `WorkerProcess`.
+        config: see `worker_config`.
+        bells: `go` and `done` of the worker.
+
+    Attributes:
+        sentinel: for `multiprocessing.connection.wait`: ready when the process has ended.
+    """
+
+    def __init__(
+        self, worker_id: int, generation: int, config: dict[str, Any], bells: tuple[SocketBell, SocketBell]
+    ) -> None:
+        self.worker_id, self.generation = worker_id, generation
+        self._oom_kills = count_oom_kills()
+        self._has_ended, self._exit_code = False, None
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = socket.socketpair()
+        watched, self._watch = context.Pipe(duplex=False)
+        path, self.log_fd = _open_log()
+        try:
+            self._process = context.Process(
+                target=main,
+                args=(theirs, (bells[0].reader, bells[1].writer), watched, path, config),
+                name=f"{_NAME}-{worker_id}",
+                daemon=True,
+            )
+            _start(self._process)
+        except BaseException as error:
+            ours.close()
+            self._watch.close()
+            os.close(self.log_fd)
+            with ignoring_refusals():
+                os.unlink(path)
+            if isinstance(error, BlockingIOError):  # at a limit
+                raise WorkerLost(f"starting a worker failed: {error}.", phase="start") from error
+            raise
+        finally:
+            theirs.close()
+            watched.close()
+        self._log_path: str | None = path
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self.sentinel = self._process.sentinel
+        self.channel = Channel(ours)
+
+    def has_exited(self) -> bool:
+        """Return whether the process has ended; never blocks."""
+        if not self._has_ended and not self._process.is_alive():
+            self._has_ended = True
+            with ignoring_refusals():
+                platforms.kill_group(self.pid)  # what its envs had started
+        return self._has_ended
+
+    def exit_code(self) -> int | None:
+        """Return the exit code, negative for a signal; None if the process lives."""
+        if self._exit_code is None:
+            self._exit_code = self._process.exitcode
+        return self._exit_code
+
+    def stack(self) -> str:
+        """Return the present Python stacks of the worker's threads, unless it is stuck in C with the GIL held."""
+        with ignoring_refusals():
+            return request_stacks(self.log_fd, lambda: self._watch.send_bytes(b"\1"))
+        return "(the worker has gone)"
+
+    def kill(self) -> None:
+        """Kill the worker and its envs' processes; safe if it is dead."""
+        if self.has_exited():
+            return
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self.pid).children(recursive=True):
+                child.kill()
+        with ignoring_refusals():
+            platforms.kill_group(self.pid)
+        self._process.kill()
+
+    def wait_exit(self, timeout_s: float) -> bool:
+        """Wait for the process to end, up to `timeout_s`; return whether it has."""
+        if not self.has_exited():
+            self._process.join(max(0.0, timeout_s))
+        return self.has_exited()
+
+    @staticmethod
+    def wait_for_any(workers: Sequence[WorkerProcess], timeout_s: float | None = None) -> bool:
+        """Wait until a worker has written, has ended, or can be sent the rest of a message; False after `timeout_s`."""
+        ready: list[Any] = [worker.channel.sock for worker in workers]
+        ready += [worker.sentinel for worker in workers if isinstance(worker, PortableProcess)]
+        is_sending = any(worker.channel.has_unsent for worker in workers)
+        left_s = timeout_s if timeout_s is None else max(0.0, timeout_s)
+        if is_sending and (left_s is None or left_s > _UNSENT_S):
+            connection.wait(ready, _UNSENT_S)
+            return True
+        return bool(connection.wait(ready, left_s))
+
+    def release(self) -> None:
+        """Close this process's descriptors of it. Idempotent."""
+        self.channel.close()
+        self._watch.close()
+        self.exit_code()
+        with contextlib.suppress(ValueError):  # it still runs
+            self._process.close()
+        if self.log_fd >= 0:
+            fd, self.log_fd = self.log_fd, -1
+            os.close(fd)
+        if self._log_path is not None:
+            path, self._log_path = self._log_path, None
+            with ignoring_refusals():  # the system has removed it
+                os.unlink(path)
+
+
+def _open_log() -> tuple[str, int]:
+    """Create a log file; return its path and a descriptor."""
+    fd, path = tempfile.mkstemp(prefix="envherd-log-")
+    if platforms.O_TEMPORARY:
+        os.close(fd)
+        fd = os.open(path, os.O_RDWR | platforms.O_TEMPORARY | platforms.O_BINARY)
+    return path, fd
+
+
+class PortableCrew(Crew):
+    """The workers of a `PortablePool`.
+
+    Args:
+        blueprint, options, on_row_frame: see `Crew`.
+        go: doorbells of the workers.
+        done: the caller's doorbell.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        options: ExecutorOptions,
+        on_row_frame: Callable[[dict[str, Any]], None],
+        go: Sequence[SocketBell],
+        done: SocketBell,
+    ) -> None:
+        super().__init__(blueprint, options, on_row_frame)
+        self._go, self._done = go, done
+
+    def _get_helper(self) -> None:
+        """Refuse to start workers while a process that `multiprocessing` spawns runs the script again."""
+        if getattr(process.current_process(), "_inheriting", False):
+            raise RuntimeError(_GUARD)
+
+    def _start_process(self, worker_id: int, generation: int, config: dict[str, Any]) -> WorkerProcess:
+        return PortableProcess(worker_id, generation, config, (self._go[worker_id], self._done))
+
+    def close(self, timeout_s: float) -> None:
+        super().close(timeout_s)
+        for bell in (*self._go, self._done):
+            bell.close()
+
+
+class PortablePool(WorkerPool):
+    """Worker processes on any platform; see the module and `WorkerPool`."""
+
+    _create_segment = staticmethod(Segment.create_with_name)
+    _lends = False
+
+    def _make_crew(self) -> Crew:
+        self.why_python = ["the pool is portable"]
+        with uninterrupted():
+            go, done = [SocketBell.create() for _ in self.worker_ids], SocketBell.create()
+            self._bells = go, done
+            return PortableCrew(self.blueprint, self.options, self._take_frame, go, done)
+
+    def _make_bells(self, buffer: np.ndarray) -> tuple[Sequence[Bell], Bell]:  # noqa: ARG002  # they are not in it
+        return self._bells
+
+    def _make_caller(self) -> Any:
+        """Return None: commands are given in Python."""
+        return

@@ -1,0 +1,200 @@
+"""What operating systems have: the only file that tells them apart.
+
+Guarantees: it can be imported everywhere, and so can all modules that take from here what some system lacks. `missing`
+tries what the pool of forked workers needs, because a sandbox may refuse calls that its kernel has.
+Platforms: Linux has everything. macOS lacks memfd, pidfds, semaphores in shared memory, F_SETSIG and /proc. Windows
+also lacks forks, process groups, most signals, and the modules fcntl, resource and termios.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import importlib
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def _module(name: str) -> Any:
+    """Return a module of the standard library, or None where it does not exist."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+class _NoLibrary:
+    """Stands for a C library that cannot be loaded: each of its functions raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOSYS, f"this system has no {name}")
+
+        setattr(self, name, refuse)
+        return refuse
+
+
+def _load_libc() -> Any:
+    try:
+        return ctypes.CDLL(None, use_errno=True)
+    except (OSError, TypeError):  # Windows names no library of the process
+        return _NoLibrary()
+
+
+#: Modules, None where they do not exist.
+fcntl, resource, termios = map(_module, ("fcntl", "resource", "termios"))
+libc = _load_libc()
+IS_LINUX = sys.platform == "linux"
+HAS_MEMFD = IS_LINUX and hasattr(os, "memfd_create")
+F_SETSIG = 10  # fcntl.h of Linux; not in python's fcntl module
+#: Flags of sockets. Without the first, sockets must not block by themselves; without the second there is no SIGPIPE, or
+#: Python ignores it.
+MSG_DONTWAIT, MSG_NOSIGNAL = (getattr(socket, name, 0) for name in ("MSG_DONTWAIT", "MSG_NOSIGNAL"))
+recv_fds: Callable[..., Any] = getattr(socket, "recv_fds", lambda sock, count, _: (sock.recv(count), [], 0, None))
+#: Flag of a file that the system deletes when its last descriptor is closed; 0 where an open file can be deleted.
+O_TEMPORARY: int = getattr(os, "O_TEMPORARY", 0)
+O_BINARY: int = getattr(os, "O_BINARY", 0)
+#: Signals for which programs install Python handlers, which may raise.
+HANDLED_SIGNALS: tuple[int, ...] = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")
+    if hasattr(signal, name)
+)
+#: Ends a process that does not cooperate.
+SIGKILL: int = getattr(signal, "SIGKILL", signal.SIGTERM)
+#: Makes a worker write its stacks; None where there is no such signal.
+SIGUSR2: int | None = getattr(signal, "SIGUSR2", None)
+register_at_fork: Callable[..., None] = getattr(os, "register_at_fork", lambda **_: None)
+sched_yield: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+def pread(fd: int, count: int, offset: int) -> bytes:
+    """Read bytes of a file at an offset."""
+    if hasattr(os, "pread"):
+        return os.pread(fd, count, offset)
+    os.lseek(fd, offset, os.SEEK_SET)
+    return os.read(fd, count)
+
+
+def reserve(fd: int, nbytes: int) -> None:
+    """Take the pages of a file in memory now, where that is possible.
+
+    Raises:
+        OSError: there is not enough.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, nbytes)
+
+
+def usable_cpus() -> tuple[int, ...]:
+    """Return the processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def can_pin() -> bool:
+    """Return whether a process can be restricted to processors."""
+    return hasattr(os, "sched_setaffinity")
+
+
+def lead_group() -> None:
+    """Make this process the leader of a new process group, away from the terminal's Ctrl-C."""
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
+
+
+def kill_group(pid: int) -> None:
+    """Kill the process group of a worker that has called `lead_group`, where there are groups."""
+    if hasattr(os, "killpg"):
+        os.killpg(pid, SIGKILL)
+
+
+def without_interrupts() -> Callable[[], None]:
+    """Block Ctrl-C in this thread and in processes that it starts; return the function that ends this."""
+    if not hasattr(signal, "pthread_sigmask"):
+        return lambda: None
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+    def let_in() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    return let_in
+
+
+def let_interrupts_in() -> None:
+    """Undo `without_interrupts` in a process that was started meanwhile."""
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def waiter(sock: socket.socket) -> Callable[[float | None], object]:
+    """Return a function that waits until a socket can be read, at most some seconds (None: without a limit)."""
+    if not hasattr(select, "poll"):
+        return lambda timeout_s: select.select([sock], [], [], timeout_s)
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    return lambda timeout_s: poller.poll(None if timeout_s is None else -(-timeout_s * 1000 // 1))
+
+
+def _try_memfd() -> None:
+    os.close(os.memfd_create("envherd-probe", os.MFD_CLOEXEC))
+
+
+def _try_pidfd() -> None:
+    os.close(os.pidfd_open(os.getpid()))
+
+
+def _try_semaphore() -> None:
+    with mmap.mmap(-1, mmap.PAGESIZE) as memory:
+        semaphore = (ctypes.c_ubyte * mmap.PAGESIZE).from_buffer(memory)
+        is_refused = libc.sem_init(ctypes.byref(semaphore), 1, 0)
+        del semaphore
+    if is_refused:
+        raise OSError(ctypes.get_errno(), "sem_init failed")
+
+
+def _try_lifeline() -> None:
+    read, write = os.pipe()
+    try:
+        fcntl.fcntl(read, F_SETSIG, SIGKILL)
+        fcntl.fcntl(read, fcntl.F_SETFL, fcntl.fcntl(read, fcntl.F_GETFL) | os.O_NONBLOCK)
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def _try_proc() -> None:
+    os.close(os.open("/proc/self/stat", os.O_RDONLY))
+
+
+#: What the pool of forked workers needs -> a function that raises if it is not there.
+_NEEDS: dict[str, Callable[[], None]] = {
+    "memfd_create": _try_memfd,
+    "pidfd_open": _try_pidfd,
+    "process-shared semaphores": _try_semaphore,
+    "F_SETSIG": _try_lifeline,
+    "/proc": _try_proc,
+}
+
+
+@functools.cache
+def missing() -> tuple[str, ...]:
+    """Return what the pool of forked workers needs and this system lacks or refuses; empty if it has everything."""
+    if not IS_LINUX:
+        return tuple(_NEEDS)
+    lacking = []
+    for name, attempt in _NEEDS.items():
+        try:
+            attempt()
+        except (AttributeError, OSError):
+            lacking.append(name)
+    return tuple(lacking)

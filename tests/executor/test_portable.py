@@ -1,0 +1,175 @@
+"""The portable pool: data as of the other pools, faults, ends, and what macOS and Windows lack taken away."""
+
+import functools
+import os
+import signal
+import tempfile
+import threading
+
+import pytest
+import torch
+
+from envherd.executor import EnvError, ExecutorOptions, ParallelEnv, SerialEnv, WorkerLost, WorkerTimeout
+from envherd.workers.adapters.named import NamedFactory, PettingZooFactory
+from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, TextEnv
+from tests.executor.test_lifecycle import is_running
+from tests.extras import needs
+from tests.gates import wait_for
+
+pytestmark = pytest.mark.slow
+
+PORTABLE = ExecutorOptions(start_method="portable", close_timeout_s=2.0)
+
+
+def portable(num_envs, factory, *, num_workers=2, options=None, **arguments):
+    """Return an executor over the portable pool."""
+    options = ExecutorOptions(start_method="portable", close_timeout_s=2.0, **(options or {}))
+    return ParallelEnv(num_envs, factory, num_workers=num_workers, seed=5, options=options, **arguments)
+
+
+def data_of(env):
+    """Return batches of steps, an exchange and a rollout, through resets."""
+    with env:
+        env.set_seed(11)
+        root, batches = env.reset(), []
+        for _ in range(12):
+            batch, root = env.step_and_maybe_reset(env.rand_action(root))
+            batches.append(batch)
+        batches.append(env.rollout(9, break_when_any_done=False))
+        return batches
+
+
+FAMILIES = {
+    "counting": functools.partial(CountingEnv, 5),
+    "agents": functools.partial(AgentsEnv, 4),
+    "text": functools.partial(TextEnv, 3),
+    "cartpole": NamedFactory("gymnasium", "CartPole-v1"),
+}
+MORE_FAMILIES = [
+    pytest.param(NamedFactory("dm_control", "cartpole/balance"), marks=needs("dm-control"), id="dm_control"),
+    pytest.param(PettingZooFactory("mpe2.simple_spread_v3"), marks=needs("pettingzoo"), id="pettingzoo"),
+]
+
+
+@pytest.mark.parametrize(
+    "factory", [*(pytest.param(factory, id=name) for name, factory in FAMILIES.items()), *MORE_FAMILIES]
+)
+def test_data_are_those_of_a_serial_executor_bit_for_bit(factory):
+    torch.manual_seed(0)
+    expected = data_of(SerialEnv(3, factory, seed=5))
+    torch.manual_seed(0)
+    for mine, its in zip(data_of(portable(3, factory)), expected, strict=True):
+        assert (mine == its).all()
+
+
+def test_some_envs_are_sent_and_received_and_asked():
+    with portable(4, CountingEnv) as env:
+        root = env.reset()
+        env.send(env.rand_action(root))
+        assert len(env.recv(1)) + len(env.recv(3)) >= 4
+        assert env.get("num_steps") == [1, 1, 1, 1]
+        state = env.state_dict()
+        env.step(env.rand_action(root))
+        env.load_state_dict(state)
+        assert env.get("num_steps") == [1, 1, 1, 1]
+        assert "portable" in env.statistics().path
+
+
+@pytest.mark.broken_pool
+def test_killed_workers_are_reported_and_replaced():
+    options = {"on_worker_loss": "restart"}
+    with portable(4, CountingEnv, options=options) as env:
+        root = env.reset()
+        os.kill(env.statistics().workers[1].pid, signal.SIGKILL)
+        batch, root = env.step_and_maybe_reset(env.rand_action(root))
+        assert batch["next", "interrupted"].flatten().tolist() == [False, False, True, True]
+        env.step(env.rand_action(root))
+        assert env.statistics().workers[1].generation == 1
+    with portable(4, CountingEnv) as env:
+        root = env.reset()
+        os.kill(env.statistics().workers[1].pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost, match=r"SIGKILL\(-9\)"):
+            env.step(env.rand_action(root))
+
+
+@pytest.mark.broken_pool
+@pytest.mark.parametrize("fault", ["exit", "segfault"])
+def test_a_worker_that_ends_by_itself_is_reported_with_its_output(fault):
+    with portable(2, FaultyEnv, env_kwargs=[{}, {"fault": fault}]) as env:
+        root = env.reset()
+        _, root = env.step_and_maybe_reset(env.rand_action(root))
+        with pytest.raises(WorkerLost, match="exit code 3" if fault == "exit" else "SIGSEGV") as lost:
+            env.step(env.rand_action(root))
+        assert lost.value.env_ids == (1,)
+        assert fault == "exit" or "Fatal Python error" in lost.value.remote_traceback
+
+
+@pytest.mark.broken_pool
+def test_an_env_that_hangs_is_killed_with_its_stack_and_one_that_raises_is_not():
+    faults = [{"fault": "value_error", "step": 2}, {"fault": "sleep", "step": 1, "episode": 1}]
+    with portable(2, FaultyEnv, env_kwargs=faults, options={"step_timeout_s": 0.5}) as env:
+        _, root = env.step_and_maybe_reset(env.rand_action(env.reset()))
+        with pytest.raises(EnvError, match="broke on purpose"):
+            env.step(env.rand_action(root))
+        root = env.reset()
+        with pytest.raises(WorkerTimeout, match="_sleep"):
+            env.step(env.rand_action(root))
+
+
+def test_an_interrupt_ends_the_call_and_the_next_reset_works():
+    with portable(2, FaultyEnv, env_kwargs={"fault": "slow"}) as env:
+        root = env.reset()
+        _, root = env.step_and_maybe_reset(env.rand_action(root))
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            env.step(env.rand_action(root))
+        env.step(env.rand_action(env.reset()))
+
+
+def test_what_it_does_not_have_is_refused():
+    with pytest.raises(ValueError, match="reset_ahead"):
+        portable(2, CountingEnv, options={"reset_ahead": True})
+
+
+_OWNER = """
+import os, signal, sys, threading, time
+import psutil
+from envherd.executor import ExecutorOptions, ParallelEnv
+from envherd.workers.testing import CountingEnv
+
+class Mine(CountingEnv):  # of this script, which has no main guard
+    def step(self, action):
+        while sys.argv[1] == "hung":
+            time.sleep(1)
+        return super().step(action)
+
+env = ParallelEnv(2, Mine, num_workers=2, options=ExecutorOptions(start_method="portable"))
+root = env.reset()
+print(*(worker.pid for worker in env.statistics().workers), flush=True)
+if sys.argv[1] == "interrupted":
+    time.sleep(60)
+if sys.argv[1] == "hung":
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+env.step(env.rand_action(root))
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("end", ["hung", "killed", "returns"])
+def test_an_owner_that_ends_leaves_nothing(end, script_host, tmp_path):
+    """The script has no main guard, and defines its env itself."""
+    before = _files()
+    script = tmp_path / "owner.py"
+    script.write_text(_OWNER)
+    done = script_host.run(script, end, folder=tmp_path, output=tmp_path)
+    assert done.returncode == (0 if end == "returns" else -signal.SIGKILL), done.stderr
+    pids = list(map(int, done.stdout.split()))
+    assert len(pids) == 2
+    wait_for(lambda: not any(map(is_running, pids)), "a worker still runs")
+    wait_for(lambda: not _files() - before, "a file is left")
+
+
+def _files():
+    names = set(os.listdir("/dev/shm")) | set(os.listdir(tempfile.gettempdir()))
+    return {name for name in names if name.startswith(("psm_", "envherd-log-"))}

@@ -1,0 +1,85 @@
+"""The start of a worker that `multiprocessing` has spawned, and the thread that ends it with its owner.
+
+Guarantees:
+- It ends within a second after its owner has ended, with its process group where there are groups. An env that holds
+  Python's GIL in C delays this until it lets go of it.
+- Its stacks can be read while it lets other threads run.
+- Environment variables are set before numpy or a package of envs is imported.
+- Ctrl-C does not end it.
+Platforms: all. It is tested on Linux, and there without what macOS and Windows lack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import threading
+from multiprocessing import process
+from multiprocessing.connection import Connection
+from typing import Any
+
+from envherd.shm import platforms
+from envherd.shm.socket_bells import SocketBell
+from envherd.workers.process.zygote import take_over
+
+#: Seconds between looks at the parent's process id. A fork of the owner may hold the other end of the pipe.
+_LOOK_S = 0.3
+
+
+def main(
+    sock: socket.socket,
+    bells: tuple[socket.socket, socket.socket],
+    watch: Connection,
+    log_path: str,
+    config: dict[str, Any],
+) -> None:
+    """Run a worker until a message tells it to exit; never returns.
+
+    Args:
+        sock: to the owner.
+        bells: the sockets of `go`, on which the worker waits, and `done`, which it rings.
+        watch: on which the owner asks for stacks; its end is the owner's end.
+        log_path: of the log, a file that the owner has open.
+        config: see `executor.pools.worker_process.worker_config`.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    platforms.let_interrupts_in()
+    with contextlib.suppress(OSError):
+        platforms.lead_group()
+    log_fd = os.open(log_path, os.O_RDWR | os.O_APPEND | platforms.O_TEMPORARY | platforms.O_BINARY)
+    with contextlib.suppress(OSError):  # Windows removes it when it is closed
+        os.unlink(log_path)
+    _point_output(log_fd, is_captured=config["output"] == "capture")
+    threading.Thread(target=_watch, args=(watch, log_fd, os.getppid()), name="envherd-watch", daemon=True).start()
+    take_over(config["caller"])
+    process.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]  # noqa: SLF001  # envs start some
+    from envherd.workers.adapters.registry import install_import_hooks
+    from envherd.workers.process.entry import run  # imports numpy
+
+    install_import_hooks()
+    run(sock, log_fd, config, (SocketBell(bells[0], None), SocketBell(None, bells[1])))
+
+
+def _point_output(log_fd: int, *, is_captured: bool) -> None:
+    """Send the output to the log, and read nothing from the console."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    if is_captured:
+        os.dup2(log_fd, 1)
+        os.dup2(log_fd, 2)
+
+
+def _watch(watch: Connection, log_fd: int, parent: int) -> None:
+    """Write the stacks when the owner asks for them, and end this process when the owner has ended."""
+    with contextlib.suppress(EOFError, OSError):
+        while os.getppid() == parent:
+            if watch.poll(_LOOK_S):
+                watch.recv_bytes()
+                faulthandler.dump_traceback(log_fd, all_threads=True)
+    with contextlib.suppress(OSError):
+        platforms.kill_group(os.getpid())
+    os._exit(1)
