@@ -25,7 +25,8 @@ from envherd.executor.machine.machine import Machine, read_machine
 from envherd.executor.machine.renderers import find_renderers
 from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.executor.sizing.limits import FILES_FIXED, FILES_PER_WORKER
-from envherd.shm.segment import HAS_MEMFD, Segment
+from envherd.shm import platforms
+from envherd.shm.segment import Segment
 from envherd.workers import native
 from envherd.workers.adapters.meltingpot.factory import scenario_names, substrate_names
 from envherd.workers.build import Factory
@@ -79,7 +80,7 @@ def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding
         ("rendering", _rendering),
         ("egl", _egl),
         ("shared memory", _shared_memory),
-        *((f"start method {name}", _starter(name)) for name in get_args(StartMethod)),
+        *((f"start method {name}", _starter(name)) for name in _start_methods()),
         *([] if make_env is None else [(f"steps of {name}", lambda: steps_of(name, make_env))]),
         ("cores", lambda: cores(machine)),
         ("torch threads", lambda: torch_threads(machine)),
@@ -101,8 +102,11 @@ def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding
 
 def _python() -> Iterator[Finding]:
     found = f"{platform.python_implementation()} {platform.python_version()} on {platform.platform()}"
-    fix = "worker processes need Linux; SerialEnv works anywhere"
-    yield _judged("python", found, fix, is_ok=sys.platform == "linux", otherwise="fail")
+    yield Finding("python", "ok", found)
+    lacks = ", ".join(platforms.missing())
+    found = f"the portable pool: this system lacks {lacks}" if lacks else "workers are forked; 'portable' is there too"
+    fix = "faster with Linux, in a container that allows these calls (docs/portable.md)"
+    yield _judged("worker pool", found, fix, is_ok=not lacks)
 
 
 def _packages() -> Iterator[Finding]:
@@ -210,12 +214,15 @@ def _egl() -> Iterator[Finding]:
 
 
 def _shared_memory() -> Iterator[Finding]:
-    if not HAS_MEMFD:
-        yield Finding("shared memory", "fail", "no memfd_create", "a Linux kernel from 3.17 on is needed")
-        return
-    with contextlib.closing(Segment.create(_MIB, "envherd-doctor")) as segment:
+    create = Segment.create_with_name if platforms.missing() else Segment.create
+    with contextlib.closing(create(_MIB, "envherd-doctor")) as segment:
         segment.array()[:] = 1
-        yield Finding("shared memory", "ok", f"memfd, sealed; {segment.nbytes // _MIB} MiB written")
+        kind = "with a name" if segment.name else "memfd, sealed"
+        yield Finding("shared memory", "ok", f"{kind}; {segment.nbytes // _MIB} MiB written")
+
+
+def _start_methods() -> tuple[str, ...]:
+    return ("portable",) if platforms.missing() else get_args(StartMethod)
 
 
 def _starter(name: Any) -> Callable[[], Iterator[Finding]]:
@@ -314,7 +321,10 @@ def gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def _left_behind() -> Iterator[Finding]:
-    orphans = " ".join(str(process.pid) for process in orphans_of(os.getuid()))
+    user = platforms.user_id()
+    if user is None:
+        return
+    orphans = " ".join(str(process.pid) for process in orphans_of(user))
     found = f"workers whose owner has gone: {orphans}" if orphans else "nothing"
     yield _judged("left behind", found, f"kill -9 {orphans}", is_ok=not orphans, otherwise="fail")
 

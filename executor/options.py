@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import numbers
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, get_args
 
 from envherd.executor.keywords import names_right_keyword
+from envherd.shm.platforms import usable_cpus
 from envherd.workers.block.info_leaves import check_keys
 from envherd.workers.options import BlockOptions, EnvType, InfoKeys, InfoPolicy, Infos
 
@@ -224,7 +224,7 @@ class ExecutorOptions:
         for name in self.preload or ():
             if find_spec(name.partition(".")[0]) is None:
                 raise _refusal("preload", "names of modules that are installed", name)
-        cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+        cpus = set(usable_cpus())
         if self.affinity is not None and not cpus.issuperset(self.affinity):
             raise _refusal("affinity", f"some of the CPU ids {sorted(cpus)} that this process may use", self.affinity)
 

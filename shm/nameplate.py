@@ -86,6 +86,8 @@ def find(label: str) -> Iterator[Plate]:
     Workers hold the segments of their executor, and a forked process those of its parent, so the content should name
     the owner. Processes that end meanwhile, or that cannot be inspected, are left out.
     """
+    if not os.path.isdir("/proc/self"):
+        return
     for entry in os.scandir("/proc"):
         if not entry.name.isdecimal():
             continue

@@ -8,6 +8,7 @@ also lacks forks, process groups, most signals, and the modules fcntl, resource 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -52,6 +53,8 @@ def _load_libc() -> Any:
 #: Modules, None where they do not exist.
 fcntl, resource, termios = map(_module, ("fcntl", "resource", "termios"))
 libc = _load_libc()
+#: For the mapping of a descriptor, which only Linux needs.
+MAP_SHARED: int = getattr(mmap, "MAP_SHARED", 0)
 IS_LINUX = sys.platform == "linux"
 HAS_MEMFD = IS_LINUX and hasattr(os, "memfd_create")
 F_SETSIG = 10  # fcntl.h of Linux; not in python's fcntl module
@@ -99,6 +102,37 @@ def usable_cpus() -> tuple[int, ...]:
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
+
+
+def clock_ticks() -> int:
+    """Return the unit of processor time in /proc, per second."""
+    return os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+def user_id() -> int | None:
+    """Return the id of this process's user; None where users have no numbers."""
+    return os.getuid() if hasattr(os, "getuid") else None
+
+
+def bytes_of_disk(folder: str) -> tuple[int | None, int | None]:
+    """Return the size of a file system and what is free of it; None where that is unknown."""
+    with contextlib.suppress(OSError, AttributeError):
+        status = os.statvfs(folder)
+        return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    return None, None
+
+
+def open_descriptors() -> int:
+    """Return how many files this process has open; 0 if unknown."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/proc/self/fd"))
+    return 0
+
+
+def files_limit() -> int | None:
+    """Return how many files this process may have open; None without a limit."""
+    limit = None if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if resource is None or limit == resource.RLIM_INFINITY else limit
 
 
 def can_pin() -> bool:
@@ -174,6 +208,16 @@ def _try_lifeline() -> None:
 
 def _try_proc() -> None:
     os.close(os.open("/proc/self/stat", os.O_RDONLY))
+
+
+def require_all(what: str) -> None:
+    """Refuse something that needs all of what Linux has.
+
+    Raises:
+        ValueError: this system lacks some of it.
+    """
+    if lacks := missing():
+        raise ValueError(f"{what} failed: expected Linux, got a system that lacks: {', '.join(lacks)}.")
 
 
 #: What the pool of forked workers needs -> a function that raises if it is not there.

@@ -27,7 +27,7 @@ import numpy as np
 from envherd.shm.cgroups import read_memory
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.platforms import HAS_MEMFD as HAS_MEMFD  # noqa: PLC0414  # re-exported
-from envherd.shm.platforms import fcntl, libc, reserve
+from envherd.shm.platforms import MAP_SHARED, fcntl, libc, reserve
 from envherd.shm.private_view import PrivateView, open_view
 
 #: Share of the available memory that one segment may take; the rest is for envs and learner.
@@ -195,7 +195,7 @@ def available_bytes() -> int | None:
     return min(rooms) if rooms else None
 
 
-def _map(fd: int, nbytes: int, flags: int = mmap.MAP_SHARED, start: int = 0) -> Any:
+def _map(fd: int, nbytes: int, flags: int = MAP_SHARED, start: int = 0) -> Any:
     """Map a descriptor; return an object with the buffer protocol, which unmaps the memory when it is freed.
 
     Python's own `mmap` keeps a copy of the descriptor for as long as the mapping lives (until 3.13): a

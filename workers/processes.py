@@ -10,9 +10,10 @@ import contextlib
 import os
 
 from envherd.shm.interrupts import ignoring_refusals
+from envherd.shm.platforms import clock_ticks
 
 _MEMORY_FIELDS = {"Private_Clean": "clean", "Private_Dirty": "dirty", "Private_Hugetlb": "dirty", "Pss": "pss"}
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_TICKS_PER_S = clock_ticks()
 
 
 def descendants(pid: int) -> list[int]:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
+from envherd.shm.platforms import missing
 
 if TYPE_CHECKING:
     from envherd.executor.monitor.statistics import WorkerStatistics
@@ -72,6 +73,8 @@ class Top:
 
     def _refusal(self, watches: list[Watch]) -> str:
         """Return why there is nothing to show, or an empty string."""
+        if lacks := missing():
+            return f"expected Linux, got a system that lacks: {', '.join(lacks)}."
         if self.pid is not None and not watches:
             return f"process {self.pid} runs no executor of this user."
         num_workers = sum(len(watch.workers) for watch in watches)

@@ -19,7 +19,7 @@ import psutil
 from envherd.executor.machine.cgroups import Cgroup, parse_cpu_list, read_cgroup
 from envherd.executor.machine.gpus import Gpu, read_gpus
 from envherd.shm.cgroups import read_word
-from envherd.shm.interrupts import ignoring_refusals
+from envherd.shm.platforms import bytes_of_disk, open_descriptors, usable_cpus, user_id
 
 _ROOT = Path("/")
 #: `/proc/self/limits` has these; resource's names for them.
@@ -93,7 +93,7 @@ class Machine:
     @property
     def _nproc_left(self) -> int | None:
         limit = self.limits.get("nproc")
-        return None if limit is None or os.geteuid() == 0 else max(0, limit - self.user_threads)
+        return None if limit is None or user_id() == 0 else max(0, limit - self.user_threads)
 
 
 def read_machine(root: Path = _ROOT) -> Machine:
@@ -118,7 +118,7 @@ def read_machine(root: Path = _ROOT) -> Machine:
         shm_total=shm_total,
         shm_free=shm_free,
         limits=read_limits(root),
-        open_files=psutil.Process().num_fds() if is_live else 0,
+        open_files=open_descriptors() if is_live else 0,
         user_threads=_user_threads() if is_live else 0,
         load=float((read_word(root / "proc/loadavg") or "0").split()[0]),
         cpu_pressure=_cpu_pressure(root),
@@ -135,8 +135,8 @@ def usable_cores(root: Path = _ROOT) -> int:
 
 def allowed_cpus(root: Path, cgroup: Cgroup) -> tuple[int, ...]:
     """Return the processors that affinity and cpuset allow."""
-    if root == _ROOT and hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))  # the kernel has restricted it to the cpuset
+    if root == _ROOT:
+        return usable_cpus()  # the kernel has restricted them to the cpuset
     for line in (read_word(root / "proc/self/status") or "").splitlines():
         if line.startswith("Cpus_allowed_list:"):
             ids = parse_cpu_list(line.partition(":")[2])
@@ -174,10 +174,7 @@ def _physical_cores(root: Path, cpus: Iterable[int]) -> int:
 
 
 def _shm(root: Path) -> tuple[int | None, int | None]:
-    with ignoring_refusals():
-        status = os.statvfs(root / "dev/shm")
-        return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    return None, None
+    return bytes_of_disk(str(root / "dev/shm"))
 
 
 def _cpu_pressure(root: Path) -> float | None:
@@ -189,7 +186,9 @@ def _cpu_pressure(root: Path) -> float | None:
 
 
 def _user_threads() -> int:
-    own, count = os.getuid(), 0
+    own, count = user_id(), 0
+    if own is None:
+        return 0
     for process in psutil.process_iter(["uids", "num_threads"]):
         with contextlib.suppress(psutil.Error, AttributeError, TypeError):
             info: dict[str, Any] = process.info

@@ -18,8 +18,8 @@ from envherd.executor.machine.cgroups import count_oom_kills
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.process_log import read_log, request_stacks
 from envherd.executor.pools.zygote import Zygote
+from envherd.shm import platforms
 from envherd.shm.interrupts import ignoring_refusals
-from envherd.shm.platforms import resource
 from envherd.workers.messages import Channel
 
 _LAST_LINES = 60
@@ -159,9 +159,9 @@ def check_descriptors(num_workers: int) -> None:
     Raises:
         OSError: EMFILE, with the numbers.
     """
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    num_open, num_wanted = len(os.listdir("/proc/self/fd")), num_workers * _FDS_PER_WORKER + _FDS_OF_EXECUTOR
-    if limit != resource.RLIM_INFINITY and num_open + num_wanted > limit:
+    limit = platforms.files_limit()
+    num_open, num_wanted = platforms.open_descriptors(), num_workers * _FDS_PER_WORKER + _FDS_OF_EXECUTOR
+    if limit is not None and num_open + num_wanted > limit:
         raise OSError(
             errno.EMFILE,
             f"starting workers failed: expected room for {num_wanted} more open files ({num_workers} workers), got a "

@@ -18,6 +18,7 @@ from envherd.executor.pools.blueprint import as_factories, draw
 from envherd.executor.pools.portable import make_pool
 from envherd.executor.pools.preloading import preloading
 from envherd.executor.sizing.settings import Mode, Setting
+from envherd.shm.platforms import require_all
 
 #: Number of batches of random actions that are drawn in advance and used cyclically.
 _NUM_DRAWN = 16
@@ -45,6 +46,7 @@ class Subject:
         """Make all executors start their workers from one helper, if possible, and wait until it is ready."""
         with contextlib.ExitStack() as stack:
             if self.options.start_method == "zygote":
+                require_all("measuring an env")
                 blueprint = draw(as_factories(1, self.make_env), self.env_kwargs, 1, 0, self.options)
                 stack.enter_context(preloading(*blueprint.preload, options=self.options)).wait_ready()
             yield

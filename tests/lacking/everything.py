@@ -1,0 +1,74 @@
+"""A user's script for any system: envs in workers, faults, loops and a facade. It has no main guard."""
+
+import importlib
+import os
+import pkgutil
+
+import numpy as np
+
+import envherd
+from envherd import AsyncCollector, Collector, ExecutorOptions, ParallelEnv, SerialEnv, preloaded
+from envherd.executor.facades.gymnasium import AsyncVectorEnv
+from envherd.shm import platforms
+from envherd.workers.adapters.named import NamedFactory
+from envherd.workers.testing import CountingEnv, FaultyEnv
+
+#: Parts that import packages which take long; test_portable.py reads their sources instead.
+HEAVY = ("rllib", "benchmarl", "sb3", "torchrl", "cluster", "meltingpot", "_native", "env_template", "plotting")
+
+
+def check(holds, what):
+    """Fail, also under `python -O`."""
+    if not holds:
+        raise RuntimeError(f"{os.environ['ENVHERD_LACKS']}: {what}")
+
+
+def import_all():
+    """Import the package's modules."""
+    for module in pkgutil.walk_packages(envherd.__path__, "envherd."):
+        if any(name in module.name for name in HEAVY):
+            continue
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:  # an optional package
+            check(error.name in ("vmas", "envpool", "imageio", "prometheus_client", "matplotlib", "dm_control"), error)
+
+
+check("pidfd_open" in platforms.missing(), platforms.missing())
+import_all()
+
+with ParallelEnv(4, CountingEnv, num_workers=2, seed=1) as env, SerialEnv(4, CountingEnv, seed=1) as serial:
+    check("portable" in env.statistics().path, env.statistics().path)
+    check((env.rollout(6) == serial.rollout(6)).all(), "rollouts differ")
+    root = env.reset()
+    env.send(env.rand_action(root))
+    check(len(env.recv(4)) == 4, "recv")
+    env.step_and_maybe_reset(env.rand_action(env.reset()))
+    env.statistics()
+    data = next(iter(Collector(env, None, frames_per_batch=16, total_frames=16)))
+    check(data.numel() == 16, data)
+    async_data = next(iter(AsyncCollector(env, None, frames_per_batch=16, total_frames=16)))
+    check(async_data.numel() >= 16, async_data)
+
+faults = [{"fault": "exit", "step": 2}, {"fault": "sleep", "step": 4}]
+options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=1.0)
+with ParallelEnv(2, FaultyEnv, num_workers=2, env_kwargs=faults, options=options) as env:
+    root, interrupted = env.reset(), []
+    for _ in range(4):
+        batch, root = env.step_and_maybe_reset(env.rand_action(root))
+        interrupted.append(batch["next", "interrupted"].flatten().tolist())
+    check(interrupted[1][0] and interrupted[3][1] and sum(map(sum, interrupted)) >= 2, interrupted)
+
+vector = AsyncVectorEnv([NamedFactory("gymnasium", "CartPole-v1")] * 2, num_workers=1)
+vector.reset(seed=1)
+check(vector.step(np.zeros(2, np.int64))[0].shape == (2, 4), "the facade of Gymnasium")
+vector.close()
+
+for refused in (lambda: preloaded("json").__enter__(), lambda: ParallelEnv("auto", CountingEnv)):
+    try:
+        refused()
+    except ValueError as error:
+        check("lacks" in str(error), error)
+    else:
+        check(False, "nothing was refused")
+os.write(1, b"everything works\n")
