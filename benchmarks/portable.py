@@ -36,6 +36,7 @@ class WaitingEnv(gym.Env[np.ndarray, int]):
         return np.zeros(4, np.float32), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        del action
         end = time.perf_counter() + self._step_s
         while time.perf_counter() < end:
             pass

@@ -29,8 +29,8 @@ READERS = {
 #: Lines of Python and C of each sub-package, as `python -m tests.architecture --budget` prints them. Not a limit but a
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
 BUDGET = {
-    "shm/*": 1838,
-    "workers/*": 2568,
+    "shm/*": 1884,
+    "workers/*": 2569,
     "workers/adapters": 1006,
     "workers/adapters/common": 863,
     "workers/adapters/dm_env": 354,
@@ -44,10 +44,10 @@ BUDGET = {
     "workers/native": 1548,
     "workers/process": 1396,
     "workers/testing": 1765,
-    "executor/*": 2873,
+    "executor/*": 2883,
     "executor/batches": 1600,
-    "executor/cli": 3004,
-    "executor/cluster": 2154,
+    "executor/cli": 3007,
+    "executor/cluster": 2158,
     "executor/facades": 508,
     "executor/facades/cleanrl": 186,
     "executor/facades/gymnasium": 1166,
@@ -55,15 +55,15 @@ BUDGET = {
     "executor/facades/rllib": 538,
     "executor/facades/sb3": 940,
     "executor/facades/torchrl": 1295,
-    "executor/machine": 541,
+    "executor/machine": 540,
     "executor/monitor": 511,
     "executor/native": 941,
-    "executor/pools": 4936,
+    "executor/pools": 4938,
     "executor/protocol": 3364,
     "executor/rollouts": 911,
     "executor/show": 1119,
     "executor/simulator": 798,
-    "executor/sizing": 1614,
+    "executor/sizing": 1616,
 }
 #: What a number may be above the lines that are there: a share, or this number of lines if that is more.
 SLACK, SLACK_LINES = 0.03, 30

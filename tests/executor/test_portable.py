@@ -1,24 +1,27 @@
 """The portable pool: data as of the other pools, faults, ends, and what macOS and Windows lack taken away."""
 
 import functools
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from envherd.executor import EnvError, ExecutorOptions, ParallelEnv, SerialEnv, WorkerLost, WorkerTimeout
 from envherd.workers.adapters.named import NamedFactory, PettingZooFactory
+from envherd.workers.interpreters import InPython
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, TextEnv
 from tests.executor.test_lifecycle import is_running
 from tests.extras import needs
 from tests.gates import wait_for
 
 pytestmark = pytest.mark.slow
-
-PORTABLE = ExecutorOptions(start_method="portable", close_timeout_s=2.0)
 
 
 def portable(num_envs, factory, *, num_workers=2, options=None, **arguments):
@@ -173,3 +176,34 @@ def test_an_owner_that_ends_leaves_nothing(end, script_host, tmp_path):
 def _files():
     names = set(os.listdir("/dev/shm")) | set(os.listdir(tempfile.gettempdir()))
     return {name for name in names if name.startswith(("psm_", "envherd-log-"))}
+
+
+LACKING = Path(__file__).parents[1] / "lacking"
+
+
+@pytest.mark.parametrize("system", ["windows", "macos", "sandbox"])
+def test_a_script_works_without_what_another_system_lacks(system):
+    """The same script, with calls, names and modules taken from envherd in it and in its workers."""
+    variables = {
+        **os.environ,
+        "ENVHERD_LACKS": system,
+        "ENVHERD_NATIVE": "0",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, [LACKING, LACKING.parents[1], *sys.path])),
+    }
+    command = [sys.executable, str(LACKING / "everything.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "everything works\n"
+    assert done.stderr.count("in the portable pool, because this system lacks: memfd_create") == 1
+
+
+def test_a_script_that_multiprocessing_runs_again_is_shown_the_guard(monkeypatch):
+    monkeypatch.setattr(multiprocessing.process.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(RuntimeError, match='if __name__ == "__main__":'):
+        portable(1, CountingEnv, num_workers=1)
+
+
+def test_interpreters_are_refused():
+    with pytest.raises(ValueError, match="InPython"):
+        portable(1, InPython(sys.executable, "envherd.workers.testing:CountingEnv"), num_workers=1)

@@ -123,22 +123,27 @@ def _load_library(system):
     return load
 
 
+def _take_proc_away():
+    """Make `open` refuse /proc and /sys to envherd; return such functions of `os`."""
+    real_open = builtins.open
+
+    def opened(file, *args, **kwargs):
+        if _called_by_us():
+            return _without_proc(real_open)(file, *args, **kwargs)
+        return real_open(file, *args, **kwargs)
+
+    builtins.open = importlib.import_module("io").open = opened
+    names = ("open", "listdir", "scandir", "readlink", "stat")
+    return {name: _without_proc(getattr(os, name)) for name in names}
+
+
 def take_away(system):
     """Give the modules of envherd stand-ins from now on."""
     replaced = {"ctypes": {"CDLL": _load_library(system)}, "sys": {"platform": PLATFORMS[system]}, "os": {}}
     if system == "sandbox":
         replaced["os"] = dict.fromkeys(REFUSED, _refuse)
     else:
-        names = ("open", "listdir", "scandir", "readlink", "stat")
-        replaced["os"] = {name: _without_proc(getattr(os, name)) for name in names}
-        real_open = builtins.open
-
-        def opened(file, *args, **kwargs):
-            if _called_by_us():
-                return _without_proc(real_open)(file, *args, **kwargs)
-            return real_open(file, *args, **kwargs)
-
-        builtins.open = importlib.import_module("io").open = opened
+        replaced["os"] = _take_proc_away()
     stands = {}
     for name in {*LACKING[system], *replaced}:
         lacking = set(LACKING[system].get(name, "").split())
