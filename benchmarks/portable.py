@@ -2,11 +2,13 @@
 
     python -m benchmarks.portable
 
-All have 8 envs. Gymnasium's and Stable-Baselines3's have a process for each env, the executor has one for each core.
+All have 8 envs. Gymnasium's and Stable-Baselines3's have a process for each env, the executor has one for each core. On
+a busy machine more processes get more of the processors, so compare the processor time too.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -14,6 +16,8 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+
+from envherd.workers.processes import cpu_ns, descendants
 
 NUM_ENVS, NUM_TURNS, TURN_S = 8, 5, 1.0
 
@@ -64,8 +68,38 @@ def _stepped(env: Any) -> Callable[[], None]:
     return lambda: env.step(actions) and None
 
 
-def contenders(make: Make) -> dict[str, tuple[Any, Callable[[], None]]]:
-    """Return name -> vector env and the function that steps it."""
+class Contender:
+    """A vector env under measurement.
+
+    Args:
+        name: in the report.
+        make: starts it.
+
+    Attributes:
+        rates: batches per second of each turn.
+        cpu_us: processor time per batch, of its processes and of this one, in microseconds, of each turn.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Any]) -> None:
+        before = set(descendants(os.getpid()))
+        self.name, self.env = name, make()
+        self._pids = [os.getpid(), *(set(descendants(os.getpid())) - before)]
+        self._step = _stepped(self.env)
+        self.rates: list[float] = []
+        self.cpu_us: list[float] = []
+
+    def measure(self) -> None:
+        """Step it for one turn."""
+        count, began, cpu = 0, time.perf_counter(), sum(map(cpu_ns, self._pids))
+        while (took := time.perf_counter() - began) < TURN_S:
+            self._step()
+            count += 1
+        self.rates.append(count / took)
+        self.cpu_us.append((sum(map(cpu_ns, self._pids)) - cpu) / 1e3 / count)
+
+
+def contenders(make: Make) -> list[Contender]:
+    """Return the vector envs, started."""
     from stable_baselines3.common.vec_env import (
         SubprocVecEnv,  # imported here: the other libraries' workers import this
     )
@@ -74,33 +108,32 @@ def contenders(make: Make) -> dict[str, tuple[Any, Callable[[], None]]]:
     from envherd.executor.facades.gymnasium import AsyncVectorEnv
 
     many = [make] * NUM_ENVS
-    envs = {
-        "envherd, portable": AsyncVectorEnv(many, options=ExecutorOptions(start_method="portable")),
-        "envherd": AsyncVectorEnv(many),
-        "Gymnasium AsyncVectorEnv": gym.vector.AsyncVectorEnv(many, context="spawn"),
-        "SB3 SubprocVecEnv": SubprocVecEnv(many, start_method="spawn"),
-    }
-    return {name: (env, _stepped(env)) for name, env in envs.items()}
+    return [
+        Contender("envherd, portable", lambda: AsyncVectorEnv(many, options=ExecutorOptions(start_method="portable"))),
+        Contender("envherd", lambda: AsyncVectorEnv(many)),
+        Contender("Gymnasium AsyncVectorEnv", lambda: gym.vector.AsyncVectorEnv(many, context="spawn")),
+        Contender("SB3 SubprocVecEnv", lambda: SubprocVecEnv(many, start_method="spawn")),
+    ]
 
 
 def measure(make: Make) -> None:
-    """Print the median rate of each, and the portable pool's over it."""
+    """Print the median rate and processor time of each, and the portable pool's advantage."""
     envs = contenders(make)
-    rates: dict[str, list[float]] = {name: [] for name in envs}
     try:
         for _ in range(NUM_TURNS):
-            for name, (_, step) in envs.items():
-                count, began = 0, time.perf_counter()
-                while (took := time.perf_counter() - began) < TURN_S:
-                    step()
-                    count += 1
-                rates[name].append(count / took)
+            for one in envs:
+                one.measure()
     finally:
-        for env, _ in envs.values():
-            env.close()
-    medians = {name: statistics.median(own) for name, own in rates.items()}
-    for name, rate in medians.items():
-        print(f"{name:26} {rate:8.0f} batches/s  {medians['envherd, portable'] / rate:5.2f}")
+        for one in envs:
+            one.env.close()
+    first_rate, first_cpu = statistics.median(envs[0].rates), statistics.median(envs[0].cpu_us)
+    for one in envs:
+        rate, cpu = statistics.median(one.rates), statistics.median(one.cpu_us)
+        print(
+            f"{one.name:26} {rate:8.0f} batches/s ({first_rate / rate:4.2f})  {cpu:8.0f} us of processor a batch "
+            f"({cpu / first_cpu:4.2f})",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -305,9 +305,11 @@ def limits(machine: Machine) -> Iterator[Finding]:
 
 def dev_shm(machine: Machine) -> Iterator[Finding]:
     """Check /dev/shm, which envherd does not use but other libraries need."""
+    if not platforms.IS_LINUX:
+        return
     total = machine.shm_total or 0
     found = f"{(machine.shm_free or 0) / _MIB:,.0f} of {total / _MIB:,.0f} MiB free" if total else "there is none"
-    fix = "mount it, or docker --shm-size=1g; envherd itself does not use it (memfd), torch's DataLoader does"
+    fix = "mount it, or docker --shm-size=1g; the portable pool and torch's DataLoader use it, forked workers do not"
     yield _judged("/dev/shm", found, fix, is_ok=total >= _LEAST_SHM)
 
 

@@ -107,6 +107,9 @@ def read_machine(root: Path = _ROOT) -> Machine:
     memory = read_meminfo(root)
     shm_total, shm_free = _shm(root)
     is_live = root == _ROOT
+    if is_live and not memory:  # without /proc
+        there = psutil.virtual_memory()
+        memory = {"MemTotal": there.total, "MemAvailable": there.available}
     online = parse_cpu_list(read_word(root / "sys/devices/system/cpu/online") or "")
     return Machine(
         cpus=cpus,
