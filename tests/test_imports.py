@@ -66,6 +66,7 @@ ALLOWED = {
     "benchmarks/asynchronous.py": {"torchrl"},
     "benchmarks/torchrl_scripts.py": {"torchrl", "dm_control", "pettingzoo"},
     "benchmarks/faults.py": {"stable_baselines3", "torchrl"},
+    "benchmarks/portable.py": {"stable_baselines3"},
     "benchmarks/peers.py": {"envpool", "stable_baselines3", "tianshou", "torchrl"},
     "benchmarks/plots.py": {"matplotlib"},
 }

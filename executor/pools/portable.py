@@ -77,6 +77,7 @@ def _refuse(blueprint: Blueprint, options: ExecutorOptions) -> None:
     refused = {
         "reset_ahead=True": options.reset_ahead,
         "affinity": options.affinity is not None and not platforms.can_pin(),
+        "max_worker_memory": options.max_worker_memory is not None and "/proc" in platforms.missing(),
         "InPython": any(one is not None for one in blueprint.interpreters),
     }
     for name, is_set in refused.items():
@@ -100,9 +101,13 @@ def _start(one: process.BaseProcess) -> None:
     with _start_lock, uninterrupted():
         prepare, let_in = spawn.get_preparation_data, platforms.without_interrupts()
         spawn.get_preparation_data = functools.partial(_prepare_without_script, prepare)
+        own: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001
+        is_daemon = own.pop("daemon", None)  # `multiprocessing` refuses daemons' children, which might outlive them
         try:
             one.start()
         finally:
+            if is_daemon is not None:
+                own["daemon"] = is_daemon
             spawn.get_preparation_data = prepare
             let_in()
 

@@ -8,12 +8,20 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from envherd.executor import EnvError, ExecutorOptions, ParallelEnv, SerialEnv, WorkerLost, WorkerTimeout
+from envherd.executor import (
+    EnvError,
+    ExecutorOptions,
+    ParallelEnv,
+    SerialEnv,
+    WorkerLost,
+    WorkerTimeout,
+)
 from envherd.workers.adapters.named import NamedFactory, PettingZooFactory
 from envherd.workers.interpreters import InPython
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, TextEnv
@@ -132,6 +140,37 @@ def test_an_interrupt_ends_the_call_and_the_next_reset_works():
 def test_what_it_does_not_have_is_refused():
     with pytest.raises(ValueError, match="reset_ahead"):
         portable(2, CountingEnv, options={"reset_ahead": True})
+
+
+class ParentEnv(CountingEnv):
+    """Starts a process of `multiprocessing` when it is built."""
+
+    def __init__(self):
+        super().__init__()
+        child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+        child.start()
+        self.child = child.pid
+
+
+def test_processes_of_envs_end_with_their_worker_and_recycled_workers_are_replaced():
+    with portable(1, ParentEnv, num_workers=1, options={"recycle_after": 1}) as env:
+        first = env.get("child")[0]
+        for _ in range(3):
+            env.reset()
+        assert env.statistics().workers[0].generation >= 1
+        wait_for(lambda: not is_running(first), "the env's process still runs")
+
+
+def _in_daemon():
+    with portable(1, CountingEnv, num_workers=1) as env:
+        env.rollout(2)
+
+
+def test_a_daemon_of_multiprocessing_may_have_workers():
+    child = multiprocessing.get_context("fork").Process(target=_in_daemon, daemon=True)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
 
 
 _OWNER = """
