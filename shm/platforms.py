@@ -53,7 +53,7 @@ def _load_libc() -> Any:
 #: Modules, None where they do not exist.
 fcntl, resource, termios = map(_module, ("fcntl", "resource", "termios"))
 libc = _load_libc()
-#: For the mapping of a descriptor, which only Linux needs.
+#: Flag of the mapping of a descriptor; 0 where shared memory has none.
 MAP_SHARED: int = getattr(mmap, "MAP_SHARED", 0)
 IS_LINUX = sys.platform == "linux"
 HAS_MEMFD = IS_LINUX and hasattr(os, "memfd_create")

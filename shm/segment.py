@@ -54,7 +54,11 @@ _mapped: dict[weakref.ref[Any], tuple[int, int]] = {}
 
 
 class _NamedMemory(shared_memory.SharedMemory):
-    """Memory with a name. Arrays over it keep the mapping after `close`, which frees the descriptor."""
+    """Memory with a name. Arrays over `bytes` keep the mapping after `close`, which frees the descriptor."""
+
+    def bytes(self) -> Any:
+        """Return its bytes; where it has a descriptor, by a mapping that keeps none (see `_map`)."""
+        return _map(self._fd, self.size) if MAP_SHARED else self.buf  # type: ignore[attr-defined]
 
     def reserve(self) -> None:
         """Take its pages now.
@@ -79,10 +83,13 @@ class Segment:
         name: name of a named segment, or None.
     """
 
-    def __init__(self, nbytes: int, mapping: Any, *, fd: int = -1, name: str | None = None, is_owner: bool) -> None:
+    def __init__(
+        self, nbytes: int, mapping: Any, *, fd: int = -1, named: _NamedMemory | None = None, is_owner: bool
+    ) -> None:
         self.nbytes = nbytes
         self.fd = fd
-        self.name = name
+        self.name = None if named is None else named.name
+        self._named = named
         self._is_owner = is_owner
         self._mapping = mapping
         self._is_closed = False
@@ -138,19 +145,19 @@ class Segment:
                     f"shared memory failed: expected {size / 2**20:.0f} MiB, got {error}. Use fewer envs or shorter "
                     f"rollouts, or a larger /dev/shm (docker --shm-size=1g)."
                 ) from None
-            return cls(size, memory, name=memory.name, is_owner=True)
+            return cls(size, memory.bytes(), named=memory, is_owner=True)
 
     @classmethod
     def attach(cls, nbytes: int, *, fd: int = -1, name: str | None = None) -> Segment:
         """Map an existing segment by descriptor (which becomes the segment's own) or by name."""
         if name is not None:
-            return cls(nbytes, _NamedMemory(name=name), name=name, is_owner=False)
+            memory = _NamedMemory(name=name)
+            return cls(nbytes, memory.bytes(), named=memory, is_owner=False)
         return cls(nbytes, _map(fd, nbytes), fd=fd, is_owner=False)
 
     def array(self) -> np.ndarray:
         """Return the bytes as uint8 `[nbytes]`: a VIEW that keeps the mapping alive."""
-        buffer: Any = self._mapping.buf if isinstance(self._mapping, shared_memory.SharedMemory) else self._mapping
-        return np.frombuffer(buffer, np.uint8, self.nbytes)
+        return np.frombuffer(self._mapping, np.uint8, self.nbytes)
 
     def private_view(self, start: int) -> PrivateView | None:
         """Return a private view of the bytes from `start` on (a page); None where that is not possible."""
@@ -171,11 +178,11 @@ class Segment:
         if self._close_fd is not None:
             self._close_fd()
             self.fd = -1
-        if isinstance(self._mapping, shared_memory.SharedMemory):
-            self._mapping.close()
+        if self._named is not None:
+            self._named.close()
             if self._is_owner:
                 with ignoring_refusals():  # it may be gone
-                    self._mapping.unlink()
+                    self._named.unlink()
         self._mapping = None
 
 

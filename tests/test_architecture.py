@@ -29,7 +29,7 @@ READERS = {
 #: Lines of Python and C of each sub-package, as `python -m tests.architecture --budget` prints them. Not a limit but a
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
 BUDGET = {
-    "shm/*": 1884,
+    "shm/*": 1891,
     "workers/*": 2569,
     "workers/adapters": 1006,
     "workers/adapters/common": 863,

@@ -246,3 +246,12 @@ def test_a_script_that_multiprocessing_runs_again_is_shown_the_guard(monkeypatch
 def test_interpreters_are_refused():
     with pytest.raises(ValueError, match="InPython"):
         portable(1, InPython(sys.executable, "envherd.workers.testing:CountingEnv"), num_workers=1)
+
+
+def test_kept_rollouts_keep_no_descriptors_and_no_names():
+    with portable(2, CountingEnv, num_workers=1) as env:
+        kept = [env.rollout(3, break_when_any_done=False) for _ in range(6)]
+        before = len(os.listdir("/proc/self/fd"))
+        kept += [env.rollout(3, break_when_any_done=False) for _ in range(6)]
+        assert len(os.listdir("/proc/self/fd")) == before
+    assert all(batch.numel() == 6 for batch in kept)
