@@ -30,9 +30,9 @@ READERS = {
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
 BUDGET = {
     "shm/*": 1469,
-    "workers/*": 2563,
-    "workers/adapters": 1006,
-    "workers/adapters/common": 863,
+    "workers/*": 2941,
+    "workers/adapters": 1003,
+    "workers/adapters/common": 485,
     "workers/adapters/dm_env": 354,
     "workers/adapters/gymnasium": 1211,
     "workers/adapters/hosts": 598,
@@ -43,7 +43,7 @@ BUDGET = {
     "workers/block": 1513,
     "workers/native": 1548,
     "workers/process": 1289,
-    "workers/testing": 1765,
+    "workers/testing": 1833,
     "executor/*": 2873,
     "executor/batches": 1600,
     "executor/cli": 3004,

@@ -13,8 +13,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from envherd.workers import plain
-from envherd.workers.adapters.common import snapshot
+from envherd.workers import plain, snapshot
 from tests.extras import needs
 
 
