@@ -217,6 +217,8 @@ class Zygote:
                 _send(self._sock, request, {"pid": self._fork(request["config"], fds)})
             except OSError as error:  # a limit on processes or memory: only this worker fails
                 _send(self._sock, request, {"error": f"fork: {error}"})
+        elif request["op"] == "adopt":
+            _send(self._sock, request, {"is_child": self._adopt(request["pid"], request["log"])})
         elif request["op"] == "sweep":
             self._sweep(self._is_of_the_dead)
             if request["idle_s"] is not None and not self._alive:  # no other executor has joined meanwhile
@@ -244,6 +246,15 @@ class Zygote:
         self._statuses.pop(pid, None)  # of an earlier worker with this id
         self._worker_of_log[log] = pid
         return pid
+
+    def _adopt(self, pid: int, log: int) -> bool:
+        """Treat a worker's copy, which the kernel has made a child of this process, as a worker; see `branching`."""
+        if pid not in _children():
+            return False
+        self._alive.add(pid)
+        self._statuses.pop(pid, None)
+        self._worker_of_log[log] = pid
+        return True
 
     def _become_worker(self, config: dict[str, Any], fds: list[int]) -> None:
         try:
@@ -357,6 +368,12 @@ def _take_over(caller: dict[str, Any] | None) -> None:
             del os.environ[name]
         os.environ.update(caller["environ"])
         os.environ[_MARK] = _mark_of(os.getppid(), os.getpid())
+
+
+def mark_copy() -> None:
+    """Give the descendants of a worker's copy the copy's own mark."""
+    if _MARK in os.environ:
+        os.environ[_MARK] = _mark_of(int(os.environ[_MARK].partition(".")[0]), os.getpid())
 
 
 def _children() -> list[int]:
