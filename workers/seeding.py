@@ -153,11 +153,11 @@ def reseed(env: Any, seed: int) -> None:
     seeds = np.random.SeedSequence(seed)
     for generator in _generators(env):
         (own,) = seeds.spawn(1)
-        if isinstance(generator, random.Random):
-            generator.seed(int(own.generate_state(1)[0]))
-        else:
-            bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator._bit_generator
+        if isinstance(generator, np.random.Generator):
+            bits = generator.bit_generator
             bits.state = type(bits)(own).state
+        else:
+            generator.seed(int(own.generate_state(1)[0]))
 
 
 def _generators(env: Any) -> list[Any]:

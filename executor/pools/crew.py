@@ -137,7 +137,8 @@ class Crew:
         return specs
 
     def _launch(self, worker_id: int, generation: int) -> WorkerProcess:
-        assert self._zygote is not None
+        zygote = self._zygote
+        assert zygote is not None
         index = worker_id % len(self._variables)
         environ = {**self._surroundings["environ"], **self._variables[index]}
         env_ids = self.blueprint.blocks[worker_id]
@@ -146,10 +147,9 @@ class Crew:
         if python is not None:
             config["python"], environ = start_of(python), environment_for(environ)
         config["caller"] = {**self._surroundings, "environ": environ}
-        process = WorkerProcess(worker_id, generation, self._zygote)
+        process = WorkerProcess(worker_id, generation, zygote)
         try:
-            lifeline = self._zygote.lifeline_read
-            process.start(lambda sock, log: self._zygote.fork(config, [sock, lifeline, log]))
+            process.start(lambda sock, log: zygote.fork(config, [sock, zygote.lifeline_read, log]))
         except BaseException:
             process.release()
             raise

@@ -445,7 +445,9 @@ class WorkerPool(SlabPool):
     def begin_restart(self, worker_id: int) -> None:
         self.supervisor.begin_restart(worker_id)
 
-    def branch(self, source: int, targets: np.ndarray, seeds: Sequence[int | None], give_up: Callable[[], None]) -> None:
+    def branch(
+        self, source: int, targets: np.ndarray, seeds: Sequence[int | None], give_up: Callable[[], None]
+    ) -> None:
         """Put copies of the worker of an env into the places of the workers of others; see `Supervisor.branch`.
 
         Args:

@@ -77,7 +77,8 @@ def _children() -> Iterator[str]:
     for task in os.listdir(_TASKS):
         with contextlib.suppress(OSError):
             for pid in (_TASKS / task / "children").read_text().split():
-                yield f"a process {Path(f'/proc/{pid}/comm').read_text().strip()!r} (pid {pid}) that the env has started"
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                yield f"a process {name!r} (pid {pid}) that the env has started"
 
 
 def _descriptors(own: set[int]) -> Iterator[str]:
