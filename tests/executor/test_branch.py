@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import random
@@ -113,8 +114,8 @@ class TestCopies:
     def test_a_copy_ends_its_episode_with_the_source(self):
         with walks(2, make=functools.partial(Walk, 6), episode_statistics=True) as env:
             env.branch(0, [1])
-            env.step(acting(env, 0))
-            data = env.step(acting(env, 0))
+            env.step(acting(env, 0, is_equal=True))
+            data = env.step(acting(env, 0, is_equal=True))
             assert data["next", "done"].flatten().tolist() == [True, True]
             assert data["next", "episode", "length"].flatten().tolist() == [6, 6]
             assert torch.equal(data["next", "episode", "return"][0], data["next", "episode", "return"][1])
@@ -308,7 +309,7 @@ class TestLosses:
         with walks(3, on_worker_loss="restart") as env:
             env.branch(0, [1, 2])
             kill(env, 0)
-            env.step_and_maybe_reset(acting(env, 0))
+            env.step_and_maybe_reset(acting(env, 0, is_equal=True))
             assert are_equal(data_of(env, 3), 1, 2)
             assert [who[2] for who in env.call("who")] == [1, 1, 1]
 
@@ -325,7 +326,9 @@ class TestLosses:
                 assert are_equal(data_of(env, 3), 0, 1)
 
     def test_a_source_that_hangs_is_killed(self):
-        with walks(2, build_timeout_s=1.0) as env:
+        with walks(2) as env:
+            crew: Any = env._pool.crew  # type: ignore[attr-defined]
+            crew.options = dataclasses.replace(crew.options, build_timeout_s=1.0)  # enough for a fork, not for a build
             pid = env.call("who")[0][3]
             os.kill(pid, signal.SIGSTOP)
             with pytest.raises(WorkerTimeout, match=r"branch failed: worker 0 gave no answer within 1 s"):
