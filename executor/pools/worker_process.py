@@ -20,6 +20,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.process_log import read_log, request_stacks
 from envherd.executor.pools.zygote import Zygote
 from envherd.shm.interrupts import ignoring_refusals
+from envherd.workers.errors import WorkerLost
 from envherd.workers.messages import Channel
 
 _LAST_LINES = 60
@@ -52,20 +53,32 @@ class WorkerProcess:
         self._zygote = zygote
         self._exit_code: int | None = None
         self._oom_kills = count_oom_kills()
+        self.log_fd = -1
         ours, self._theirs = socket.socketpair()
         self.channel = Channel(ours)
-        self.log_fd = os.memfd_create(f"envherd-log-{worker_id}", os.MFD_CLOEXEC)
+        try:
+            self.log_fd = os.memfd_create(f"envherd-log-{worker_id}", os.MFD_CLOEXEC)
+        except BaseException:
+            self.release()
+            raise
 
     def start(self, fork: Callable[[int, int], int]) -> None:
         """Start the process; after an error it must be released.
 
         Args:
             fork: takes the worker's descriptors of its socket and of its log, and returns its pid.
+
+        Raises:
+            WorkerLost: the process has ended already.
         """
         append = os.open(f"/proc/self/fd/{self.log_fd}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         try:
             pid = fork(self._theirs.fileno(), append)
-            self.pidfd = os.pidfd_open(pid)
+            try:
+                self.pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:  # the helper has reaped it
+                message = f"starting worker {self.worker_id} failed: its process (pid {pid}) ended at once."
+                raise WorkerLost(message, remote_traceback=self.log() or None, pid=pid) from None
             self.pid = pid
         finally:
             os.close(append)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import socket
@@ -71,5 +72,11 @@ class Unforkable(Walk):
             threading.Thread(target=threading.Event().wait, name="renderer", daemon=True).start()
         elif kind == "socket":
             self.held: Any = socket.socketpair()
+        elif kind == "native":
+            thread = ctypes.c_ulong()
+            libc = ctypes.CDLL(None)
+            libc.pthread_create(ctypes.byref(thread), None, libc.pause, None)
+        elif kind == "blas":
+            np.ones((512, 512)) @ np.ones((512, 512))
         elif kind == "process":
             self.held = subprocess.Popen(["sleep", "1000"])

@@ -8,6 +8,7 @@ import functools
 import os
 import random
 import signal
+import socket
 import threading
 from typing import Any
 
@@ -25,6 +26,7 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
+from envherd.workers.process import branching
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import PairEnv, TextEnv
 from tests.executor.branch_envs import Unforkable, Walk
@@ -279,6 +281,30 @@ class TestRefusals:
             assert torch.equal(env.current()["observation"], before)
             assert [who[2] for who in env.call("who")] == [0, 0]
             env.step(acting(env, 0))
+
+    def test_threads_outside_python(self):
+        with walks(2, make=functools.partial(Unforkable, "native")) as env:
+            with pytest.raises(ValueError, match="got a thread 'envherd-worker' of a native library"):
+                env.branch(0, [1])
+            assert env.call("num_threads") == [1, 1]
+
+    def test_threads_that_survive_a_fork(self):
+        with walks(2, make=functools.partial(Unforkable, "blas"), worker_threads=2) as env:
+            env.branch(0, [1])
+            assert are_equal(data_of(env, 3), 0, 1)
+
+    def test_devices_and_contexts(self, monkeypatch):
+        own, given = socket.socketpair()
+        with own, given, open("/dev/null") as file:
+            assert file.readable()
+            reasons = branching.reasons_against(own, given.fileno())
+            assert not any("device" in reason or "context" in reason for reason in reasons)
+            monkeypatch.setattr(branching, "_DEVICES", ("/dev/null",))
+            monkeypatch.setattr(branching, "_CONTEXTS", {"libc.so": "getpid"})
+            reasons = branching.reasons_against(own, given.fileno())
+            assert "the device /dev/null" in reasons
+            assert "an OpenGL context of libc.so" in reasons
+            assert f"an open socket (descriptor {own.fileno()})" in branching.reasons_against(given, given.fileno())
 
 
 @pytest.mark.broken_pool

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
+import json
 import os
 import socket
-import struct
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,14 +24,10 @@ from pathlib import Path
 
 from envherd.workers import seeding
 
-_PID = struct.Struct("<q")
+_ANSWER_BYTES, _MOST_NAMED = 4096, 8  # a pipe takes so much at once
 _TASKS = Path("/proc/self/task")
-#: Threads without a name of their own: the names of this process and of its helper, which threads inherit.
-_UNNAMED = ("envherd-worker", "envherd-helper", "python")
-#: Libraries whose idle threads a fork may lose: they start new ones in the copy.
-_FORKABLE_POOLS = ("openblas", "libmkl", "libiomp")
-#: Libraries whose threads the copy would wait for in vain.
-_LOST_POOLS = ("libgomp", "libtbb")
+#: Seconds for the end of threads that handlers of the fork end.
+_THREADS_END_S = 0.1
 #: Devices whose state a fork does not copy.
 _DEVICES = ("/dev/nvidia", "/dev/dri", "/dev/kfd")
 #: Library of an OpenGL context -> the function that returns the current one.
@@ -43,34 +39,15 @@ class Branched(BaseException):
 
 
 def reasons_against(own: socket.socket, given: int) -> list[str]:
-    """Return why this process cannot be forked, in words for users; empty if it can.
+    """Return why this process cannot be forked, in words for users; empty if it can, but for threads outside Python.
 
     Args:
         own: the socket to the owner.
         given: descriptor of the copy's socket. No other one may be open.
     """
-    maps = Path("/proc/self/maps").read_text()
-    return [*_threads(maps), *_children(), *_descriptors({own.fileno(), given}), *_contexts(maps)]
-
-
-def _threads(maps: str) -> Iterator[str]:
-    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
-    for thread in others:
-        yield f"a thread {thread.name!r}"
-    known = {thread.native_id for thread in others} | {threading.get_native_id()}
-    for task in map(int, os.listdir(_TASKS)):
-        if task not in known:
-            with contextlib.suppress(OSError):  # it has ended
-                name = (_TASKS / str(task) / "comm").read_text().strip()
-                if name != "jemalloc_bg_thd" and not _is_idle_pool(name, maps):
-                    yield f"a thread {name!r} of a native library"
-
-
-def _is_idle_pool(name: str, maps: str) -> bool:
-    """Return whether a thread without a name belongs to a pool that survives a fork."""
-    if not name.startswith(_UNNAMED) or any(library in maps for library in _LOST_POOLS):
-        return False
-    return any(library in maps for library in _FORKABLE_POOLS)
+    threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    found = [f"a thread {thread.name!r}" for thread in threads]
+    return [*found, *_children(), *_descriptors({own.fileno(), given}), *_contexts()]
 
 
 def _children() -> Iterator[str]:
@@ -91,24 +68,23 @@ def _descriptors(own: set[int]) -> Iterator[str]:
                 yield f"an open socket (descriptor {fd})"
 
 
-def _contexts(maps: str) -> Iterator[str]:
+def _contexts() -> Iterator[str]:
+    maps = Path("/proc/self/maps").read_text()
     for library, name in _CONTEXTS.items():
         path = next((line.split()[-1] for line in maps.splitlines() if f"/{library}" in line), None)
         if path is not None:
-            current = getattr(ctypes.CDLL(path, os.RTLD_NOLOAD | os.RTLD_NOW), name)
-            current.restype = ctypes.c_void_p
-            if current():
-                yield f"an OpenGL context of {library}"
+            with contextlib.suppress(OSError, AttributeError):  # its file was replaced, or it lacks the function
+                current = getattr(ctypes.CDLL(path, os.RTLD_NOLOAD | os.RTLD_NOW), name)
+                current.restype = ctypes.c_void_p
+                if current():
+                    yield f"an OpenGL context of {library}"
 
 
-def fork_orphan() -> int:
-    """Fork this process; return 0 in the copy, and its pid here.
+def fork_orphan() -> tuple[int, list[str]]:
+    """Fork this process; return 0 in the copy. Return the copy's pid here, or why there is none, in words for users.
 
     The process forks twice, and the one in between ends at once: the kernel then makes the copy a child of the helper,
-    which adopts orphans. The copy leads a process group of its own.
-
-    Raises:
-        OSError: a limit on processes or memory.
+    which adopts orphans. The copy leads a new process group.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # an env may have replaced or closed it
@@ -121,19 +97,19 @@ def fork_orphan() -> int:
         if between == 0:
             _fork_again(write)
             seeding.restore_caller(generators)
-            return 0
+            return 0, []
         os.close(write)
         write = -1  # so that a read after the other's death ends
-        data = os.read(read, _PID.size)
+        answer = os.read(read, _ANSWER_BYTES)
         with contextlib.suppress(ChildProcessError):  # a handler of the env's has reaped it
             os.waitpid(between, 0)
+    except OSError as error:
+        return -1, [f"no fork: {error}"]
     finally:
         for fd in {read, write} - {-1}:
             os.close(fd)
-    (pid,) = _PID.unpack(data) if data else (-errno.ECHILD,)
-    if pid < 0:
-        raise OSError(-pid, os.strerror(-pid))
-    return int(pid)
+    pid, why = json.loads(answer or '[-1, ["a fork that died"]]')
+    return pid, why
 
 
 def _fork() -> int:
@@ -145,17 +121,40 @@ def _fork() -> int:
 def _fork_again(write: int) -> None:
     """Fork, report the pid, and end; return only in the copy."""
     try:
-        pid = _fork()
-        if pid == 0:
-            return
-        with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)
-        os.write(write, _PID.pack(pid))
-    except OSError as error:
-        os.write(write, _PID.pack(-(error.errno or errno.EAGAIN)))
+        pid, why = -1, _threads_of(os.getppid())
+        if not why:
+            try:
+                pid = _fork()
+            except OSError as error:
+                why = [f"no fork: {error}"]
+            if pid == 0:
+                return
+        if pid > 0:
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)
+        os.write(write, json.dumps([pid, why]).encode()[:_ANSWER_BYTES])
     except BaseException:
         traceback.print_exc()
     os._exit(0)
+
+
+def _threads_of(pid: int) -> list[str]:
+    """Return the threads of a process that has just been forked, in words for users; its first one is left out.
+
+    Threads that survive a fork (those of OpenBLAS, for example) have ended: handlers of their library end them before
+    the fork, and start new ones when they are needed.
+    """
+    end = time.monotonic() + _THREADS_END_S
+    while True:
+        found = []
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                name = (task / "comm").read_text().strip()
+                if task.name != str(pid) and name != "jemalloc_bg_thd":
+                    found.append(f"a thread {name!r} of a native library")
+        if not found or time.monotonic() > end:
+            return [*dict.fromkeys(found)][:_MOST_NAMED]
+        time.sleep(0.001)
 
 
 def take_log(old: int, new: int) -> None:

@@ -41,7 +41,6 @@ from envherd.workers.process.ahead import AheadBlock, AheadLoop
 from envherd.workers.process.env_threads import EnvThreads, ThreadedBlock, ThreadedLoop
 from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
-from envherd.workers.process.zygote import mark_copy
 from envherd.workers.reply import Fault
 
 _F_SETSIG = 10  # fcntl.h; not in python's fcntl module
@@ -264,10 +263,7 @@ class Worker:
         fds, self._fds = self._fds, []
         pid, why = -1, branching.reasons_against(self._channel.sock, fds[0])
         if not why:
-            try:
-                pid = branching.fork_orphan()
-            except OSError as error:
-                why = [f"fork: {error}"]
+            pid, why = branching.fork_orphan()
         if pid == 0:
             branching.end_on_error(functools.partial(self._become, message, *fds))
             raise branching.Branched
@@ -281,7 +277,7 @@ class Worker:
         self._lifeline_fd = _arm_lifeline(self._lifeline_fd)
         branching.take_log(self._log_fd, log_fd)
         self._channel.move_to(socket.socket(fileno=_out_of_the_way(sock_fd)))
-        mark_copy()
+        current.mark_copy()
         _apply(message.config)
         self._enter(message.worker)
         self._block.take_place(message.worker.worker_id, message.worker.env_ids[0], message.seed)
