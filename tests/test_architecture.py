@@ -16,7 +16,7 @@ from tests.test_imports import ROOT
 TEXT = PAGE.read_text()
 HOPS = [
     pytest.param(file, function, id=f"{section}: {function}")
-    for section in ("A step", "A reset", "A loss", "A restart")
+    for section in ("A step", "A reset", "A loss", "A restart", "A branch")
     for file, functions in architecture.hops(section)
     for function in functions
 ]
