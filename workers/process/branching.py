@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import socket
@@ -96,7 +97,7 @@ def fork_orphan() -> tuple[int, list[str]]:
         between = _fork()
         if between == 0:
             _fork_again(write)
-            seeding.restore_caller(generators)
+            end_on_error(functools.partial(seeding.restore_caller, generators))
             return 0, []
         os.close(write)
         write = -1  # so that a read after the other's death ends
@@ -134,7 +135,8 @@ def _fork_again(write: int) -> None:
                 os.setpgid(pid, pid)
         os.write(write, json.dumps([pid, why]).encode()[:_ANSWER_BYTES])
     except BaseException:
-        traceback.print_exc()
+        with contextlib.suppress(BaseException):
+            traceback.print_exc()
     os._exit(0)
 
 
@@ -172,6 +174,8 @@ def end_on_error(call: Callable[[], None]) -> None:
     try:
         call()
     except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+        try:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(1)
