@@ -94,9 +94,10 @@ class ParallelEnv(BatchedEnv):
         """Replace envs by copies of another one, with the whole state of its simulator, in the middle of its episode.
 
         The worker of the source forks itself, and the copies take the places of the workers of the targets. Nothing is
-        asked of the env: it needs no `state_dict`. `current()` returns the source's root for the targets. With equal
-        actions, source and copies then return equal data, bit for bit, until a reset. The next reset of a target begins
-        the episode that it would have begun without the branch, with that episode's seed. See docs/branching.md.
+        asked of the env: it need not be one that `save` can save. Otherwise the effect is that of `restore(save(...))`:
+        `current()` returns the source's root for the targets. With equal actions, source and copies return equal data,
+        bit for bit, until a reset. The next episode of a target has the number after the source's, and the target's
+        seed of that number. See docs/branching.md.
 
         Args:
             source_id: the env that is copied. It must have been reset; its episode may have ended.

@@ -40,7 +40,7 @@ from envherd.workers.processes import memory_of
 from envherd.workers.protocol import RESET, RING, STEP, STEP_RESET, Op, Status, pack, unpack
 
 #: Requests that may change an env.
-_CHANGES = ("call", "each", "set", "load_state_dict")
+_CHANGES = ("call", "each", "set", "restore")
 _OK = int(Status.OK)  # for arrays; see `workers.protocol.STEP`
 
 

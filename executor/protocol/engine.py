@@ -248,6 +248,8 @@ class Engine(Calls):
         except EnvherdError:
             self.flights.losses.accept()
             raise
+        episodes = self.pool.slab.words["episode"]
+        episodes[targets] = episodes[source]
         self.positions.copy_root(source, targets)
         states.restore(targets, np.full(len(targets), has_ended))
 

@@ -84,6 +84,22 @@ class TestCopies:
             assert not are_equal(data, 1, 2)
             assert env.get("first_seed") == [episode_seed(5, i, 0) for i in (1, 1, 2, 1)]
 
+    def test_the_data_are_those_of_a_saved_env(self):
+        make = functools.partial(gymnasium.make, "CartPole-v1")
+        with walks(2, make=make, isolate_rng=True) as env, walks(2, make=make, isolate_rng=True) as other:
+            for one in (env, other):
+                one.reset(only(one, 0))
+            env.branch(0, [1])
+            other.restore(other.save([0]), [1])
+            roots = [one.current() for one in (env, other)]
+            for step in range(40):
+                assert torch.equal(*(root["observation"] for root in roots)), step
+                action = torch.tensor([step % 2, 1])
+                roots = [
+                    one.step_and_maybe_reset(root.set("action", action))[1] for one, root in zip((env, other), roots)
+                ]
+            assert env.statistics().resets > 3
+
     def test_the_source_continues_as_without_a_branch(self):
         with walks(isolate_rng=True) as env, walks(isolate_rng=True) as other:
             env.branch(0, [1])
@@ -103,12 +119,12 @@ class TestCopies:
             assert len(set(steps)) == 3
         assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
-    def test_the_next_episodes_of_a_target_are_its_own(self):
+    def test_the_next_episodes_of_a_target_follow_the_number_of_the_source(self):
         with walks() as env:
-            env.reset(only(env, 1))
+            env.reset(only(env, 0))
             env.branch(0, [1])
             env.reset()
-            assert env.get("first_seed") == [episode_seed(5, i, n) for i, n in ((0, 1), (1, 2), (2, 1))]
+            assert env.get("first_seed") == [episode_seed(5, i, n) for i, n in ((0, 2), (1, 2), (2, 1))]
             env.set_seed(6)
             env.reset()
             assert env.get("first_seed") == [episode_seed(6, i, 0) for i in range(3)]
