@@ -16,6 +16,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from envherd.executor import (
     Busy,
@@ -85,20 +86,21 @@ class TestCopies:
             assert env.get("first_seed") == [episode_seed(5, i, 0) for i in (1, 1, 2, 1)]
 
     def test_the_data_are_those_of_a_saved_env(self):
-        make = functools.partial(gymnasium.make, "CartPole-v1")
-        with walks(2, make=make, isolate_rng=True) as env, walks(2, make=make, isolate_rng=True) as other:
-            for one in (env, other):
-                one.reset(only(one, 0))
-            env.branch(0, [1])
-            other.restore(other.save([0]), [1])
-            roots = [one.current() for one in (env, other)]
-            for step in range(40):
-                assert torch.equal(*(root["observation"] for root in roots)), step
-                action = torch.tensor([step % 2, 1])
-                roots = [
-                    one.step_and_maybe_reset(root.set("action", action))[1] for one, root in zip((env, other), roots)
-                ]
-            assert env.statistics().resets > 3
+        runs = []
+        for is_branched in (True, False):
+            make = functools.partial(gymnasium.make, "CartPole-v1")
+            with ParallelEnv(2, make, num_workers=2, seed=5) as env:
+                env.reset()
+                env.reset(only(env, 0))
+                env.step(act(env))
+                if is_branched:
+                    env.branch(0, [1])
+                else:
+                    env.restore(env.save([0]), [1])
+                policy = functools.partial(TensorDict.set, key="action", item=torch.tensor([0, 1]))
+                runs.append(env.rollout(60, policy, auto_reset=False, break_when_any_done=False))
+        assert runs[0]["next", "done"].sum() > 4
+        assert (runs[0] == runs[1]).all()
 
     def test_the_source_continues_as_without_a_branch(self):
         with walks(isolate_rng=True) as env, walks(isolate_rng=True) as other:
@@ -435,7 +437,7 @@ def test_an_interrupt_leaves_targets_unchanged_copied_or_to_be_reset():
 
 
 _OWNER = """
-import os, signal, sys
+import os, signal, sys, threading
 import psutil
 from envherd.executor import ParallelEnv
 from tests.executor.branch_envs import Walk
@@ -447,15 +449,22 @@ pids = [worker.pid for worker in env.statistics().workers]
 print(*pids, psutil.Process(pids[1]).ppid(), flush=True)
 if sys.argv[1] == "is killed":
     os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "is killed in a branch":
+    threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while True:
+        env.branch(0, [1, 2])
 """
 
 
-@pytest.mark.parametrize("end", ["is killed", "returns"])
-def test_copies_end_with_their_owner(end, script_host, tmp_path):
+@pytest.mark.parametrize(
+    ("end", "after_s"),
+    [("is killed", 0), ("returns", 0), *(("is killed in a branch", time_s) for time_s in (0.1, 0.17, 0.23, 0.31))],
+)
+def test_copies_end_with_their_owner(end, after_s, script_host, tmp_path):
     script = tmp_path / "owner.py"
     script.write_text(_OWNER)
-    done = script_host.run(script, end, folder=tmp_path, output=tmp_path)
-    assert done.returncode == (-signal.SIGKILL if end == "is killed" else 0), done.stderr
+    done = script_host.run(script, end, str(after_s), folder=tmp_path, output=tmp_path)
+    assert done.returncode == (0 if end == "returns" else -signal.SIGKILL), done.stderr
     pids = list(map(int, done.stdout.split()))
     assert len(pids) == 4
     wait_for(lambda: not any(map(is_running, pids)))
