@@ -371,7 +371,7 @@ class TestLosses:
 
     def test_a_source_that_hangs_is_killed(self):
         with walks(2) as env:
-            crew: Any = env._pool.crew  # type: ignore[attr-defined]
+            crew: Any = env._pool.crew
             crew.options = dataclasses.replace(crew.options, build_timeout_s=1.0)  # enough for a fork, not for a build
             pid = env.call("who")[0][3]
             os.kill(pid, signal.SIGSTOP)
@@ -382,7 +382,7 @@ class TestLosses:
 
     def test_a_copy_that_dies_before_it_serves(self, monkeypatch):
         with walks(3, on_worker_loss="restart") as env:
-            crew: Any = env._pool.crew  # type: ignore[attr-defined]
+            crew: Any = env._pool.crew
             attach = crew.attach
 
             def kill_first(worker_id: int) -> None:
@@ -401,7 +401,7 @@ class TestLosses:
 
     def test_a_fork_that_the_system_refuses(self, monkeypatch):
         with walks(2) as env:
-            crew: Any = env._pool.crew  # type: ignore[attr-defined]
+            crew: Any = env._pool.crew
             monkeypatch.setattr(crew._zygote, "adopt", lambda *_: (_ for _ in ()).throw(WorkerLost("no such child")))
             with pytest.raises(WorkerLost, match="no such child"):
                 env.branch(0, [1])

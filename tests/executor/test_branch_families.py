@@ -37,12 +37,36 @@ def make_meltingpot(name: str) -> Any:
     return MeltingPotFactory(name, deterministic=True)
 
 
+def make_torchrl() -> Any:
+    pytest.importorskip("torchrl")
+    return _make_torchrl
+
+
+def _make_torchrl() -> Any:
+    from torchrl.envs import GymEnv
+
+    return GymEnv("Pendulum-v1")
+
+
+def make_vmas() -> Any:
+    pytest.importorskip("vmas")
+    return _make_vmas
+
+
+def _make_vmas() -> Any:
+    import vmas
+
+    return vmas.make_env("balance", num_envs=4, seed=0)
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "CartPole": functools.partial(make_gymnasium, "CartPole-v1", "gymnasium"),
     "LunarLander": functools.partial(make_gymnasium, "LunarLander-v3", "Box2D"),
     "HalfCheetah": functools.partial(make_gymnasium, "HalfCheetah-v5", "mujoco"),
     "Pong": functools.partial(make_gymnasium, "ALE/Pong-v5", "ale_py"),
     "MiniGrid": functools.partial(make_gymnasium, "MiniGrid-DoorKey-8x8-v0", "minigrid"),
+    "TorchRL": make_torchrl,
+    "VMAS": make_vmas,
     "dm_control": functools.partial(make_control, "cheetah", "run"),
     "commons_harvest": functools.partial(make_meltingpot, "commons_harvest__open"),
     "coins": functools.partial(make_meltingpot, "coins"),
