@@ -114,6 +114,15 @@ def worker_late(
     )
 
 
+def not_forked(worker: WorkerProcess, env_ids: Sequence[int], why: Sequence[str]) -> ValueError:
+    """Return the error for a worker that cannot be forked, for these reasons."""
+    return ValueError(
+        f"branch failed: expected a worker that can be forked, got {', '.join(why)} (worker {_called(worker)}, "
+        f"{_where(worker, env_ids)}). A fork would break these: leave them out of the env, or copy its state with "
+        f"save() and restore()."
+    )
+
+
 def factory_error(fault: Frame, worker: WorkerProcess, built: int | None = None) -> FactoryError:
     """Return the error for a factory that raised in a worker, or whose env was refused there.
 

@@ -20,7 +20,7 @@ GONE       it is not replaced: its envs do without     any of them, of workers t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -29,6 +29,7 @@ from envherd.executor.pools.crew import Crew
 from envherd.executor.pools.error_messages import another_spec, log, not_replaced, worker_late, worker_lost
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.restarts import Restarts
+from envherd.executor.pools.worker_process import WorkerProcess
 from envherd.shm.specs import EnvSpec
 from envherd.workers.errors import EnvherdError
 
@@ -228,6 +229,67 @@ class Supervisor:
         self._leave(worker_id)
         self._crew.dismiss(worker_id, self._options.close_timeout_s)
         self._succeed(worker_id)
+
+    def branch(
+        self, source_id: int, worker_ids: Sequence[int], seeds: Sequence[int | None], give_up: Callable[[], None]
+    ) -> None:
+        """Put copies of a worker into the places of others, which are killed. They owe nothing.
+
+        After an interrupt or an error, each of the others is unchanged, replaced by a copy, or begun to be replaced.
+
+        Args:
+            source_id: of the worker.
+            worker_ids: of the others.
+            seeds: see `Crew.fork`.
+            give_up: called before the first of the others is killed.
+
+        Raises:
+            ValueError: the worker cannot be forked; nothing has changed.
+            WorkerLost, WorkerTimeout: the worker is lost, or a copy is.
+        """
+        self.revive([source_id])
+        if (error := self.lost.get(source_id)) is not None:
+            raise error
+        copies: list[WorkerProcess] = []
+        try:
+            self._fork(source_id, worker_ids, seeds, copies)
+            give_up()
+            for worker_id in worker_ids:
+                self._leave(worker_id)
+            losses = [loss for copy in copies if (loss := self._put(copy)) is not None]
+        finally:
+            for copy in copies:
+                if self._crew.workers[copy.worker_id] is not copy:
+                    copy.kill()
+                    copy.release()
+        if losses:
+            raise losses[0]
+
+    def _fork(
+        self, source_id: int, worker_ids: Sequence[int], seeds: Sequence[int | None], copies: list[WorkerProcess]
+    ) -> None:
+        try:
+            for worker_id, seed in zip(worker_ids, seeds, strict=True):
+                self._crew.fork(source_id, worker_id, seed, copies)
+        except EnvherdError as error:
+            if self._crew.workers[source_id].has_exited():
+                self.declare_lost(source_id, error)
+            raise
+
+    def _put(self, copy: WorkerProcess) -> EnvherdError | None:
+        """Put a copy of a worker into service; return its loss, or None."""
+        worker_id = copy.worker_id
+        self._crew.replace(worker_id, copy)
+        self._pool.clear_words(worker_id)
+        try:
+            self._crew.attach(worker_id)
+        except EnvherdError as error:
+            self.declare_lost(worker_id, error)
+            return error
+        self._pool.outcome.losses.pop(worker_id, None)
+        self.absent.pop(worker_id, None)
+        self._pool.wake_worker(worker_id)
+        return None
 
     def revive(self, worker_ids: Iterable[int]) -> None:
         """Make sure that workers are in service before they get commands.

@@ -11,7 +11,7 @@ Assumes: one caller at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -447,6 +447,20 @@ class WorkerPool(SlabPool):
 
     def begin_restart(self, worker_id: int) -> None:
         self.supervisor.begin_restart(worker_id)
+
+    def branch(
+        self, source: int, targets: np.ndarray, seeds: Sequence[int | None], give_up: Callable[[], None]
+    ) -> None:
+        """Put copies of the worker of an env into the places of the workers of others; see `Supervisor.branch`.
+
+        Args:
+            source: env id.
+            targets: env ids, int64 `[k]`. All of these envs owe nothing, and have a worker each.
+            seeds: of the copies' generators; None leaves them as they are.
+            give_up: called before the first of the workers of `targets` is killed.
+        """
+        worker_ids = self.worker_of[targets].tolist()
+        self.supervisor.branch(int(self.worker_of[source]), worker_ids, seeds, give_up)
 
     def is_serving(self, worker_id: int) -> bool:
         return self.supervisor.is_serving(worker_id)

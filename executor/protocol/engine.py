@@ -8,7 +8,7 @@ sent only if it is legal for all its envs, and after an interrupt, a fault or a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,15 +28,19 @@ from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.protocol.calls import Calls
 from envherd.executor.protocol.env_batches import Draft, EnvBatches, StepBatches
-from envherd.executor.protocol.env_states import Event
+from envherd.executor.protocol.env_states import Event, State
 from envherd.executor.protocol.flight import Flight, Flights
 from envherd.executor.protocol.plain import what_is_plain
 from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.recycling import Recycler
 from envherd.executor.protocol.side_data import SideData
 from envherd.workers import messages
-from envherd.workers.errors import EnvherdError
+from envherd.workers.errors import EnvherdError, ResetNeeded
 from envherd.workers.protocol import Op
+from envherd.workers.seeding import branch_seed
+
+#: `(source, targets, seeds, give_up)`: see `WorkerPool.branch`.
+Fork = Callable[[int, np.ndarray, Sequence[int | None], Callable[[], None]], None]
 
 _NO_EXTRAS: Mapping[int, messages.Prepare] = {}
 
@@ -217,6 +221,37 @@ class Engine(Calls):
             extras: see `extras_of`.
         """
         self.flights.begin(Op.RESET, env_ids, extras=extras).land()
+
+    def branch(self, source: int, targets: np.ndarray, *, reseed: bool, fork: Fork) -> None:
+        """Replace envs by copies of another; see `ParallelEnv.branch`.
+
+        Args:
+            source: env id.
+            targets: env ids, int64 `[k]`, without `source`.
+            reseed: whether the copies' generators are seeded anew.
+            fork: see `WorkerPool.branch`.
+        """
+        self.refuse_rolling()
+        self.refuse_under_way(np.append(targets, source))
+        states = self.states
+        if states.values[source] == State.NEEDS_RESET:
+            raise ResetNeeded(
+                f"branch failed: expected an env that was reset, got env {source}, which has no episode. Reset it "
+                f"first.",
+                env_ids=(source,),
+            )
+        has_ended, number, first = bool(states.needs_reset[source]), self.num_branches, self.options.first_env_id
+        seeds = [branch_seed(self.seed, first + i, number) if reseed else None for i in targets.tolist()]
+        self.num_branches, self.received = number + 1, None
+        try:
+            fork(source, targets, seeds, partial(self.flights.losses.lose, targets))
+        except EnvherdError:
+            self.flights.losses.accept()
+            raise
+        episodes = self.pool.slab.words["episode"]
+        episodes[targets] = episodes[source]
+        self.positions.copy_root(source, targets)
+        states.restore(targets, np.full(len(targets), has_ended))
 
     def allow_steps(self) -> None:
         """Allow steps of envs that were never reset, for facades that leave this check to the envs."""

@@ -117,7 +117,8 @@ def test_a_worker_that_is_asked_for_its_stack_before_it_can_answer_lives(start_m
     options = ExecutorOptions(start_method=start_method)
     zygote = Zygote(options, [])
     zygote.wait_ready()
-    worker = WorkerProcess(0, 0, zygote, worker_config(options, 0))
+    worker = WorkerProcess(0, 0, zygote)
+    worker.start(lambda sock, log: zygote.fork(worker_config(options, 0), [sock, zygote.lifeline_read, log]))
     try:
         signal.pidfd_send_signal(worker.pidfd, signal.SIGUSR2)
         worker.channel.queue_message(messages.Close())

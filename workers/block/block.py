@@ -144,6 +144,22 @@ class Block:
         for env_id, slot in self.slots.items() if self._has_episode_seeds else ():
             slot.use_seeds(seeding.EpisodeSeeds(root_seed, self._first_env_id + env_id))
 
+    def take_place(self, worker_id: int, env_id: int, seed: int | None) -> None:
+        """In a copy of the process, become the block of another worker's only env; `attach` must follow.
+
+        Args:
+            worker_id: of the worker.
+            env_id: of its env, whose next episodes have that env's seeds.
+            seed: of all generators from now on; None leaves them as they are.
+        """
+        (slot,) = self.slots.values()
+        slot.rename(env_id)
+        self.worker_id, self.slots = worker_id, {env_id: slot}
+        self.use_root_seed(self.root_seed)
+        if seed is not None:
+            seeding.reseed(slot.adapter.env, seed)
+            slot.rng_state = seeding.globals_state()
+
     def prepare(self, message: Prepare) -> None:
         """Keep the extras of an env's next command."""
         self.slots[message.env_id].prepared = message

@@ -66,7 +66,6 @@ class Slot:
     """One env with its adapter, its inputs and its sinks."""
 
     def __init__(self, env_id: int, adapter: Adapter, *, check_finite: bool) -> None:
-        self.env_id = env_id
         self.adapter = adapter
         self.spec = adapter.spec
         self.check_finite = check_finite
@@ -76,7 +75,7 @@ class Slot:
         self.action_readers: list[Callable[[], Any]] = []
         self.reset_mask: np.ndarray | None = None
         self.prepared: Prepare | None = None
-        self.phase_words = [pack_phase(op, env_id) for op in range(len(Op) + 1)]
+        self.rename(env_id)
         self.rng_state: tuple[Any, ...] | None = None
         self.seed_pool: np.ndarray | None = None  # of `seeding.EpisodeSeeds`; None if the env's own generators continue
         self._seeds: EpisodeSeeds | None = None
@@ -93,6 +92,11 @@ class Slot:
         self.reported: set[str] = set()
         self.has_side = any(leaf.is_side for leaf in self.spec.leaves())
         self.side = {section: [None] * len(self.spec.observation) for section in ("next", "root")}
+
+    def rename(self, env_id: int) -> None:
+        """Take the id of an env."""
+        self.env_id = env_id
+        self.phase_words = [pack_phase(op, env_id) for op in range(len(Op) + 1)]
 
     def use_seeds(self, seeds: EpisodeSeeds) -> None:
         """Use these seeds for the env's episodes from now on."""
