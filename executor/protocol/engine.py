@@ -69,6 +69,8 @@ class Engine(Calls):
         lends = copy and mover is None and not options.poison
         loans = make_loans(pool.slab, pool.lendable) if lends else None
         self.positions = Positions(pool.slab, self.side, options, mover=mover, loans=loans)
+        if pool.capsules is not None:
+            pool.capsules.latest_root = self.positions.latest_root
         self.batches = EnvBatches(self.positions, self.side, device, mover=mover, is_copy=copy)
         self._intakes = [self._make_intake(group) for group in range(len(pool.slab.groups))]
         self._intake = self._intakes[0] if len(self._intakes) == 1 else None
