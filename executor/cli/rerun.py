@@ -171,12 +171,13 @@ class _Episode:
     """
 
     def __init__(self, capsule: Capsule, env: BatchedEnv, stops: bool, look: Callable[[Any], None]) -> None:  # noqa: FBT001
-        self._facts, self._inputs, self._env, self._stops, self._look = capsule.facts, capsule.inputs, env, stops, look
+        self._facts, self._env, self._stops, self._look = capsule.facts, env, stops, look
         self.num_steps, self.difference = 0, ""
-        leaves = {leaf.key: (leaf.shape, leaf.dtype) for leaf in (*env.spec.action, *env.spec.state)}
-        stored = {key: (array.shape[1:], str(array.dtype)) for key, array in capsule.inputs.items()}
-        if leaves != stored:
-            raise CapsuleError(f"replay failed: expected an env with the actions {stored}, got one with {leaves}.")
+        leaves = [*env.spec.action, *env.spec.state]
+        stored = [(array.shape[1:], str(array.dtype)) for array in capsule.inputs.values()]
+        if stored != (found := [(leaf.shape, leaf.dtype) for leaf in leaves]):
+            raise CapsuleError(f"replay failed: expected an env with actions of {stored}, got one with {found}.")
+        self._inputs = dict(zip([leaf.key for leaf in leaves], capsule.inputs.values(), strict=True))  # or a facade's
 
     def run(self) -> str:
         """Reset and step the env; return what differed, as text.
@@ -280,7 +281,7 @@ def _stop_before(call: Callable[[], Any], env: Any, step: int) -> Any:
     """Stop in the debugger, then make a call, whose step of the env stops there again. `env` and `step` are shown."""
     from pdb import Pdb
 
-    debugger = Pdb()
+    debugger = Pdb(nosigint=True)
     code = getattr(getattr(type(env), "step" if step else "reset", None), "__code__", None)
     if code is not None:
         debugger.set_break(code.co_filename, code.co_firstlineno, funcname=code.co_name)
