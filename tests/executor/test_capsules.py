@@ -179,12 +179,27 @@ def test_a_failure_is_written_and_fails_again(tmp_path, monkeypatch, fault):
     monkeypatch.chdir(tmp_path)
     again = replay(path, "--trust")
     assert f"It failed again: {words}" in again.stdout, again.output
+    assert "But" not in again.stdout
     assert again.exit_code == 0
 
 
 @pytest.mark.slow
-def test_a_failure_after_the_reset_of_an_episode(tmp_path):
-    """The second reset of the env raises: there are no actions, and the state that it has kept is another."""
+@pytest.mark.parametrize("make", [SerialEnv, TWO_WORKERS], ids=["serial", "parallel"])
+@pytest.mark.parametrize("drive", DRIVES)
+def test_a_failure_in_every_way_of_stepping(tmp_path, drive, make):
+    kwargs = [{"length": 3}, {"fault": "value_error", "step": 4}]
+    with make(2, FaultyEnv, env_kwargs=kwargs, options=_options(tmp_path)) as env, pytest.raises(EnvError) as caught:
+        drive(env, 9)
+    path = caught.value.context["capsule"]
+    assert path.endswith("env1-episode0-step4.capsule")
+    again = replay(path, "--trust")
+    assert again.exit_code == 0, again.output
+    assert "But" not in again.stdout  # the observation before the last step is the same
+
+
+@pytest.mark.slow
+def test_a_failure_in_a_later_episode(tmp_path):
+    """The env raises in its second episode, which its successor does not reach."""
     _, path, _ = fail(tmp_path, SerialEnv, fault="value_error", at=0, episode=1, num_envs=1, step=2, length=4)
     facts = load_capsule(path).facts
     assert (facts["episode"], facts["num_steps"]) == (1, 2)
