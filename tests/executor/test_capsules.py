@@ -27,7 +27,7 @@ import envherd
 from envherd import Capsules, EnvError, ExecutorOptions, ParallelEnv, SerialEnv, WorkerLost, WorkerTimeout
 from envherd.executor.cli.app import app
 from envherd.executor.pools.capsule_file import Capsule, CapsuleError, load_capsule
-from envherd.workers.adapters.named import NamedFactory, reference_of
+from envherd.workers.adapters.named import NamedFactory, VmasFactory, reference_of
 from envherd.workers.block.journal import FLAGS, Journal, JournalFlag
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import CountingEnv
@@ -184,11 +184,12 @@ def test_a_failure_is_written_and_fails_again(tmp_path, monkeypatch, fault):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [SerialEnv, TWO_WORKERS], ids=["serial", "parallel"])
+@pytest.mark.parametrize("way", ["serial", "parallel", "in python"])
 @pytest.mark.parametrize("drive", DRIVES)
-def test_a_failure_in_every_way_of_stepping(tmp_path, drive, make):
-    kwargs = [{"length": 3}, {"fault": "value_error", "step": 4}]
-    with make(2, FaultyEnv, env_kwargs=kwargs, options=_options(tmp_path)) as env, pytest.raises(EnvError) as caught:
+def test_a_failure_in_every_way_of_stepping(tmp_path, drive, way):
+    make, options = WAYS[way]
+    kwargs, options = [{"length": 3}, {"fault": "value_error", "step": 4}], _options(tmp_path, **options)
+    with make(2, FaultyEnv, env_kwargs=kwargs, options=options) as env, pytest.raises(EnvError) as caught:
         drive(env, 9)
     path = caught.value.context["capsule"]
     assert path.endswith("env1-episode0-step4.capsule")
@@ -310,6 +311,18 @@ def test_of_a_long_episode_the_latest_actions_are_kept(tmp_path, make):
     again = replay(path, "--trust")
     assert again.exit_code == 2
     assert "lacks its first actions" in again.stderr
+
+
+def test_an_env_whose_rows_were_reset_one_by_one_is_not_run_again(tmp_path):
+    make = NamedFactory("gymnasium_vec", "CartPole-v1", num_rows=2)
+    with SerialEnv(1, make, seed=1, options=_options(tmp_path)) as env:
+        random_steps(env, 60)
+        assert journal_of(env).facts[FLAGS] & JournalFlag.IN_PARTS
+        fault = {"env_id": 0, "phase": "step", "type_name": "ValueError", "message": "", "traceback": ""}
+        path = Path(env._pool.capsules.add_to(EnvError("it failed."), 0, fault).context["capsule"])
+    again = replay(path)
+    assert again.exit_code == 2
+    assert "lacks the resets of single rows of the env" in again.stderr
 
 
 class Fussy(gymnasium.Env):
@@ -608,6 +621,12 @@ def test_options_that_do_not_fit_are_refused(tmp_path, stored):
     assert replay(tmp_path, "--trust").exit_code == 2
     with pytest.raises(ValueError, match="RayParallelEnv failed: expected capsules=None, got"):
         envherd.RayParallelEnv(2, CountingEnv, options=_options(tmp_path))
+
+
+@needs("vmas")
+def test_a_simulator_in_this_process_refuses_capsules(tmp_path):
+    with pytest.raises(ValueError, match="SerialEnv of a torch simulator failed: expected capsules=None, got"):
+        SerialEnv(1, VmasFactory("balance", 2), options=_options(tmp_path))
 
 
 @needs("torchrl")
