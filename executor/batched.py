@@ -13,7 +13,6 @@ Guarantees:
 from __future__ import annotations
 
 import os
-import pickle
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -29,9 +28,8 @@ from envherd.executor.keywords import names_right_keyword, no_attribute
 from envherd.executor.monitor.statistics import Statistics
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
+from envherd.executor.protocol import saving
 from envherd.executor.protocol.engine import Engine
-from envherd.executor.protocol.env_batches import check_roots
-from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.exchange import ENV_IDS, Exchange, set_ids
 from envherd.executor.protocol.fast_exchange import compile_exchange
 from envherd.executor.protocol.fast_step import compile_step
@@ -494,36 +492,66 @@ class BatchedEnv:
         """Return a picture of each env now, uint8 `[H, W, 3]`, or None if an env cannot draw itself."""
         return self.ask("render", None)
 
-    def state_dict(self, *, with_envs: bool = True) -> dict[str, Any]:
+    def save(self, env_ids: Any = None) -> list[dict[str, Any]]:
+        """Return the states of envs now, from which `restore` continues bit for bit.
+
+        Which families can: docs/families.md. `ParallelEnv.branch` copies an env of any other family in memory.
+
+        Args:
+            env_ids: the envs; default: all.
+
+        Returns:
+            One state per env, in the order of `env_ids` (copies): `{"env": ..., "root": ..., "ended": ..., "episode":
+            ..., "generators": ...}`: the env's own state, with its wrappers, generators and, if they are collected, the
+            statistics of its episode; its present root (nested dicts of tensors); whether it must be reset; the
+            episode that its next reset begins; with `isolate_rng`, its global generators. `torch.save` can save it.
+
+        Raises:
+            EnvError: an env's state cannot be read; the message says what prevents it. Nothing has changed.
+            Busy: one of the envs was sent and not received.
+        """
+        with self._guard:
+            return saving.save(self._engine, self._exchange.as_ids(env_ids))
+
+    def restore(self, states: Sequence[Mapping[str, Any]], env_ids: Any = None) -> None:
+        """Put envs where `save` has found them, or other envs that equal calls have built.
+
+        `current()` then has the saved roots, and the next steps with equal actions return equal data. All other envs
+        continue. To continue one state in several envs: `env.restore([state] * 4, [0, 1, 2, 3])`. The seed of the next
+        episode is that of the env itself: it follows from the root seed, the env's id, and the saved episode.
+
+        Args:
+            states: one per env, from `save`. Their envs may be of another executor, or another process.
+            env_ids: the envs, in the order of `states`; default: all.
+
+        Raises:
+            ValueError: another number of states, or a root is not of these envs; nothing was restored.
+            EnvError: an env refused its state; the envs that were to be restored need a reset.
+            Busy: one of the envs was sent and not received, or a rollout is in progress.
+        """
+        with self._guard:
+            saving.restore(self._engine, self._exchange.as_ids(env_ids), states)
+
+    def state_dict(self, *, with_envs: bool | None = None) -> dict[str, Any]:
         """Return the state for a checkpoint: the envs' states and roots, and the seeds of their next episodes.
 
         Args:
-            with_envs: False leaves out the envs' states and roots, for envs without a `state_dict`. An executor that
-                loads such a state begins new episodes with the next seeds.
+            with_envs: False leaves out the envs' states and roots. An executor that loads such a state begins new
+                episodes with the next seeds. None does so if an env cannot be saved, and logs what prevents it. True
+                raises then.
 
         Returns:
             `{"env0": ..., ..., "executor": {"seed": ..., "episodes": [...], "actions": ..., "roots": [...], "ended":
-            [...]}}`: the envs' states; the root seed; the episode that the next reset of each env begins; the state of
-            the generator of `rand_action`; each env's present root (nested dicts of tensors, copies), and whether it
-            must be reset. `torch.save` can save it.
+            [...], "generators": [...]}}`: the envs' states; the root seed; the episode that the next reset of each env
+            begins; the state of the generator of `rand_action`; and each env's entries of `save`. `torch.save` can
+            save it.
 
         Raises:
-            EnvError: an env has no state.
+            EnvError: an env cannot be saved, and `with_envs` is True.
             Busy: an env was sent and not received.
         """
-        engine = self._engine
         with self._guard:
-            engine.refuse_under_way(engine.all_ids)
-            kept: dict[str, Any] = {
-                "seed": engine.seed,
-                "episodes": engine.pool.slab.words["episode"][: self.num_envs].tolist(),
-                "actions": engine.sampler.state,
-            }
-            if not with_envs:
-                return {"executor": kept}
-            states: dict[str, Any] = {f"env{i}": state for i, state in enumerate(self._ask("state_dict", None))}
-            states["executor"] = {**kept, "roots": engine.batches.roots(), "ended": engine.states.needs_reset.tolist()}
-            return states
+            return saving.state_dict(self._engine, with_envs=with_envs)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`, of this executor or of another one with the same number of envs.
@@ -539,44 +567,8 @@ class BatchedEnv:
             EnvError: an env refused its state; all envs must be reset.
             Busy: an env was sent and not received, or a rollout is in progress.
         """
-        engine = self._engine
-        if not isinstance(state, Mapping):
-            raise TypeError(f"load_state_dict failed: expected what state_dict() returned, got {state!r}.")
         with self._guard:
-            engine.refuse_rolling()
-            engine.refuse_under_way(engine.all_ids)
-            kept = state.get("executor")
-            missing = [i for i in range(self.num_envs) if f"env{i}" not in state]
-            is_seeds_alone = kept is not None and "roots" not in kept
-            if missing and not (is_seeds_alone and len(missing) == self.num_envs):
-                raise ValueError(
-                    f"load_state_dict failed: expected a state of each env, got none of env {missing[0]} among "
-                    f"{sorted(map(str, state))[:8]}. Pass what state_dict() returned, not a dict that holds it."
-                )
-            if kept is not None:
-                self._check_kept(kept, has_roots=not is_seeds_alone)
-            engine.states.move(engine.all_ids, Event.IS_BROKEN_OFF)  # in case an exception breaks off the load
-            engine.received = None
-            if kept is not None and "seed" in kept:
-                engine.set_seed(kept["seed"], kept["episodes"])
-                engine.sampler.state = kept["actions"]
-            if is_seeds_alone:
-                return
-            self._ask("load_state_dict", None, args=tuple(state[f"env{i}"] for i in range(self.num_envs)))
-            if kept is None:
-                engine.restore(None, None)
-            else:
-                engine.restore(kept["roots"], np.array(kept["ended"], bool))
-
-    def _check_kept(self, kept: dict[str, Any], *, has_roots: bool) -> None:
-        """Refuse the executor's part of a state of another number of envs, or with roots of other envs."""
-        episodes = kept.get("episodes", [0] * self.num_envs)
-        if len(episodes) != self.num_envs:
-            raise ValueError(
-                f"load_state_dict failed: expected the episodes of {self.num_envs} envs, got {len(episodes)}."
-            )
-        if has_roots:
-            check_roots(kept["roots"], self.specs)
+            saving.load_state_dict(self._engine, state)
 
     def infos(self, section: Literal["next", "root"] = "next") -> list[dict[str, Any]]:
         """Return each env's info of its latest command; empty if it has none.
@@ -640,7 +632,7 @@ class BatchedEnv:
     def _ask(self, what: str, env_ids: Iterable[int] | None, **question: Any) -> list[Any]:
         ids = self._exchange.as_ids(env_ids).tolist()
         answers = self._engine.ask(what, ids, **question)
-        return [_crossed(answers[i]) for i in ids]
+        return [saving.crossed(answers[i]) for i in ids]
 
 
 def _close_pool(pool: Pool, owner: int) -> None:
@@ -661,9 +653,3 @@ def _seeds_or_root(seed: Any) -> tuple[Any, int | None]:
 def _need_name(call: str, name: Any) -> None:
     if not isinstance(name, str):
         raise TypeError(f"{call} failed: expected the name of a method or attribute of the envs, got {name!r}.")
-
-
-def _crossed(answer: dict[str, Any]) -> Any:
-    if "pickled" in answer:
-        return pickle.loads(answer["pickled"])  # only with infos="pickle"
-    return answer["plain"]

@@ -112,9 +112,9 @@ class Prepare:
 
 
 #: The values of `what` for which `args` holds one item per env.
-PER_ENV = frozenset({"set", "each", "load_state_dict"})
+PER_ENV = frozenset({"set", "each", "restore"})
 #: The values of `what` that may change an env.
-CHANGES = frozenset({"call", "each", "set", "load_state_dict"})
+CHANGES = frozenset({"call", "each", "set", "restore"})
 #: The values of `what` after which a worker steps envs even if they need a reset, which the facade then checks.
 UNGUARDS = frozenset({"each", "allow_steps"})
 
@@ -124,7 +124,7 @@ class Ask:
     """Request something other than a step from envs; the answer holds one value per env.
 
     `what` is "call", "each" (a call with one argument, a different one for each env), "get", "has" (whether "get" would
-    succeed), "set", "layers" (the classes of an env and its wrappers), "render", "state_dict", "load_state_dict" or
+    succeed), "set", "layers" (the classes of an env and its wrappers), "render", "save", "restore" or
     "allow_steps" (let envs be stepped that were never reset). The answer repeats `number`, so that a late answer to an
     interrupted request is not mistaken for the next one. A request with `is_silent` gets no answer.
     """

@@ -11,6 +11,7 @@ import operator
 import random
 import secrets
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,18 @@ def restore_globals(state: tuple[Any, ...]) -> None:
     """Restore a state from `globals_state`."""
     random.setstate(state[0])
     np.random.set_state(state[1])
+
+
+def as_plain(state: tuple[Any, ...]) -> dict[str, Any]:
+    """Return a state from `globals_state` as plain data."""
+    version, words, gauss = state[0]
+    return {"python": [version, np.array(words, np.uint32), gauss], "numpy": state[1]}
+
+
+def from_plain(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the state that `as_plain` was given."""
+    version, words, gauss = state["python"]
+    return (version, tuple(words.tolist()), gauss), state["numpy"]
 
 
 def drawn_between(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:

@@ -61,10 +61,10 @@ class ClusterEngine(Engine):
     flights: HostFlights
     flights_type = HostFlights
 
-    def restore(self, roots: Sequence[Mapping[str, Any]] | None, ended: np.ndarray | None) -> None:
-        """Note that all envs have been restored, here and on the hosts."""
-        self.pool.restore(roots, ended)
-        super().restore(roots, ended)
+    def restore(self, env_ids: np.ndarray, roots: Sequence[Mapping[str, Any]] | None, ended: np.ndarray | None) -> None:
+        """Note that envs have been restored, here and on the hosts."""
+        self.pool.restore(env_ids, roots, ended)
+        super().restore(env_ids, roots, ended)
 
     def place(self, host: Host, answer: Answer) -> None:
         """Note where all envs of a host are, after something other than a command."""

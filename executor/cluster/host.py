@@ -236,9 +236,9 @@ class NodeHost:
             return self._engine.ask(what, env_ids, **question)
 
     @_returns_errors
-    def restore(self, roots: list[dict[str, Any]] | None, ended: np.ndarray | None) -> None:
+    def restore(self, env_ids: np.ndarray, roots: list[dict[str, Any]] | None, ended: np.ndarray | None) -> None:
         """Note that envs have been restored; see `Calls.restore`."""
-        self._engine.restore(roots, ended)
+        self._engine.restore(env_ids, roots, ended)
 
     def worker_output(self, worker_id: int) -> str:
         """Return the kept part of a worker's output."""

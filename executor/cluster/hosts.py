@@ -574,12 +574,13 @@ class Hosts(SlabPool):
 
         return merge_answers(asked, take)
 
-    def restore(self, roots: Sequence[Mapping[str, Any]] | None, ended: np.ndarray | None) -> None:
-        """Note on the hosts that all envs have been restored; see `Calls.restore`."""
+    def restore(self, env_ids: np.ndarray, roots: Sequence[Mapping[str, Any]] | None, ended: np.ndarray | None) -> None:
+        """Note on the hosts that envs have been restored; see `Calls.restore`."""
 
-        def own(host: Host) -> tuple[Any, Any]:
-            mine = None if roots is None else [dict(roots[i]) for i in host.env_ids.tolist()]
-            return mine, None if ended is None else ended[host.env_ids]
+        def own(host: Host) -> tuple[Any, Any, Any]:
+            mine = np.flatnonzero(np.isin(env_ids, host.env_ids))
+            own_roots = None if roots is None else [dict(roots[i]) for i in mine.tolist()]
+            return env_ids[mine] - host.first, own_roots, None if ended is None else ended[mine]
 
         self._each("restore", own)
 

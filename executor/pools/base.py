@@ -260,7 +260,7 @@ class Pool(Protocol):
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         """Send envs a request other than a step; see `messages.Ask`.
 
-        `args` of the request has one item per env for "set", "each" and "load_state_dict".
+        `args` of the request has one item per env for "set", "each" and "restore".
 
         Returns:
             env id -> value as received (`{"plain": ...}` or `{"pickled": ...}`).
@@ -329,6 +329,10 @@ class Pool(Protocol):
 
     def pid_of(self, worker_id: int) -> int:
         """Return a worker's process id."""
+        ...
+
+    def gpu_of(self, worker_id: int) -> str | None:
+        """Return the GPU that a worker was given (`ExecutorOptions.gpus`), or None."""
         ...
 
     def generation_of(self, worker_id: int) -> int:

@@ -39,6 +39,7 @@ from envherd.shm.segment import Segment
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages, registries
+from envherd.workers.build import are_equal
 from envherd.workers.current import WorkerInfo
 
 #: Kinds of frames that belong to the rows of a command, not to a call that waits for an answer.
@@ -70,6 +71,15 @@ class Blueprint:
     def envs_of(self, worker_ids: Iterable[int]) -> np.ndarray:
         """Return the ids of all envs of some workers, int64 `[k]`, ascending."""
         return np.array(sorted(i for w in worker_ids for i in self.blocks[w]), np.int64)
+
+    def equal_call_before(self, env_id: int, worker_id: int) -> int | None:
+        """Return an env of a worker that an equal call built before this one, or None."""
+
+        def is_equal(other: int) -> bool:
+            kwargs = self.env_kwargs
+            return self.factories[other] is self.factories[env_id] and are_equal(kwargs[other], kwargs[env_id])
+
+        return next((other for other in self.blocks[worker_id] if other < env_id and is_equal(other)), None)
 
 
 class Crew:
@@ -175,7 +185,8 @@ class Crew:
         """Wait until a worker has built its envs; return their specs."""
         frame = self.await_frame(worker_id, "build", self.options.build_timeout_s)
         if frame["kind"] == "fault":
-            raise factory_error(frame, self.workers[worker_id])
+            built = self.blueprint.equal_call_before(frame["env_id"], worker_id)
+            raise factory_error(frame, self.workers[worker_id], built)
         self.envs_in_python += [why for why in frame["why_python"] if why not in self.envs_in_python]
         return [EnvSpec.from_plain(frame["specs"][str(env_id)]) for env_id in self.blueprint.blocks[worker_id]]
 

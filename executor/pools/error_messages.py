@@ -120,16 +120,28 @@ def worker_late(
     )
 
 
-def factory_error(fault: Frame, worker: WorkerProcess) -> FactoryError:
-    """Return the error for a factory that raised in a worker, or whose env was refused there."""
+def factory_error(fault: Frame, worker: WorkerProcess, built: int | None = None) -> FactoryError:
+    """Return the error for a factory that raised in a worker, or whose env was refused there.
+
+    Args:
+        fault: what the worker has reported.
+        worker: that was to build the env.
+        built: an env that the same call had built in this worker before.
+    """
     is_ours = fault["type_name"] in ("FactoryError", "SpecError")
     message = fault["message"]
     if not is_ours:
         message = f"make_env failed: the factory raised {fault['type_name']}: {message}"
     env_id = fault["env_id"]
+    advice = lacks_arguments(fault["type_name"], fault["message"])
+    if built is not None and not is_ours:
+        advice += (
+            f" The same call had built env {numbering.first_env_id + built} in this process: if a process can have "
+            f"only one such env, set ExecutorOptions(alone=True)."
+        )
     return FactoryError(
-        f"{message} (env {numbering.first_env_id + env_id}, worker {_called(worker)}, pid {worker.pid}{_place()}, "
-        f"phase build).{lacks_arguments(fault['type_name'], fault['message'])}",
+        f"{message} (env {numbering.first_env_id + env_id}, worker {_called(worker)}, pid {worker.pid}"
+        f"{_gpu(worker.gpu)}{_place()}, phase build).{advice}",
         remote_traceback=fault["traceback"],
         type_name=fault["type_name"],
         type_module=fault["type_module"],
@@ -144,21 +156,28 @@ def lacks_arguments(type_name: str, message: str) -> str:
     return " Factories get no arguments but those of env_kwargs=: pass them there, or bind them with functools.partial."
 
 
-def env_error(faults: Sequence[Frame], worker_id: int, pid: int) -> EnvError:
-    """Return the error for exceptions of envs: about the first env (run by `worker_id`), naming the others."""
+def env_error(faults: Sequence[Frame], worker_id: int, pid: int, gpu: str | None = None) -> EnvError:
+    """Return the error for exceptions of envs: about the first env (run by `worker_id`), naming the others.
+
+    Args:
+        faults: of the worker.
+        worker_id: of the pool.
+        pid: of its process.
+        gpu: that the worker was given.
+    """
     fault = first_fault(faults)
     env_id = numbering.first_env_id + fault["env_id"]
     others = sorted(numbering.first_env_id + one["env_id"] for one in faults if one is not fault)
     worker_id += numbering.first_worker_id
     also = f" Envs {others} raised too." if others else ""
     phase, what = fault["phase"], f"the env raised {fault['type_name']}: {fault['message']}"
-    is_without_state = phase in ("state_dict", "load_state_dict") and fault["type_name"] == "NotImplementedError"
+    is_without_state = phase in ("save", "restore") and fault["type_name"] == "NotImplementedError"
     if is_without_state:
         what = fault["message"]  # of the adapter
-    is_over = phase in ("step", "reset") or (phase == "load_state_dict" and not is_without_state)
+    is_over = phase in ("step", "reset") or (phase == "restore" and not is_without_state)
     advice = "The other envs go on; reset this one to use it again." if is_over else "Its episode goes on."
     return EnvError(
-        f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_place()}).{also} {advice}",
+        f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_gpu(gpu)}{_place()}).{also} {advice}",
         remote_traceback=fault["traceback"],
         env_ids=(env_id, *others),
         worker_id=worker_id,
@@ -255,8 +274,11 @@ def _in_words(phase: str, env_id: int | None) -> str:
 def _where(worker: WorkerProcess, env_ids: Sequence[int]) -> str:
     first = numbering.first_env_id
     span = f"envs {first + env_ids[0]}-{first + env_ids[-1]}" if len(env_ids) > 1 else f"env {first + env_ids[0]}"
-    gpu = "" if worker.gpu is None else f", gpu {worker.gpu}"
-    return f"{span}, pid {worker.pid}, generation {worker.generation}{gpu}{_place()}"
+    return f"{span}, pid {worker.pid}, generation {worker.generation}{_gpu(worker.gpu)}{_place()}"
+
+
+def _gpu(gpu: str | None) -> str:
+    return "" if gpu is None else f", gpu {gpu}"
 
 
 def _context(worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_id: int | None) -> dict[str, Any]:

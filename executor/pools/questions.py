@@ -61,5 +61,6 @@ class Questions:
             self._supervisor.declare_lost(worker_id, error)
             raise
         if frame["kind"] == "fault":
-            raise env_error([frame], worker_id, self._crew.workers[worker_id].pid)
+            worker = self._crew.workers[worker_id]
+            raise env_error([frame], worker_id, worker.pid, worker.gpu)
         return dict(zip(env_ids, frame["values"], strict=True))

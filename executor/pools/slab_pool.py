@@ -74,5 +74,9 @@ class SlabPool:
         """Return the env ids that owe an answer, int `[k]`."""
         return np.flatnonzero(self._words.is_owed())
 
+    def gpu_of(self, worker_id: int) -> str | None:  # noqa: ARG002  # as of `Pool`
+        """Return None: only worker processes are given GPUs."""
+        return None
+
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         return self.answers(self.question(what, env_ids, **question), what)

@@ -449,6 +449,9 @@ class WorkerPool(SlabPool):
         """Return a worker's process id."""
         return self.crew.workers[worker_id].pid
 
+    def gpu_of(self, worker_id: int) -> str | None:
+        return self.crew.workers[worker_id].gpu
+
     def generation_of(self, worker_id: int) -> int:
         return self.crew.workers[worker_id].generation
 

@@ -132,19 +132,20 @@ class Calls:
         self.use_seed(seed)
         self.pool.seed(self.seed, episodes)
 
-    def restore(self, roots: Sequence[Mapping[str, Any]] | None, ended: np.ndarray | None) -> None:
-        """Note that all envs have been restored.
+    def restore(self, env_ids: np.ndarray, roots: Sequence[Mapping[str, Any]] | None, ended: np.ndarray | None) -> None:
+        """Note that envs have been restored.
 
         Args:
+            env_ids: int64 `[k]`.
             roots: their present roots; None if these are unknown, and all envs count as running.
-            ended: bool `[N]`, envs that must be reset.
+            ended: bool `[k]`, envs that must be reset.
         """
         if roots is None or ended is None:
             self.positions.mark_running()
-            self.states.move(self.all_ids, Event.IS_ALLOWED)
+            self.states.move(env_ids, Event.IS_ALLOWED)
         else:
-            self.batches.put_roots(roots)
-            self.states.restore(self.all_ids, ended)
+            self.batches.put_roots(env_ids, roots)
+            self.states.restore(env_ids, ended)
 
 
 def _as_seed(given: Any, env_id: int) -> int | None:

@@ -244,15 +244,15 @@ class EnvBatches:
 
     # ---- roots that are saved ----------------------------------------------------------------
 
-    def roots(self) -> list[dict[str, Any]]:
-        """Return each env's present root, as nested dicts of tensors and side values (copies)."""
-        return [td.to_dict() for td in self.current(np.arange(self._places.num_envs)).unbind(0)]
+    def roots(self, env_ids: np.ndarray) -> list[dict[str, Any]]:
+        """Return the present roots of envs, as nested dicts of tensors and side values (copies)."""
+        return [td.to_dict() for td in self.current(env_ids).unbind(0)]
 
-    def put_roots(self, roots: Sequence[Mapping[str, Any]]) -> None:
-        """Set the roots of all envs, from `roots`."""
-        positions, env_ids = self._positions, np.arange(self._places.num_envs)
+    def put_roots(self, env_ids: np.ndarray, roots: Sequence[Mapping[str, Any]]) -> None:
+        """Set the roots of envs, from `roots`."""
+        positions = self._positions
         columns = positions.reset_columns(env_ids)
-        for env_id, (root, column) in enumerate(zip(roots, columns.tolist(), strict=True)):
+        for env_id, root, column in zip(env_ids.tolist(), roots, columns.tolist(), strict=True):
             place, spec = positions.row_at(env_id, column), positions.specs[env_id]
             self._side.root[env_id] = [entry(root, leaf.key) if leaf.is_side else None for leaf in spec.observation]
             for leaf in (*spec.observation, *spec.done):
@@ -261,20 +261,17 @@ class EnvBatches:
         positions.were_reset(env_ids, columns)
 
 
-def check_roots(roots: Sequence[Mapping[str, Any]], specs: Sequence[EnvSpec]) -> None:
-    """Refuse saved roots that do not fit envs of these specs.
+def check_root(root: Any, spec: EnvSpec, env_id: int, call: str) -> None:
+    """Refuse a saved root that does not fit an env of this spec.
 
     Raises:
         ValueError: with the first leaf that is missing or of another shape.
     """
-    if len(roots) != len(specs):
-        raise ValueError(f"load_state_dict failed: expected {len(specs)} roots, got {len(roots)}.")
-    for env_id, (root, spec) in enumerate(zip(roots, specs, strict=True)):
-        for leaf in (*spec.observation, *spec.done):
-            value = entry(root, leaf.key)
-            if value is None or not (leaf.is_side or tuple(value.shape) == leaf.shape):
-                got = "none" if value is None else f"shape {tuple(value.shape)}"
-                raise ValueError(f"load_state_dict failed: expected {leaf}, got {got} (root of env {env_id}).")
+    for leaf in (*spec.observation, *spec.done):
+        value = entry(root, leaf.key)
+        if value is None or not (leaf.is_side or tuple(value.shape) == leaf.shape):
+            got = "none" if value is None else f"shape {tuple(value.shape)}"
+            raise ValueError(f"{call} failed: expected {leaf}, got {got} (root of env {env_id}).")
 
 
 def entry(root: Mapping[str, Any], key: Name) -> Any:

@@ -186,11 +186,11 @@ class Rows:
         done: np.ndarray = self.present.flags[0][None, ..., 0]
         return done if done.any() else ~done
 
-    def roots(self) -> list[dict[str, Any]]:
+    def roots(self, _: np.ndarray) -> list[dict[str, Any]]:
         """Return the present root, as nested dicts of tensors (copies)."""
         return [self.current(np.zeros(1))[0].to_dict()]
 
-    def put_roots(self, roots: Sequence[Mapping[str, Any]]) -> None:
+    def put_roots(self, _: np.ndarray, roots: Sequence[Mapping[str, Any]]) -> None:
         """Set the present root, from `roots`."""
         root, spec = roots[0], self._spec
         observation = [torch.as_tensor(entry(root, leaf.key), device=self.place).clone() for leaf in spec.observation]

@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+import torch
 
 import envherd
 from envherd import ExecutorOptions, ParallelEnv, SerialEnv
@@ -94,6 +95,28 @@ def test_the_users_variables_come_before_those_of_the_gpu(monkeypatch):
         assert seen(env, "CUDA_VISIBLE_DEVICES", "MUJOCO_EGL_DEVICE_ID") == [("0", "7"), ("1", "7")]
 
 
+class Failing(CountingEnv):
+    """Raises in every step, and in the call `ask`."""
+
+    def step(self, action):
+        raise RuntimeError("out of memory")
+
+    def ask(self):
+        raise RuntimeError("no answer")
+
+
+def test_the_errors_of_envs_name_the_gpu_of_their_worker(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with ParallelEnv(2, Failing, num_workers=1, options=ExecutorOptions(gpus="all")) as env:
+        env.reset()
+        with pytest.raises(envherd.EnvError, match=r"RuntimeError: out of memory \(env 0, .*pid \d+, gpu 3\)"):
+            env.step(env.current().set("action", torch.zeros(2, dtype=torch.int64)))
+        with pytest.raises(envherd.EnvError, match=r"no answer \(env 0, .*pid \d+, gpu 3\)"):
+            env.call("ask")
+    with pytest.raises(envherd.FactoryError, match=r"pid \d+, gpu 3, phase build"):
+        ParallelEnv(1, lambda: 1 / 0, options=ExecutorOptions(gpus=[0]))
+
+
 @pytest.mark.broken_pool
 def test_the_error_about_a_lost_worker_names_its_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
@@ -173,3 +196,24 @@ def test_every_executor_that_takes_alone_gives_each_env_a_process():
     assert blueprint.blocks == ((0,), (1,), (2,))
     with pytest.raises(ValueError, match=r"RayParallelEnv failed: expected alone=False, got True"):
         envherd.RayParallelEnv(2, Place, options=ExecutorOptions(alone=True))
+
+
+class OnePerProcess(CountingEnv):
+    """Refuses a second one in its process, as Playwright's sync API does."""
+
+    num_built = 0
+
+    def __init__(self, *, fails=False):
+        super().__init__()
+        OnePerProcess.num_built += 1
+        if fails or OnePerProcess.num_built > 1:
+            raise RuntimeError("this API is in use")
+
+
+def test_a_second_env_that_fails_in_a_process_is_advised_to_be_alone():
+    with pytest.raises(envherd.FactoryError, match=r"built env 0 in this process: .*ExecutorOptions\(alone=True\)"):
+        ParallelEnv(4, OnePerProcess, num_workers=2)
+    with ParallelEnv(2, OnePerProcess, options=ExecutorOptions(alone=True)) as env:
+        assert env.num_workers == 2
+    with pytest.raises(envherd.FactoryError, match=r"this API is in use \(env 1, .*phase build\)\.$"):  # another call
+        ParallelEnv(2, OnePerProcess, num_workers=1, env_kwargs=[{}, {"fails": True}])

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from envherd.shm.specs import EnvSpec, Key
+from envherd.workers import snapshot
 
 #: (observation values, reward values, terminated, truncated)
 StepValues = tuple[list[Any], list[Any], Any, Any]
@@ -56,8 +57,8 @@ class EnvCall(NamedTuple):
 
 
 _WITHOUT_STATE = (
-    "expected an env or wrapper with the methods state_dict() and load_state_dict(state), got {} without them. "
-    "For the seeds alone: state_dict(with_envs=False). For the envs' states, add the methods"
+    "expected an env whose state can be read, got {}: {}. A copy in memory: ParallelEnv.branch. The seeds alone: "
+    "state_dict(with_envs=False). Or give the env or a wrapper the methods state_dict() and load_state_dict(state)"
 )
 
 
@@ -89,6 +90,8 @@ class Adapter(ABC):
     gives_tensors: bool = False
     #: Where the env's tensors are, a `torch.device`; None for families without tensors.
     device: Any = None
+    #: Whether the state of the env consists of attributes and known simulators; see `workers/snapshot.py`.
+    is_its_attributes: ClassVar[bool] = False
     #: Whether a process may hold only one env of the family.
     is_alone: bool = False
     #: The factory that built the env, for messages; set by its caller.
@@ -139,11 +142,22 @@ class Adapter(ABC):
 
     def state_dict(self) -> Any:
         """Return the env's state as plain data; envs that cannot raise `NotImplementedError`."""
-        raise NotImplementedError(_WITHOUT_STATE.format(type(self.env).__name__))
+        if not self.is_its_attributes:
+            raise self._without_state(f"its family ({self.family}) has no way to read it")
+        try:
+            return snapshot.save(self.env)
+        except snapshot.Unsaveable as error:
+            raise self._without_state(str(error)) from None
 
     def load_state_dict(self, state: Any) -> None:
         """Restore a state that `state_dict` returned; envs that cannot raise `NotImplementedError`."""
-        raise NotImplementedError(_WITHOUT_STATE.format(type(self.env).__name__))
+        if not self.is_its_attributes:
+            raise self._without_state(f"its family ({self.family}) has no way to set it")
+        snapshot.restore(self.env, state)
+
+    def _without_state(self, why: str) -> NotImplementedError:
+        innermost = getattr(self.env, "unwrapped", self.env)
+        return NotImplementedError(_WITHOUT_STATE.format(type(innermost).__name__, why))
 
     def close(self) -> None:
         """Close the native env if it can be closed."""

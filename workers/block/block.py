@@ -154,16 +154,26 @@ class Block:
         """Do something with envs that is not a step; return the answer."""
         adapters = {env_id: slot.adapter for env_id, slot in self.slots.items()}
         reply = answer(message, adapters, pickles=self._pickles, passes=self._passes)
-        for env_id in message.env_ids:
+        for position, env_id in enumerate(message.env_ids):
             slot = self.slots[env_id]
             if slot.journal is not None and message.what in CHANGES:
                 slot.journal.note(JournalFlag.CHANGED)
             if message.what in UNGUARDS:
                 slot.is_guarded = False
-            elif message.what == "load_state_dict" and not message.is_silent and reply["kind"] == "values":
-                slot.must_reset = slot.has_ended = False
-                slot.last_done = np.zeros(slot.spec.batch_shape, bool) if slot.spec.batch_shape else False
+            elif message.what == "save" and reply["kind"] == "values":
+                generators = None if slot.rng_state is None else seeding.as_plain(slot.rng_state)
+                reply["values"][position] |= {"episode": int(self._words["episode"][env_id]), "generators": generators}
+            elif message.what == "restore" and not message.is_silent and reply["kind"] == "values":
+                self._note_restored(slot, message.args[position])
         return reply
+
+    def _note_restored(self, slot: Slot, saved: Mapping[str, Any]) -> None:
+        slot.must_reset = slot.has_ended = False
+        slot.last_done = np.zeros(slot.spec.batch_shape, bool) if slot.spec.batch_shape else False
+        if saved.get("episode") is not None:
+            self._words["episode"][slot.env_id] = saved["episode"]
+        if saved.get("generators") is not None:
+            slot.rng_state = seeding.from_plain(saved["generators"])
 
     def execute(self, env_id: int, command: int, begun: Step | None = None, reset: Begun | None = None) -> int:
         """Carry out one command for one env and return how it ended; report what the env raises.

@@ -55,12 +55,12 @@ def _answer_one(message: Ask, adapter: Adapter, position: int) -> Any:
 
 
 def _answer_about_state(message: Ask, adapter: Adapter, position: int) -> Any:
-    if message.what == "state_dict":
+    if message.what == "save":
         return adapter.state_dict()
     if message.what == "allow_steps":
         return None
-    if message.what == "load_state_dict":
-        return adapter.load_state_dict(message.args[position])
+    if message.what == "restore":
+        return adapter.load_state_dict(message.args[position]["env"])
     raise ValueError(f"unknown question {message.what!r}")
 
 

@@ -116,7 +116,7 @@ class Crew:
         if faults:
             self._engine.flights.num_errors += len(faults)
             worker_id = int(self.pool.worker_of[faults[0]["env_id"]])
-            raise env_error(faults, worker_id, self.pool.pid_of(worker_id))
+            raise env_error(faults, worker_id, self.pool.pid_of(worker_id), self.pool.gpu_of(worker_id))
         return results
 
     def _replace_lost(self, env_ids: Sequence[int], calls: Sequence[Call]) -> None:

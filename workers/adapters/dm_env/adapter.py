@@ -49,6 +49,7 @@ class DmEnvAdapter(Adapter):
     """
 
     family: ClassVar[str] = "dm_env"
+    is_its_attributes = True
 
     def __init__(self, env: dm_env.Environment) -> None:
         self.env = env

@@ -58,6 +58,7 @@ class GymnasiumAdapter(Adapter):
     """
 
     family: ClassVar[str] = "gymnasium"
+    is_its_attributes = True
     #: What messages call an observation that does not match its space; None ignores entries that were never declared.
     _where: ClassVar[str | None] = "observation"
     #: What to do about several rewards, for messages.
@@ -166,7 +167,7 @@ class GymnasiumAdapter(Adapter):
         return self.env.render() if self.env.render_mode == "rgb_array" else None
 
     def state_dict(self) -> Any:
-        """Return `env.state_dict()` of the env or of the outermost wrapper that has one."""
+        """Return `env.state_dict()` of the env or of the outermost wrapper that has one; else see `Adapter`."""
         save = _wrapper_attr(self.env, "state_dict")
         return save() if callable(save) else super().state_dict()
 

@@ -47,6 +47,7 @@ class ParallelAdapter(Adapter):
     """
 
     family: ClassVar[str] = "pettingzoo"
+    is_its_attributes = True
     #: Whether an episode without any agent is an error.
     _needs_agents: ClassVar[bool] = True
 
@@ -104,6 +105,18 @@ class ParallelAdapter(Adapter):
         terminated, truncated = self._note_ends(terminations, truncations, acting)
         self._needs_reset = terminated or truncated
         return self._row(), list(self._rewards), terminated, truncated
+
+    def state_dict(self) -> Any:
+        """Return the env's state, and which agents have ended."""
+        ends = [list(seat.end) for seat in self._seats.values()]
+        return {"env": super().state_dict(), "ends": ends, "needs_reset": self._needs_reset}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore a state that `state_dict` returned."""
+        super().load_state_dict(state["env"])
+        for seat, end in zip(self._seats.values(), state["ends"], strict=True):
+            seat.end = tuple(end)
+        self._needs_reset = state["needs_reset"]
 
     def _begin(self, seed: int | None, options: Mapping[str, Any] | None) -> Any:
         """Reset the env and return what it returned."""

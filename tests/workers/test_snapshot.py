@@ -1,0 +1,238 @@
+"""The state of an env that consists of its attributes: what is saved, what is refused, what a state may name."""
+
+import collections
+import dataclasses
+import enum
+import io
+import os
+import pickle
+import random
+import threading
+
+import gymnasium
+import numpy as np
+import pytest
+
+from envherd.workers import plain, snapshot
+from tests.extras import needs
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclasses.dataclass
+class Ball:
+    at: np.ndarray
+    colour: Colour = Colour.RED
+
+
+class Pair:
+    __slots__ = ("one", "two")
+
+    def __init__(self, one, two):
+        self.one, self.two = one, two
+
+
+class Task:
+    """What other objects hold, so it must stay the same object."""
+
+    def __init__(self):
+        self.score = 0
+        self.balls = [Ball(np.zeros(2))]
+
+    def add(self, ball):
+        self.balls.append(ball)
+
+
+class Room(gymnasium.Env):
+    """An env with most kinds of attributes."""
+
+    observation_space = gymnasium.spaces.Box(-9, 9, (2,), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self):
+        self.task = Task()
+        self.add = self.task.add  # a method of an object that is restored in place
+        self.shape = lambda ball: ball.at * 2
+        self.carried = None
+        self.grid = np.zeros((3, 3))
+        self.rows = self.grid  # the same array by two names
+        self.queue = collections.deque([1, 2], maxlen=3)
+        self.counts = collections.Counter(a=2)
+        self.drawn = random.Random(3)
+        self.legacy = np.random.RandomState(4)
+        self.pair = Pair(1, [2])
+        self.spaces = {"a": gymnasium.spaces.Discrete(3)}
+        self.itself = self
+        self.step_type = np.float32(0.5)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2), {}
+
+    def change(self, number):
+        self.task.score = number
+        self.add(Ball(np.full(2, number), Colour.BLUE))
+        self.carried = self.task.balls[-1]
+        self.grid[0] = number
+        self.queue.append(number)
+        self.counts["b"] = number
+        self.pair = Pair(number, [number])
+        return self.drawn.random(), self.legacy.random_sample(), self.np_random.random()
+
+
+def make():
+    env = gymnasium.wrappers.TimeLimit(
+        gymnasium.wrappers.OrderEnforcing(gymnasium.wrappers.PassiveEnvChecker(Room())), 9
+    )
+    env.reset(seed=1)
+    env.unwrapped.change(5)
+    return env
+
+
+def of(room):
+    return (
+        room.task.score,
+        [(ball.at.tolist(), ball.colour) for ball in room.task.balls],
+        room.grid.tolist(),
+        list(room.queue),
+        dict(room.counts),
+        (room.pair.one, room.pair.two),
+    )
+
+
+@pytest.mark.parametrize("where", ["the same env", "another env"])
+def test_a_state_restores_all_that_an_env_holds(where):
+    env = make()
+    state = plain.decode(plain.encode(snapshot.save(env)))
+    saved, drawn = of(env.unwrapped), env.unwrapped.change(7)
+    to = env if where == "the same env" else make()
+    to.unwrapped.change(8)
+    task, add = to.unwrapped.task, to.unwrapped.add
+    snapshot.restore(to, state)
+    room = to.unwrapped
+    assert of(room) == saved
+    assert room.change(7) == drawn  # the generators continue
+    assert room.task is task
+    assert room.add is add
+    assert room.rows is room.grid
+    assert room.carried is room.task.balls[-1]
+    assert room.itself is room
+    assert room.queue.maxlen == 3
+    assert room.shape(Ball(np.ones(2))).tolist() == [2, 2]
+    assert isinstance(room.carried.colour, Colour)
+
+
+def test_a_state_is_not_changed_by_the_env_that_it_was_taken_from_or_put_into():
+    env = make()
+    state = snapshot.save(env)
+    saved = of(env.unwrapped)
+    for number in (7, 8):
+        snapshot.restore(env, state)
+        assert of(env.unwrapped) == saved
+        env.unwrapped.change(number)
+
+
+class Held(Room):
+    def __init__(self, held):
+        super().__init__()
+        self.held = held
+
+
+UNSAVEABLE = {
+    "a lock": (threading.Lock, "Held.held is a _thread.lock"),
+    "a generator": (lambda: (i for i in range(3)), "Held.held is a generator"),
+    "in a container": (lambda: {"a": [threading.Lock()]}, "Held.held is a dict"),
+}
+
+
+@pytest.mark.parametrize("name", UNSAVEABLE)
+def test_what_cannot_be_saved_is_named(name):
+    make_held, words = UNSAVEABLE[name]
+    with pytest.raises(snapshot.Unsaveable, match=words):
+        snapshot.save(Held(make_held()))
+
+
+def _calls(function, *args):
+    class Call:
+        def __reduce__(self):
+            return function, args
+
+    return pickle.dumps({"": {"x": Call()}})
+
+
+class Elsewhere:
+    """A persistent id in a pickle."""
+
+
+def _naming(pid):
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj):
+            return pid if isinstance(obj, Elsewhere) else None
+
+    file = io.BytesIO()
+    Pickler(file).dump({"": {"x": Elsewhere()}})
+    return file.getvalue()
+
+
+REFUSED = {
+    "code": (lambda state: state | {"held": _calls(os.system, "true")}, "calls (posix|nt).system"),
+    "code of a package": (lambda state: state | {"held": _calls(np.load, "x")}, "calls numpy"),
+    "a class of another package": (
+        lambda state: state | {"held": _naming("class subprocess:Popen")},
+        "subprocess:Popen",
+    ),
+    "a function as a class": (lambda state: state | {"held": _naming("class numpy:load")}, "numpy:load"),
+    "an object that is not there": (lambda state: state | {"held": _naming("at .nothing")}, r"env\.nothing"),
+    "another env": (
+        lambda _: snapshot.save(gymnasium.make("CartPole-v1")),
+        "the state of a .*Room, got one of a .*Cart",
+    ),
+    "another wrapper": (lambda _: snapshot.save(Room()), "the state of a .*TimeLimit, got one of a .*Room"),
+    "no state": (lambda _: {"a": 1}, "expected what state_dict"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_state_that_is_refused_changes_nothing(name):
+    change, words = REFUSED[name]
+    env = make()
+    state = change(snapshot.save(env))
+    before = of(env.unwrapped)
+    with pytest.raises(ValueError, match=words):
+        snapshot.restore(env, state)
+    assert of(env.unwrapped) == before
+
+
+def test_a_state_makes_objects_that_the_env_does_not_hold_now():
+    env, other = make(), make()
+    other.unwrapped.task = None
+    other.unwrapped.carried = None
+    snapshot.restore(other, snapshot.save(env))
+    assert of(other.unwrapped) == of(env.unwrapped)
+
+
+@needs("box2d")
+def test_pictures_are_made_again_where_there_are_none():
+    one, other, third = (gymnasium.make("CartPole-v1", render_mode="rgb_array") for _ in range(3))
+    for seed, env in enumerate((one, other, third)):
+        env.reset(seed=seed)
+    drawn = one.render()
+    snapshot.restore(other, snapshot.save(one))
+    assert (other.render() == drawn).all()
+    snapshot.restore(one, snapshot.save(third))  # which was never drawn
+    assert one.unwrapped.screen is not None
+    assert (one.render() == third.render()).all()
+
+
+@needs("atari")
+def test_ale_with_sticky_actions_is_refused():
+    import ale_py
+
+    gymnasium.register_envs(ale_py)
+    env = gymnasium.make("ALE/Pong-v5")
+    env.reset()
+    with pytest.raises(snapshot.Unsaveable, match="repeat_action_probability=0"):
+        snapshot.save(env)
