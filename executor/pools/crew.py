@@ -58,6 +58,7 @@ class Blueprint:
         root_seed: see `workers.seeding`.
         preload: modules for the zygote to import.
         interpreters: of each env, None for this one; empty if all are of this one. Those of a worker are equal.
+        references: what names the factory of each env, see `named.reference_of`.
     """
 
     factories: tuple[bytes, ...]
@@ -66,6 +67,7 @@ class Blueprint:
     root_seed: int
     preload: tuple[str, ...] = ()
     interpreters: tuple[str | None, ...] = ()
+    references: tuple[dict[str, Any], ...] = ()
 
     def envs_of(self, worker_ids: Iterable[int]) -> np.ndarray:
         """Return the ids of all envs of some workers, int64 `[k]`, ascending."""

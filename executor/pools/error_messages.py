@@ -86,14 +86,20 @@ def worker_lost(
 
 def not_replaced(error: EnvherdError, options: ExecutorOptions) -> EnvherdError:
     """Return the loss of a worker or node that is not replaced after too many restarts; says so before its output."""
-    why = (
+    return with_sentence(
+        error,
         f"It is not replaced: ExecutorOptions.max_restarts={options.max_restarts} within "
-        f"restart_window_s={options.restart_window_s:g} allows no further restart."
+        f"restart_window_s={options.restart_window_s:g} allows no further restart.",
     )
-    if why in error.message:  # it was raised before
+
+
+def with_sentence(error: EnvherdError, sentence: str, **context: Any) -> EnvherdError:
+    """Return an error with one more sentence, before its output, and more context; the same if it has the sentence."""
+    if sentence in error.message:  # it was raised before
         return error
     head, mark, output = error.message.partition("\nIt")
-    return type(error)(f"{head} {why}{mark}{output}", remote_traceback=error.remote_traceback, **error.context)
+    context = {**error.context, **context}
+    return type(error)(f"{head} {sentence}{mark}{output}", remote_traceback=error.remote_traceback, **context)
 
 
 def worker_late(
@@ -188,6 +194,7 @@ def env_error(faults: Sequence[Frame], worker_id: int, pid: int, gpu: str | None
         phase=fault["phase"],
         type_name=fault["type_name"],
         type_module=fault["type_module"],
+        reason=fault["message"],
     )
 
 

@@ -25,6 +25,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.crew import Crew
 from envherd.executor.pools.error_messages import another_spec, log, not_replaced, worker_late, worker_lost
 from envherd.executor.pools.replies import Outcome
@@ -62,6 +63,7 @@ class Supervised(Protocol):
 
     outcome: Outcome
     specs: list[EnvSpec]
+    capsules: CapsuleWriter | None
 
     def lose_answers_of(self, worker_id: int) -> bool:
         """Count a lost worker's envs as answered; return whether they owed anything."""
@@ -128,6 +130,7 @@ class Supervisor:
 
     def declare_lost(self, worker_id: int, error: EnvherdError) -> None:
         """Take a worker out of service; the parent now owns its words."""
+        error = self._recorded(worker_id, error)
         self.num_losses += 1
         self._lost_at = now = time.monotonic()
         self.absent[worker_id] = Absence(Condition.LOST, now, error)
@@ -136,6 +139,11 @@ class Supervisor:
         self._pool.lose_answers_of(worker_id)
         if not self._crew.is_closing:  # by another thread, or at the interpreter's exit
             log.warning("%s", error.message)  # not the error itself: a kept record would keep its frames alive
+
+    def _recorded(self, worker_id: int, error: EnvherdError) -> EnvherdError:
+        """Write the capsule of the episode in which a worker was lost, if that is wanted; return the error with it."""
+        capsules = self._pool.capsules
+        return error if capsules is None else capsules.add_to(error, worker_id)
 
     def answer_for_lost(self) -> None:
         """Answer commands to workers that were already lost with that loss."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import RecyclablePool, WorkerFigures
+from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint, Crew
 from envherd.executor.pools.error_messages import Frame, log_stall
@@ -95,7 +96,14 @@ class WorkerPool(SlabPool):
             raise
 
     def _make_slab(self) -> None:
-        self.plan: SlabPlan = plan_slab(self.specs, len(self.worker_ids), self.options.num_frames, lends=True)
+        rules = self.options.capsule_rules
+        self.plan: SlabPlan = plan_slab(
+            self.specs,
+            len(self.worker_ids),
+            self.options.num_frames,
+            lends=True,
+            journal_nbytes=0 if rules is None else rules.journal_bytes,
+        )
         plate = describe(
             self.plan, self.blueprint.blocks, self.specs[0].family, [worker.gpu for worker in self.crew.workers]
         )
@@ -104,6 +112,7 @@ class WorkerPool(SlabPool):
         buffer = segment.array()
         self.lendable = segment.private_view(ring_nbytes) if self.plan.num_lendable else None
         self.slab = Slab(self.plan, buffer)
+        self.capsules = None if rules is None else CapsuleWriter(rules, self)
         self._done = Doorbell.create(buffer, self.plan.bells_offset)
         self._tally = Tally(self.slab.words)
         self._go = [Doorbell.create(buffer, self.plan.go_offset(w)) for w in self.worker_ids]
@@ -388,6 +397,8 @@ class WorkerPool(SlabPool):
         """Send the extras of an env's next command ahead of it."""
         worker_id = int(self.worker_of[message.env_id])
         self.supervisor.revive([worker_id])
+        if self.capsules is not None:
+            self.capsules.note(message)
         self.crew.mail(worker_id, message)
 
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
@@ -424,6 +435,15 @@ class WorkerPool(SlabPool):
 
     def worker_output(self, worker_id: int) -> str:
         return self.crew.workers[worker_id].log()
+
+    def root_seed_of(self, worker_id: int) -> int:
+        """Return the root seed with which a worker has built its envs."""
+        seed = self.crew.workers[worker_id].root_seed
+        return self.blueprint.root_seed if seed is None else seed
+
+    def pickled(self, env_id: int) -> bytes:
+        """Return the pickled factory of an env."""
+        return self.blueprint.factories[env_id]
 
     def pid_of(self, worker_id: int) -> int:
         """Return a worker's process id."""

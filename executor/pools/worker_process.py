@@ -99,16 +99,8 @@ class WorkerProcess:
         return self._exit_code
 
     def exit_description(self) -> str:
-        """Return `SIGKILL(-9)`, `exit code 3`, ... for messages."""
-        code = self.exit_code()
-        if code is None:
-            return "an unknown cause"
-        if code >= 0:
-            return f"exit code {code}"
-        try:
-            return f"{signal.Signals(-code).name}({code})"
-        except ValueError:
-            return f"signal {-code}"
+        """Return how the process ended, for messages."""
+        return describe_exit(self.exit_code())
 
     def killed_for_memory(self) -> Literal["group", "machine", "nobody", "unknown"]:
         """Return where the kernel has killed processes for lack of memory since this process started.
@@ -159,6 +151,18 @@ class WorkerProcess:
             if fd >= 0:
                 setattr(self, name, -1)  # first: after an interrupt it must not be closed twice
                 os.close(fd)
+
+
+def describe_exit(code: int | None) -> str:
+    """Return `SIGKILL(-9)`, `exit code 3`, ... for messages."""
+    if code is None:
+        return "an unknown cause"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"{signal.Signals(-code).name}({code})"
+    except ValueError:
+        return f"signal {-code}"
 
 
 def check_descriptors(num_workers: int) -> None:

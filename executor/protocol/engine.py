@@ -35,6 +35,7 @@ from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.recycling import Recycler
 from envherd.executor.protocol.side_data import SideData
 from envherd.workers import messages
+from envherd.workers.block.journal import FLAGS, STEPS, JournalFlag
 from envherd.workers.errors import EnvherdError, ResetNeeded
 from envherd.workers.protocol import Op
 from envherd.workers.seeding import branch_seed
@@ -73,6 +74,8 @@ class Engine(Calls):
         lends = copy and mover is None and not options.poison
         loans = make_loans(pool.slab, pool.lendable) if lends else None
         self.positions = Positions(pool.slab, self.side, options, mover=mover, loans=loans)
+        if pool.capsules is not None:
+            pool.capsules.latest_root = self.positions.latest_root
         self.batches = EnvBatches(self.positions, self.side, device, mover=mover, is_copy=copy)
         self._intakes = [self._make_intake(group) for group in range(len(pool.slab.groups))]
         self._intake = self._intakes[0] if len(self._intakes) == 1 else None
@@ -250,8 +253,22 @@ class Engine(Calls):
             raise
         episodes = self.pool.slab.words["episode"]
         episodes[targets] = episodes[source]
+        self._copy_journals(source, targets, is_changed=reseed)
         self.positions.copy_root(source, targets)
         states.restore(targets, np.full(len(targets), has_ended))
+
+    def _copy_journals(self, source: int, targets: np.ndarray, *, is_changed: bool) -> None:
+        """Make the inputs of an env's episode also those of its copies; see `workers.block.journal`."""
+        group, row = self.positions.places.pairs[source]
+        journal, rows = dict(self.pool.slab.groups[group].journal), self.positions.places.row_of[targets]
+        if not journal:
+            return
+        facts = journal.pop(("facts",))
+        facts[rows] = facts[row]
+        if is_changed:
+            facts[rows, FLAGS] |= JournalFlag.CHANGED
+        for inputs in journal.values():
+            inputs[rows, : facts[row, STEPS]] = inputs[row, : facts[row, STEPS]]  # the rest takes no memory yet
 
     def allow_steps(self) -> None:
         """Allow steps of envs that were never reset, for facades that leave this check to the envs."""

@@ -33,6 +33,7 @@ UNPICKLES = {
     "workers/testing/together.py": "a record of its own child, in the check of a user's env",
     "workers/infos.py": "infos of workers, with options.infos='pickle' (facades of Gymnasium and SB3)",
     "executor/facades/gymnasium/worker.py": "values of spaces that are no arrays (facade of Gymnasium)",
+    "executor/cli/rerun.py": "the factory in a crash capsule, with --trust",
     "workers/adapters/hosts/torchrl_crossing.py": "specs and odd leaves (facade of TorchRL)",
 }
 

@@ -21,11 +21,12 @@ from envherd.shm.slab import Slab, Storage
 from envherd.workers import seeding
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.block.compiling import compile_native, why_not_stored
+from envherd.workers.block.journal import Journal, JournalFlag
 from envherd.workers.block.questions import answer
 from envherd.workers.block.slot import Begun, Sink, Slot, Step, compile_step, store
 from envherd.workers.errors import InternalError, SpecError
 from envherd.workers.infos import packer
-from envherd.workers.messages import UNGUARDS, Ask, Prepare
+from envherd.workers.messages import CHANGES, UNGUARDS, Ask, Prepare
 from envherd.workers.options import BlockOptions
 from envherd.workers.protocol import RING, Flag, Op, Status, unpack
 from envherd.workers.reply import Fault, Infos, LeftOut, Notice, SideValues
@@ -88,6 +89,7 @@ class Block:
             group = slab.groups[group_index]
             slot.sinks = {RING: Sink(slot, group.of_row(row), root_follows=False)}
             slot.bind_inputs(group.inputs, row)
+            slot.journal = Journal(group.journal, group.inputs, row) if group.journal else None
             self._compile(slot, slot.sinks[RING])
 
     def attach_storage(self, target: int, storage: Storage) -> None:
@@ -170,6 +172,8 @@ class Block:
         reply = answer(message, adapters, pickles=self._pickles, passes=self._passes)
         for position, env_id in enumerate(message.env_ids):
             slot = self.slots[env_id]
+            if slot.journal is not None and message.what in CHANGES:
+                slot.journal.note(JournalFlag.CHANGED)
             if message.what in UNGUARDS:
                 slot.is_guarded = False
             elif message.what == "save" and reply["kind"] == "values":
@@ -297,6 +301,10 @@ class Block:
             slot.adapter.reseeded()
         options = None if prepared is None else prepared.options
         episodes[slot.env_id] = episode + 1
+        if slot.journal is not None and mask is not None:
+            slot.journal.note(JournalFlag.IN_PARTS)
+        elif slot.journal is not None:
+            slot.journal.begin(episode, seed, [JournalFlag.WITH_OPTIONS] if options else [])
         return self._begin_episode(slot, seed, options, mask)
 
     def _begin_episode(

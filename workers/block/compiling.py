@@ -58,7 +58,7 @@ def step_facts(
         words: of the slab.
         step: steps the env, given the values of its action; or how to call the env itself.
     """
-    spec, arrays, keep = slot.spec, sink.arrays, compile_keep(slot, sink, words)
+    spec, arrays, keep, journal = slot.spec, sink.arrays, compile_keep(slot, sink, words), slot.journal
     call = step if isinstance(step, EnvCall) else EnvCall(lambda values: values, reads_number=False)
     read = call.read
     return {
@@ -80,6 +80,10 @@ def step_facts(
         "readers": tuple(slot.action_readers),
         "index": _index(slot),
         "seed_pool": slot.seed_pool,
+        "journal": None if journal is None else journal.facts,
+        "journal_rows": 0 if journal is None else journal.num_rows,
+        "kept": [] if journal is None else journal.rows,
+        "sources": [] if journal is None else journal.sources,
         "num_columns": sink.num_columns,
         "root_follows": sink.root_follows,
         "observation": [arrays[("next", *leaf.key)] for leaf in spec.observation],

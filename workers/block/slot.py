@@ -14,6 +14,7 @@ import numpy as np
 from envherd.shm.layout import Name
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.block.journal import Journal
 from envherd.workers.errors import InternalError, SpecError
 from envherd.workers.messages import Prepare
 from envherd.workers.protocol import Op, pack_phase
@@ -74,6 +75,7 @@ class Slot:
         self.inputs: Mapping[Name, np.ndarray] = {}
         self.action_readers: list[Callable[[], Any]] = []
         self.reset_mask: np.ndarray | None = None
+        self.journal: Journal | None = None
         self.prepared: Prepare | None = None
         self.rename(env_id)
         self.rng_state: tuple[Any, ...] | None = None
@@ -190,7 +192,15 @@ def compile_step(
         slot.prepared = None
         return keep(column, step(action))
 
-    return run
+    journal = slot.journal
+    if journal is None:
+        return run
+
+    def run_and_keep(column: int) -> list[Any]:
+        journal.keep()
+        return run(column)
+
+    return run_and_keep
 
 
 def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Keep:
