@@ -214,6 +214,25 @@ def test_a_failure_in_a_later_episode(tmp_path):
     assert f"It failed otherwise: EnvError (ValueError: {BROKEN}) in step 1." in forced.stdout + forced.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("reseed", [False, True])
+def test_a_copy_of_an_env_has_its_actions(tmp_path, reseed):
+    kwargs, actions = {"fault": "value_error", "step": 4}, [(0, 3), (1, 3), (2, 4), (0, 4)]
+    with ParallelEnv(2, FaultyEnv, num_workers=2, env_kwargs=kwargs, seed=7, options=_options(tmp_path)) as env:
+        root = env.reset()
+        with pytest.raises(EnvError):
+            for number, pair in enumerate(actions):
+                if number == 2:
+                    env.branch(0, [1], reseed=reseed)
+                    root = env.current()
+                _, root = env.step_and_maybe_reset(root.set("action", torch.tensor(pair)))
+    found = {load_capsule(path).facts["env_id"]: load_capsule(path) for path in (tmp_path / "crashes").iterdir()}
+    assert found[0].inputs["action",].tolist() == [0, 1, 2, 0]
+    assert found[1].inputs["action",].tolist() == [0, 1, 4, 4]
+    assert found[1].facts["seed"] == episode_seed(7, 0, 0)
+    assert bool(found[1].facts["missing"]) == reseed
+
+
 @pytest.mark.broken_pool
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["segfault", "value_error"])
