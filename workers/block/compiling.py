@@ -20,6 +20,7 @@ from envherd.workers import native
 from envherd.workers.adapters.base import EnvCall, StepValues
 from envherd.workers.adapters.common.scalars import NUMBERS
 from envherd.workers.block.slot import Sink, Slot, compile_keep
+from envherd.workers.block.slot_states import NEXT, Event
 
 
 def compile_native(
@@ -80,6 +81,10 @@ def step_facts(
         "readers": tuple(slot.action_readers),
         "index": _index(slot),
         "seed_pool": slot.seed_pool,
+        "state": slot.state,
+        "if_stepped": NEXT[Event.STEP],
+        "if_running": NEXT[Event.RUNS],
+        "if_ended": NEXT[Event.ENDS],
         "num_columns": sink.num_columns,
         "root_follows": sink.root_follows,
         "observation": [arrays[("next", *leaf.key)] for leaf in spec.observation],
