@@ -16,7 +16,7 @@ from tests.test_imports import ROOT
 TEXT = PAGE.read_text()
 HOPS = [
     pytest.param(file, function, id=f"{section}: {function}")
-    for section in ("A step", "A reset", "A loss", "A restart")
+    for section in ("A plain step", "A step", "A reset", "A loss", "A restart")
     for file, functions in architecture.hops(section)
     for function in functions
 ]
@@ -45,7 +45,7 @@ BUDGET = {
     "workers/process": 1290,
     "workers/testing": 1765,
     "executor/*": 2887,
-    "executor/batches": 1600,
+    "executor/batches": 1601,
     "executor/cli": 3004,
     "executor/cluster": 2153,
     "executor/facades": 508,
@@ -58,7 +58,7 @@ BUDGET = {
     "executor/machine": 541,
     "executor/monitor": 511,
     "executor/native": 941,
-    "executor/pools": 4582,
+    "executor/pools": 4585,
     "executor/protocol": 3212,
     "executor/rollouts": 911,
     "executor/show": 1119,
@@ -67,6 +67,8 @@ BUDGET = {
 }
 #: What a number may be above the lines that are there: a share, or this number of lines if that is more.
 SLACK, SLACK_LINES = 0.03, 30
+#: The head of a function in C, without the semicolon of a declaration.
+C_FUNCTION = re.compile(r"^\w[\w *]*?(\w+)\([^;]*\)$", re.MULTILINE)
 REPORTS = re.compile(r"\.(outcome|wait_all|wait_some)\b")
 
 
@@ -82,7 +84,8 @@ def defined_in(node: ast.AST, prefix: str = "") -> Iterator[str]:
 @functools.cache
 def functions_of(file: str) -> set[str]:
     """Return the classes and functions of a file by qualified name."""
-    return set(defined_in(ast.parse((ROOT / file).read_text())))
+    text = (ROOT / file).read_text()
+    return set(C_FUNCTION.findall(text)) if file.endswith(".c") else set(defined_in(ast.parse(text)))
 
 
 @pytest.mark.parametrize("name", PARTS)
