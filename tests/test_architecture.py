@@ -40,7 +40,7 @@ BUDGET = {
     "workers/adapters/pettingzoo": 717,
     "workers/adapters/simulators": 1133,
     "workers/adapters/torchrl": 1879,
-    "workers/block": 1619,
+    "workers/block": 1621,
     "workers/native": 1549,
     "workers/process": 1290,
     "workers/testing": 1765,

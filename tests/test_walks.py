@@ -1,4 +1,4 @@
-"""The walks of a step in docs/architecture.md are those of real calls: functions are called in the order of the hops."""
+"""The walks of a step in docs/architecture.md are those of real calls: functions are called in the order of hops."""
 
 from __future__ import annotations
 

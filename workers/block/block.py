@@ -37,6 +37,7 @@ _MAX_REMEMBERED = 4096
 # As ints: comparing and storing enum members costs more than the step of a small env.
 _STEP_RESET, _RESET, _PREPARED = int(Op.STEP_RESET), int(Op.RESET), int(Flag.PREPARED)
 _OK, _FAILED, _SIDE = int(Status.OK), int(Status.FAILED), int(Status.SIDE)
+_STEP, _RUNS, _ENDS = int(Event.STEP), int(Event.RUNS), int(Event.ENDS)
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -205,7 +206,7 @@ class Block:
             return
         slot.phase = "step"
         if begun is None:
-            slot.move(Event.STEP)
+            slot.move(_STEP)
         observation = sink.step(column) if begun is None else begun(column)
         if self._pack_info is not None and reset is None:  # C resets only after steps without an info
             self._note_info(slot, "next")
@@ -255,7 +256,7 @@ class Block:
             self._note_info(slot, "root")
         if slot.spec.batch_shape:
             slot.last_done = False if inner is None else slot.last_done & ~inner
-        slot.move(Event.ENDS if inner is not None and slot.last_done.any() else Event.RUNS)
+        slot.move(_ENDS if inner is not None and slot.last_done.any() else _RUNS)
         if column < sink.num_columns:
             self._write_root(slot, sink, column, observation)
 

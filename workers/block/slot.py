@@ -95,7 +95,7 @@ class Slot:
         self.has_side = any(leaf.is_side for leaf in self.spec.leaves())
         self.side = {section: [None] * len(self.spec.observation) for section in ("next", "root")}
 
-    def move(self, event: Event) -> None:
+    def move(self, event: int) -> None:
         """Note that something has happened to the env.
 
         Raises:

@@ -74,9 +74,10 @@ COMMANDS = (Event.STEP,)
 NEXT = state_tables.as_bytes(FOLLOWS)
 #: Its rows as plain lists, which Python reads faster.
 AFTER: list[list[int]] = NEXT.tolist()
-#: Never reset since it was built, or since its episode was broken off.
-NEW = (State.NEEDS_RESET, State.FREE_NEW)
-OVER = (State.ENDED, State.FREE_ENDED)
+#: As ints, which Python compares faster: states of an env that was never reset since it was built, or since its episode
+#: was broken off; and those after the end of an episode.
+NEW = (int(State.NEEDS_RESET), int(State.FREE_NEW))
+OVER = (int(State.ENDED), int(State.FREE_ENDED))
 
 
 def table() -> str:
