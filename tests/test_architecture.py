@@ -16,7 +16,7 @@ from tests.test_imports import ROOT
 TEXT = PAGE.read_text()
 HOPS = [
     pytest.param(file, function, id=f"{section}: {function}")
-    for section in ("A step", "A reset", "A loss", "A restart", "A branch")
+    for section in ("A plain step", "A step", "A reset", "A loss", "A restart", "A branch")
     for file, functions in architecture.hops(section)
     for function in functions
 ]
@@ -30,7 +30,7 @@ READERS = {
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
 BUDGET = {
     "shm/*": 1499,
-    "workers/*": 3029,
+    "workers/*": 3082,
     "workers/adapters": 1037,
     "workers/adapters/common": 485,
     "workers/adapters/dm_env": 354,
@@ -40,12 +40,12 @@ BUDGET = {
     "workers/adapters/pettingzoo": 730,
     "workers/adapters/simulators": 1133,
     "workers/adapters/torchrl": 1879,
-    "workers/block": 1635,
-    "workers/native": 1581,
-    "workers/process": 1515,
+    "workers/block": 1753,
+    "workers/native": 1582,
+    "workers/process": 1516,
     "workers/testing": 1833,
     "executor/*": 2972,
-    "executor/batches": 1600,
+    "executor/batches": 1601,
     "executor/cli": 3335,
     "executor/cluster": 2155,
     "executor/facades": 508,
@@ -58,8 +58,8 @@ BUDGET = {
     "executor/machine": 541,
     "executor/monitor": 511,
     "executor/native": 941,
-    "executor/pools": 5245,
-    "executor/protocol": 3439,
+    "executor/pools": 5248,
+    "executor/protocol": 3427,
     "executor/rollouts": 911,
     "executor/show": 1119,
     "executor/simulator": 798,
@@ -67,6 +67,8 @@ BUDGET = {
 }
 #: What a number may be above the lines that are there: a share, or this number of lines if that is more.
 SLACK, SLACK_LINES = 0.03, 30
+#: The head of a function in C, without the semicolon of a declaration.
+C_FUNCTION = re.compile(r"^\w[\w *]*?(\w+)\([^;]*\)$", re.MULTILINE)
 REPORTS = re.compile(r"\.(outcome|wait_all|wait_some)\b")
 
 
@@ -82,7 +84,8 @@ def defined_in(node: ast.AST, prefix: str = "") -> Iterator[str]:
 @functools.cache
 def functions_of(file: str) -> set[str]:
     """Return the classes and functions of a file by qualified name."""
-    return set(defined_in(ast.parse((ROOT / file).read_text())))
+    text = (ROOT / file).read_text()
+    return set(C_FUNCTION.findall(text)) if file.endswith(".c") else set(defined_in(ast.parse(text)))
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -85,6 +85,7 @@ ORDER = {
         "__init__",
     ),
     "workers": (
+        "state_tables",
         *(
             "__init__",
             "errors",

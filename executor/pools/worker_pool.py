@@ -243,10 +243,13 @@ class WorkerPool(SlabPool):
         return self._words.is_idle()
 
     def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
-        if self.has_waited or not self._take_tokens():  # or `FastCommands.has_all` has waited in vain
-            self.has_waited = False
-            deadline = Deadline(timeout_s, more_for_resets_s, self.options.stall_log_s)
-            self._wait_slowly(self._all_ids, self.num_envs, deadline)
+        if not self.has_waited and self._take_tokens():  # else `FastCommands.has_all` has waited in vain
+            if self._caller is None:  # C has seen that no answer announces messages
+                self._collect()
+            return True
+        self.has_waited = False
+        deadline = Deadline(timeout_s, more_for_resets_s, self.options.stall_log_s)
+        self._wait_slowly(self._all_ids, self.num_envs, deadline)
         self._collect()
         return self._words.is_idle()
 

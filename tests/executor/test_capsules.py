@@ -220,12 +220,13 @@ def test_a_copy_of_an_env_has_its_actions(tmp_path, reseed):
     kwargs, actions = {"fault": "value_error", "step": 4}, [(0, 3), (1, 3), (2, 4), (0, 4)]
     with ParallelEnv(2, FaultyEnv, num_workers=2, env_kwargs=kwargs, seed=7, options=_options(tmp_path)) as env:
         root = env.reset()
+        for number, pair in enumerate(actions[:3]):
+            if number == 2:
+                env.branch(0, [1], reseed=reseed)
+                root = env.current()
+            _, root = env.step_and_maybe_reset(root.set("action", torch.tensor(pair)))
         with pytest.raises(EnvError):
-            for number, pair in enumerate(actions):
-                if number == 2:
-                    env.branch(0, [1], reseed=reseed)
-                    root = env.current()
-                _, root = env.step_and_maybe_reset(root.set("action", torch.tensor(pair)))
+            env.step(root.set("action", torch.tensor(actions[3])))
     found = {load_capsule(path).facts["env_id"]: load_capsule(path) for path in (tmp_path / "crashes").iterdir()}
     assert found[0].inputs["action",].tolist() == [0, 1, 2, 0]
     assert found[1].inputs["action",].tolist() == [0, 1, 4, 4]

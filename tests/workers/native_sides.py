@@ -140,7 +140,7 @@ class Side:
         state["reports"] = [{k: v for k, v in report.items() if k != "traceback"} for report in self.reports]
         state["rings"] = sum(1 for _ in iter(self.done.try_wait, False))  # noqa: FBT003  # the value that ends it
         slots = self.block.slots.values()
-        state["slots"] = [(bool(s.has_ended), bool(s.must_reset), bool(np.any(s.last_done)), s.prepared) for s in slots]
+        state["slots"] = [(int(s.state[0]), s.prepared) for s in slots]
         state["passed"] = [env.seen for env in self.envs]
         state["infos"] = [(type(adapter.info), adapter.info) for adapter in self.adapters.values()]
         return state

@@ -24,7 +24,8 @@ from envherd.workers.block.compiling import compile_native, why_not_stored
 from envherd.workers.block.journal import Journal, JournalFlag
 from envherd.workers.block.questions import answer
 from envherd.workers.block.slot import Begun, Sink, Slot, Step, compile_step, store
-from envherd.workers.errors import InternalError, SpecError
+from envherd.workers.block.slot_states import Event
+from envherd.workers.errors import SpecError
 from envherd.workers.infos import packer
 from envherd.workers.messages import CHANGES, UNGUARDS, Ask, Prepare
 from envherd.workers.options import BlockOptions
@@ -37,6 +38,7 @@ _MAX_REMEMBERED = 4096
 # As ints: comparing and storing enum members costs more than the step of a small env.
 _STEP_RESET, _RESET, _PREPARED = int(Op.STEP_RESET), int(Op.RESET), int(Flag.PREPARED)
 _OK, _FAILED, _SIDE = int(Status.OK), int(Status.FAILED), int(Status.SIDE)
+_STEP, _RUNS, _ENDS = int(Event.STEP), int(Event.RUNS), int(Event.ENDS)
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -175,7 +177,7 @@ class Block:
             if slot.journal is not None and message.what in CHANGES:
                 slot.journal.note(JournalFlag.CHANGED)
             if message.what in UNGUARDS:
-                slot.is_guarded = False
+                slot.move(Event.IS_ALLOWED)
             elif message.what == "save" and reply["kind"] == "values":
                 generators = None if slot.rng_state is None else seeding.as_plain(slot.rng_state)
                 reply["values"][position] |= {"episode": int(self._words["episode"][env_id]), "generators": generators}
@@ -184,8 +186,9 @@ class Block:
         return reply
 
     def _note_restored(self, slot: Slot, saved: Mapping[str, Any]) -> None:
-        slot.must_reset = slot.has_ended = False
-        slot.last_done = np.zeros(slot.spec.batch_shape, bool) if slot.spec.batch_shape else False
+        slot.move(Event.RUNS)
+        if slot.spec.batch_shape:
+            slot.last_done = np.zeros(slot.spec.batch_shape, bool)
         if saved.get("episode") is not None:
             self._words["episode"][slot.env_id] = saved["episode"]
         if saved.get("generators") is not None:
@@ -213,11 +216,11 @@ class Block:
             return self._tell(slot) if slot.has_news or slot.has_side or slot.infos else _OK
         except self._passes:
             slot.prepared = None
-            slot.must_reset = True
+            slot.move(Event.IS_BROKEN_OFF)
             raise
         except BaseException as error:  # also SystemExit: it concerns this env, not the worker
             slot.prepared = None
-            slot.must_reset = True
+            slot.move(Event.IS_BROKEN_OFF)
             self._keep_step(slot, op)
             if isinstance(error, SpecError) and slot.adapter.origin:
                 error = SpecError(f"{error} Built by {slot.adapter.origin}.").with_traceback(error.__traceback__)
@@ -228,15 +231,12 @@ class Block:
         self, slot: Slot, sink: Sink, op: int, column: int, begun: Step | None, reset: Begun | None
     ) -> None:
         if op == _RESET:
-            mask = None if slot.must_reset else slot.reset_mask  # a new instance, as a whole
+            mask = None if slot.is_new else slot.reset_mask  # a new instance, as a whole
             self._reset(slot, sink, column, mask, reset)
             return
         slot.phase = "step"
-        if (slot.must_reset or slot.has_ended) and slot.is_guarded and begun is None:
-            raise InternalError(
-                f"step failed: expected a running env, got env {slot.env_id} that has ended, has raised, or was never "
-                f"reset. It was not stepped."
-            )
+        if begun is None:
+            slot.move(_STEP)
         observation = sink.step(column) if begun is None else begun(column)
         if self._pack_info is not None and reset is None:  # C resets only after steps without an info
             self._note_info(slot, "next")
@@ -282,11 +282,11 @@ class Block:
         inner = None if mask is None or mask.all() else mask.copy()
         observation = self._next_episode(slot, inner) if begun is None else begun()
         self._words["resets"][slot.env_id] += 1
-        slot.must_reset = False
         if self._pack_info is not None:
             self._note_info(slot, "root")
-        slot.last_done = False if inner is None else slot.last_done & ~inner
-        slot.has_ended = inner is not None and bool(slot.last_done.any())
+        if slot.spec.batch_shape:
+            slot.last_done = False if inner is None else slot.last_done & ~inner
+        slot.move(_ENDS if inner is not None and slot.last_done.any() else _RUNS)
         if column < sink.num_columns:
             self._write_root(slot, sink, column, observation)
 

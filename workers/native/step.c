@@ -34,12 +34,12 @@ enum { SEED_WORDS = 5 }; /* of `seeding.EpisodeSeeds.pool` */
 enum { NUM_FLAGS = 3 }; /* done, terminated, truncated */
 enum { KEPT_STEPS, KEPT_EPISODE, KEPT_SEED, KEPT_FLAGS, KEPT_FACTS }; /* of `block.journal.Journal.facts` */
 enum { JOURNAL_BEGUN = 1, JOURNAL_SEEDED = 2 }; /* `JournalFlag` */
-static const char *const NAMES[] = {"env", "step", "info", "reset", "prepared", "last_done", "has_ended", "latest", "is_ahead"};
-enum { ENV, STEP, INFO, RESET, PREPARED, LAST_DONE, HAS_ENDED, LATEST, IS_AHEAD, NUM_NAMES };
+static const char *const NAMES[] = {"env", "step", "info", "reset", "prepared", "latest", "is_ahead"};
+enum { ENV, STEP, INFO, RESET, PREPARED, LATEST, IS_AHEAD, NUM_NAMES };
 
 struct Step {
     PyObject_HEAD
-    PyObject *slot;                        /* gets `prepared`, `last_done` and `has_ended` */
+    PyObject *slot;                        /* gets `prepared` */
     PyObject *adapter;                     /* its `env.step` is called, where `step` is NULL */
     PyObject *step;                        /* list of the action's values -> StepValues; or NULL */
     PyObject *hand_over;                   /* column, result that is not plain -> observation values */
@@ -55,6 +55,8 @@ struct Step {
     i64 root_follows;   /* in a storage: the root of the next column is written too, unless the env has ended */
     i64 num_columns, env_id;
     i64 journal_rows;
+    Py_buffer state;                       /* of the slot, a byte; see `block.slot_states` */
+    Py_buffer if_stepped, if_running, if_ended; /* rows of its table: state -> the state that follows; < 0: none can */
     Py_buffer index, seed_pool;            /* the action, where it is one int64; see `seeding`; else no objects */
     Py_buffer journal;                     /* facts of `block.journal.Journal`; no object without it */
     Py_buffer env_steps, ends, episode, resets; /* words of each env */
@@ -71,7 +73,9 @@ static const Fact FACTS[] = {
     FACT(OBJECT, Step, integer_type), FACT(OBJECT, Step, number_types), FACT(NUMBER, Step, reads_number),
     FACT(NUMBER, Step, notes_infos), FACT(NUMBER, Step, root_follows), FACT(NUMBER, Step, num_columns),
     FACT(NUMBER, Step, env_id), FACT(WORDS_OR_NONE, Step, index), FACT(CONSTANTS, Step, seed_pool),
-    FACT(WORDS_OR_NONE, Step, journal), FACT(NUMBER, Step, journal_rows), {NULL},
+    FACT(BYTES, Step, state), FACT(CONSTANTS, Step, if_stepped), FACT(CONSTANTS, Step, if_running),
+    FACT(CONSTANTS, Step, if_ended), FACT(WORDS_OR_NONE, Step, journal),
+    FACT(NUMBER, Step, journal_rows), {NULL},
 };
 static const Fact WORDS_OF_ENVS[] = {
     FACT(WORDS, Step, env_steps), FACT(WORDS, Step, ends), FACT(WORDS, Step, episode), FACT(WORDS, Step, resets), {NULL},
@@ -556,6 +560,19 @@ static int keep_given(const Step *step, PyObject *result, PyObject *leaves)
     return PyObject_SetAttr(step->holder, step->names[IS_AHEAD], Py_True);
 }
 
+static signed char following(const Step *step, const Py_buffer *row)
+{
+    unsigned char state = *(unsigned char *)step->state.buf;
+    return state < row->len ? ((const signed char *)row->buf)[state] : -1;
+}
+
+int step_may_step(const Step *step) { return following(step, &step->if_stepped) >= 0; }
+
+static void move(const Step *step, int has_ended)
+{
+    *(signed char *)step->state.buf = following(step, has_ended ? &step->if_ended : &step->if_running);
+}
+
 /* Step the env once with an action; see `step_once`. */
 static Outcome step_with(Step *step, i64 column, PyObject *action, PyObject **given)
 {
@@ -571,6 +588,7 @@ static Outcome step_with(Step *step, i64 column, PyObject *action, PyObject **gi
         *given = result;
         return PyErr_Occurred() ? STEP_RAISED : STEP_ODD;
     }
+    move(step, flags[0]);
     ADD((i64 *)step->env_steps.buf + step->env_id, 1);
     if (flags[0])
         ADD((i64 *)step->ends.buf + step->env_id, 1);
@@ -589,14 +607,6 @@ Outcome step_once(Step *step, i64 column, PyObject **given)
     Outcome outcome = step_with(step, column, action, given);
     Py_DECREF(action);
     return outcome;
-}
-
-int step_note_end(Step *step, int has_ended)
-{
-    PyObject *flag = has_ended ? Py_True : Py_False;
-    if (PyObject_SetAttr(step->slot, step->names[LAST_DONE], flag) < 0)
-        return -1;
-    return PyObject_SetAttr(step->slot, step->names[HAS_ENDED], flag);
 }
 
 /* ---- the reset that follows ------------------------------------------------------------------------- */
@@ -653,6 +663,7 @@ Outcome step_reset(Step *step, i64 column, PyObject **given)
         if (!is_plain)
             return PyErr_Occurred() ? STEP_RAISED : STEP_ODD;
     }
+    move(step, 0);
     ADD((i64 *)step->resets.buf + step->env_id, 1);
     return STEP_STORED;
 }
@@ -679,7 +690,7 @@ static PyObject *step_run(PyObject *self, PyObject *argument)
     Py_DECREF(action);
     if (outcome == STEP_ODD)
         observation = PyObject_CallFunctionObjArgs(step->hand_over, argument, given, NULL);
-    else if (outcome != STEP_RAISED && step_note_end(step, outcome == STEP_ENDED) == 0)
+    else if (outcome != STEP_RAISED)
         observation = Py_NewRef(given);
     Py_XDECREF(given);
     return observation;
