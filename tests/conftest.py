@@ -32,16 +32,17 @@ _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 3.0
 _TEARDOWN_S = 10.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR2)
-#: Files that one process runs because they share what takes seconds to start: a Ray cluster, the host of scripts, a
-#: helper that has imported TorchRL.
+#: Files that one process runs because they share what takes seconds to start: a Ray cluster, a helper that has imported
+#: TorchRL.
 _TOGETHER = {
     "tests/cluster": ("tests/cluster/",),
-    "scripts": ("tests/test_docs.py", "tests/test_examples.py", "tests/executor/test_factories.py"),
     "TorchRL": ("tests/executor/facades/test_torchrl_", "tests/executor/facades/test_faults.py"),
 }
 #: Groups and files that take long and so begin first: if a long one began last, the other processes would wait for it.
 _LONG = (
     *_TOGETHER,
+    "tests/test_docs.py",
+    "tests/test_examples.py",
     "tests/workers/test_native.py",
     "tests/workers/test_torchrl_direct.py",
     "tests/faults/test_executor_model.py",
@@ -251,10 +252,13 @@ def _shared_helper(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def script_host() -> Iterator[ScriptHost]:
+def script_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptHost]:
     """Return the host of scripts, with this process's module path and one thread for torch."""
     path = os.pathsep.join(map(str, [Path(__file__).parents[1], *sys.path]))
-    with contextlib.closing(ScriptHost({"OMP_NUM_THREADS": "1", "PYTHONPATH": path})) as host:
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of the whole run
+    with contextlib.closing(ScriptHost(folder, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path})) as host:
         yield host
 
 

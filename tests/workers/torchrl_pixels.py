@@ -1,4 +1,4 @@
-"""Compare `DMControlEnv`s with pixels, direct and as TorchRL steps them: `python -m tests.workers.torchrl_pixels`."""
+"""Compare `DMControlWrapper`s with pixels, direct and as TorchRL steps them: `python -m tests.workers.torchrl_pixels`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ warnings.simplefilter("ignore")
 import torch
 from dm_control import suite
 from tensordict import TensorDictBase, assert_close
-from torchrl.envs import DMControlEnv, EnvBase, SerialEnv
+from torchrl.envs import DMControlWrapper, EnvBase, SerialEnv
 
 from envherd.executor.facades.torchrl import ParallelEnv
 from tests.workers.test_torchrl_direct import compare
@@ -19,7 +19,9 @@ NUM_ENVS, NUM_STEPS = 2, 3
 
 
 def make_env(*, pixels_only: bool) -> EnvBase:
-    return DMControlEnv("cartpole", "swingup", from_pixels=True, pixels_only=pixels_only)
+    env = suite.load("cartpole", "swingup")
+    env.physics.model.vis.quality.shadowsize = 0  # the processor draws where there is no GPU
+    return DMControlWrapper(env, from_pixels=True, pixels_only=pixels_only)
 
 
 def rollout(env: EnvBase) -> TensorDictBase:
