@@ -1,16 +1,18 @@
-"""Compare `DMControlWrapper`s with pixels, direct and as TorchRL steps them: `python -m tests.workers.torchrl_pixels`."""
+"""Compare `DMControlEnv`s with pixels, direct and as TorchRL steps them: `python -m tests.workers.torchrl_pixels`."""
 
 from __future__ import annotations
 
 import functools
 import warnings
+from typing import Any
+from unittest.mock import patch
 
 warnings.simplefilter("ignore")
 
 import torch
 from dm_control import suite
 from tensordict import TensorDictBase, assert_close
-from torchrl.envs import DMControlWrapper, EnvBase, SerialEnv
+from torchrl.envs import DMControlEnv, EnvBase, SerialEnv
 
 from envherd.executor.facades.torchrl import ParallelEnv
 from tests.workers.test_torchrl_direct import compare
@@ -19,9 +21,15 @@ NUM_ENVS, NUM_STEPS = 2, 3
 
 
 def make_env(*, pixels_only: bool) -> EnvBase:
-    env = suite.load("cartpole", "swingup")
-    env.physics.model.vis.quality.shadowsize = 0  # the processor draws where there is no GPU
-    return DMControlWrapper(env, from_pixels=True, pixels_only=pixels_only)
+    load = suite.load
+
+    def without_shadows(*args: Any, **kwargs: Any) -> Any:
+        env = load(*args, **kwargs)
+        env.physics.model.vis.quality.shadowsize = 0  # they take most of the time where the processor draws
+        return env
+
+    with patch.object(suite, "load", without_shadows):
+        return DMControlEnv("cartpole", "swingup", from_pixels=True, pixels_only=pixels_only)
 
 
 def rollout(env: EnvBase) -> TensorDictBase:
