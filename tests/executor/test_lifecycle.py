@@ -178,10 +178,12 @@ def test_a_worker_that_is_started_while_another_thread_closes_is_ended(monkeypat
 
 
 _ENDS_IN_A_CALL = """
-import atexit, threading
+import atexit, threading, weakref
 
 has_ended = threading.Event()
-atexit.register(has_ended.wait, 30)  # registered first, so it runs after all finalizers
+atexit.unregister(weakref.finalize._exitfunc)
+atexit.register(has_ended.wait, 30)
+atexit.register(weakref.finalize._exitfunc)  # last, so all finalizers run before the wait
 
 import sys, time
 from envherd import ExecutorOptions, ParallelEnv, SerialEnv
