@@ -21,6 +21,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.classic_control import CartPoleEnv
 from typer.testing import CliRunner
 
 import envherd
@@ -212,6 +213,25 @@ def test_a_failure_in_a_later_episode(tmp_path):
     forced = replay(path, "--env", FAULTY, "--env-kwargs", '{"fault": "value_error", "step": 1}')
     assert forced.exit_code == 1
     assert f"It failed otherwise: EnvError (ValueError: {BROKEN}) in step 1." in forced.stdout + forced.stderr
+
+
+class Diverging(CartPoleEnv):
+    """Its third step returns NaN."""
+
+    def step(self, action):
+        observation, *rest = super().step(action)
+        self.num_made = getattr(self, "num_made", 0) + 1
+        return observation * (np.nan if self.num_made == 3 else 1), *rest
+
+
+@pytest.mark.slow
+def test_a_nan_is_written_and_found_again(tmp_path):
+    options = _options(tmp_path, check_finite=True)
+    with SerialEnv(1, Diverging, seed=7, options=options) as env, pytest.raises(EnvError, match="NaN") as caught:
+        env.rollout(5)
+    again = replay(caught.value.context["capsule"], "--trust")
+    assert again.exit_code == 0, again.output
+    assert "in step 2" in again.stdout or "in step 3" in again.stdout
 
 
 @pytest.mark.slow
