@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 # Number of parallel test processes. More than cores are useful, because many tests mostly wait.
-JOBS ?= 3
+JOBS ?= 4
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
 ROLLOUT_ENV ?= meltingpot:commons_harvest__open

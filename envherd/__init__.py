@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from envherd.executor.cluster.remote_rollouts import RemoteRollouts
     from envherd.executor.collector import Collector
     from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
-    from envherd.executor.options import ExecutorOptions
+    from envherd.executor.options import Capsules, ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
     from envherd.executor.policy import swapped_parameters, uncopied
     from envherd.executor.pools.preloading import preloaded
@@ -73,6 +73,7 @@ _HOMES = {
     "Binary": _SPECS,
     "Box": _SPECS,
     "Busy": _ERRORS,
+    "Capsules": "envherd.executor.options",
     "Closed": _ERRORS,
     "ClusterError": "envherd.executor.cluster.errors",
     "Collector": "envherd.executor.collector",
@@ -134,6 +135,7 @@ __all__ = [
     "Binary",
     "Box",
     "Busy",
+    "Capsules",
     "Closed",
     "ClusterError",
     "Collector",

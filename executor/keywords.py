@@ -54,6 +54,7 @@ _ATTRIBUTES_ELSEWHERE = {
     "rand_step": "Use step(rand_action(td)).",
     "get_images": "Use render().",
     "n_envs": "Use num_envs.",
+    "branch": "It is a method of ParallelEnv, whose workers it forks.",
     "to": "Pass device= to the constructor: batches are then on that device.",
 }
 

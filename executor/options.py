@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,6 +21,30 @@ ActionCheck = Literal["strict", "finite", "off"]
 WorkerOutput = Literal["capture", "inherit"]
 #: Environment variables: a dict, or pairs.
 EnvVars = Mapping[str, str] | tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Capsules:
+    """Where the episodes of envs that fail are written; see `ExecutorOptions.capsules`.
+
+    Attributes:
+        directory: of the files; made if it does not exist.
+        max_files: no further ones are written to a directory with this number of them.
+        journal_bytes: for the actions of each env since its reset. Of a longer episode only the latest actions are
+            kept, and it cannot be run again.
+        pickle: put the pickled factory and its arguments into the files. Then a lambda can be run again, too, by those
+            who trust the file: unpickling it runs any code.
+    """
+
+    directory: str | os.PathLike[str]
+    max_files: int = 20
+    journal_bytes: int = 1 << 20
+    pickle: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse values that can never work."""
+        for name in ("max_files", "journal_bytes"):
+            _COUNT.check(f"capsules.{name}", getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +122,10 @@ class ExecutorOptions:
             env that computes, or holds Python's GIL while it waits, still blocks the other envs of its worker: leave
             the option off for such envs, and use more workers. The envs of a worker share its global random generators.
             See docs/asynchronous.md.
+        capsules: a directory, or `Capsules(...)`. If an env raises, breaks its spec, crashes or hangs, its episode
+            (seed and actions) is written to a file there. The error names the file, and `envherd replay FILE` runs the
+            episode again. None writes none. Not for `RayParallelEnv`, the TorchRL facade, and a torch simulator in
+            this process.
         first_env_id: id of env 0 for seeds. Executors with the same root seed can each run a share of one large batch
             (on different machines, say). If each sets the id of its first env, their data equal that batch's, bit for
             bit.
@@ -132,6 +161,7 @@ class ExecutorOptions:
     alone: bool = False
     reset_ahead: bool = False
     env_threads: bool = False
+    capsules: str | os.PathLike[str] | Capsules | None = None
     first_env_id: int = 0
 
     def for_block(self) -> BlockOptions:
@@ -149,6 +179,16 @@ class ExecutorOptions:
             env_threads=self.env_threads,
             limits_resets=self.reset_timeout_s is not None,
         )
+
+    @property
+    def capsule_rules(self) -> Capsules | None:
+        """What `capsules` says, as `Capsules`."""
+        return self.capsules if isinstance(self.capsules, Capsules | None) else Capsules(self.capsules)
+
+    def refuse_capsules(self, where: str) -> None:
+        """Raise ValueError if capsules are wanted; `where` is what cannot write them."""
+        if self.capsules is not None:
+            raise ValueError(f"{where} failed: expected capsules=None, got {self.capsules!r}: it cannot write them.")
 
     @property
     def info_policy(self) -> InfoPolicy:
@@ -210,6 +250,8 @@ class ExecutorOptions:
             if not isinstance(getattr(self, name), bool):
                 raise _refusal(name, "True or False", getattr(self, name))
         self._check_lists()
+        if not isinstance(self.capsules, (str, os.PathLike, Capsules, type(None))) or self.capsules == "":
+            raise _refusal("capsules", "the path of a directory, Capsules(...), or None", self.capsules)
         if not isinstance(self.infos, Infos) and self.infos not in _INFO_POLICIES:
             check_keys(self.infos)
         self._check_ahead()
@@ -314,6 +356,7 @@ def _refusal(name: str, expected: str, got: Any, advice: str = "") -> ValueError
 _FEWEST_FRAMES = 3
 _SECONDS = _Number(0, is_above=True)
 _SECONDS_OR_NONE = _Number(0, is_above=True, is_optional=True)
+_COUNT = _Number(1, is_whole=True)
 _COUNT_OR_NONE = _Number(1, is_whole=True, is_optional=True)
 _NUMBERS = {
     "worker_threads": _COUNT_OR_NONE,

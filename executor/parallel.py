@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.batches.arguments import as_count, need_bools
 from envherd.executor.batches.transfer import as_device
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
@@ -80,9 +81,68 @@ class ParallelEnv(BatchedEnv):
         blueprint = draw(factories, env_kwargs, choose_workers(count, num_workers, fewest=fewest), seed, options)
         pool = make_pool(blueprint, options)
         pool.start()
+        self._branch_pool = pool
         try:
             check_agreement(pool.specs, factories, blueprint.env_kwargs)
             super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options)
         except BaseException:
             pool.close(timeout_s=0)
             raise
+
+    def branch(self, source_id: int, target_ids: Any, *, reseed: bool = False) -> None:
+        """Replace envs by copies of another one, with the whole state of its simulator, in the middle of its episode.
+
+        The worker of the source forks itself, and the copies take the places of the workers of the targets. Nothing is
+        asked of the env: it need not be one that `save` can save. Otherwise the effect is that of `restore(save(...))`:
+        `current()` returns the source's root for the targets. With equal actions, source and copies return equal data,
+        bit for bit, until a reset. The next episode of a target has the number after the source's, and the target's
+        seed of that number. See docs/branching.md.
+
+        Args:
+            source_id: the env that is copied. It must have been reset; its episode may have ended.
+            target_ids: the envs that are replaced, as in `send`. Their episodes are given up, and their envs are not
+                closed.
+            reseed: give each copy other random numbers than the source: the global generators of its process and numpy
+                and Python generators of the env, its wrappers and its task are seeded anew. Generators inside C++ or
+                Lua are not.
+
+        Raises:
+            ValueError: the envs have no worker process each, unlike specs, or a worker that cannot be forked (it has
+                threads, sockets, processes, a GPU or an OpenGL context) or is of the portable pool; nothing
+                has changed.
+            ResetNeeded: the source has no episode.
+            Busy: one of these envs was sent and not received.
+            WorkerLost, WorkerTimeout: the source is lost, or a copy; then the targets need a reset.
+        """
+        need_bools("branch", reseed=reseed)
+        as_count("branch", "source_id", source_id, least=0)
+        with self._guard:
+            (source,), targets = self._exchange.as_ids(source_id).tolist(), self._exchange.as_ids(target_ids)
+            self._check_branch(source, targets.tolist())
+            if len(targets):
+                self._engine.branch(source, targets, reseed=reseed, fork=self._branch_pool.branch)
+
+    def _check_branch(self, source: int, targets: list[int]) -> None:
+        """Refuse a branch between envs that cannot take each other's place."""
+        if not self._branch_pool.can_fork:
+            raise ValueError(
+                f"branch failed: expected workers that can fork, got the portable pool. Use "
+                f"`env.restore(env.save([{source}]) * {len(targets)}, {targets})`."
+            )
+        if source in targets:
+            raise ValueError(f"branch failed: expected targets other than the source, got env {source} as both.")
+        blocks, worker_of = self._branch_pool.blueprint.blocks, self._branch_pool.worker_of
+        if not all(len(blocks[worker_of[env_id]]) == 1 for env_id in (source, *targets)):
+            raise ValueError(
+                f"branch failed: expected a worker process for each env, got {self.num_envs} envs in "
+                f"{self.num_workers}. Pass num_workers={self.num_envs}."
+            )
+        for option in ("reset_ahead", "env_threads"):
+            if getattr(self.options, option):
+                raise ValueError(f"branch failed: expected an executor without {option}, got {option}=True.")
+        for env_id in targets:
+            if self.specs[env_id] != self.specs[source]:
+                raise ValueError(
+                    f"branch failed: expected envs with the spec of env {source}, got env {env_id} with another: "
+                    f"{self.specs[source].difference(self.specs[env_id])}."
+                )

@@ -68,6 +68,8 @@ class SerialEnv(BatchedEnv):
             pool.start()
             check_agreement(pool.specs, factories, blueprint.env_kwargs)
             parts = SIMULATOR if is_simulator(pool) else Parts()
+            if parts is SIMULATOR:
+                options.refuse_capsules("SerialEnv of a torch simulator")
             super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options, parts=parts)
         except BaseException:
             pool.close()

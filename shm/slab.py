@@ -5,6 +5,7 @@
     group      envs of equal spec share arrays `[num_rows, ...]`:
                inputs    what a step reads: action, state, reset mask         (parent writes)
                frames    a ring of K: `next/*` of a step, `root/*` of a reset  (workers write)
+               journal   of each env, the inputs of its steps since its reset, if that is wanted  (workers write)
 
 A *column* is an index in time: frame `c` of the ring, or step `t` of a rollout storage. For one env, every array that a
 worker writes is indexed `[column, ...]`, so the same code writes the ring and a rollout.
@@ -14,6 +15,7 @@ Guarantees: pure arithmetic up to `Slab`; a plan is picklable and means the same
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -108,6 +110,19 @@ def input_requests(spec: EnvSpec, lead: tuple[int, ...]) -> list[tuple[Name, tup
     return requests
 
 
+#: What the journal of an env has besides inputs: int64 each, see `workers.block.journal`.
+JOURNAL_FACTS = ("steps", "episode", "seed", "flags")
+
+
+def journal_requests(spec: EnvSpec, num_rows: int, row_nbytes: int) -> list[tuple[Name, tuple[int, ...], str]]:
+    """List the arrays of the envs' journals: the facts, and the inputs of as many steps as fit `row_nbytes` per env."""
+    leaves = input_leaves(spec)
+    nbytes = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
+    lead = (num_rows, max(1, row_nbytes // max(nbytes, 1)))
+    facts = (("facts",), (num_rows, len(JOURNAL_FACTS)), "int64")
+    return [facts, *((("input", *leaf.key), (*lead, *leaf.shape), leaf.dtype) for leaf in leaves)]
+
+
 @dataclass(frozen=True)
 class GroupPlan:
     """Where a group of equal envs lives.
@@ -119,6 +134,7 @@ class GroupPlan:
         next_nbytes: bytes from a frame's start to the end of its `next` part.
         base: offset of frame 0 in the segment; frame k is `k * frame.nbytes` further.
         inputs: layout of the inputs, offsets from the segment's start.
+        journal: layout of the journals, likewise; None without them.
     """
 
     env_ids: tuple[int, ...]
@@ -127,6 +143,7 @@ class GroupPlan:
     next_nbytes: int
     base: int
     inputs: Layout
+    journal: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -135,8 +152,9 @@ class SlabPlan:
 
     Attributes:
         num_frames: of each group, lendable ones included.
-        num_lendable: frames after those of the ring, which can be lent to the caller; they are the last bytes of the
-            segment, and each begins at a page.
+        num_lendable: frames after those of the ring, which can be lent to the caller; only the journals follow them,
+            and each begins at a page.
+        journals_nbytes: of all journals, the last bytes of the segment; pages that no step has reached take no memory.
     """
 
     num_envs: int
@@ -147,11 +165,12 @@ class SlabPlan:
     groups: tuple[GroupPlan, ...]
     nbytes: int
     num_lendable: int = 0
+    journals_nbytes: int = 0
 
     @property
     def ring_nbytes(self) -> int:
         """Bytes up to the first lendable frame."""
-        return self.nbytes - self.num_lendable * self.groups[0].frame.nbytes
+        return self.nbytes - self.journals_nbytes - self.num_lendable * self.groups[0].frame.nbytes
 
     def go_offset(self, worker_id: int) -> int:
         """Return the offset of a worker's `go` doorbell."""
@@ -173,7 +192,9 @@ _LARGEST_LENT = 1 << 28
 _LENDABLE_BYTES, _FEWEST_LENDABLE, _MOST_LENDABLE = 1 << 26, 4, 12
 
 
-def plan_slab(specs: Sequence[EnvSpec], num_workers: int, num_ring: int, *, lends: bool = False) -> SlabPlan:
+def plan_slab(
+    specs: Sequence[EnvSpec], num_workers: int, num_ring: int, *, lends: bool = False, journal_nbytes: int = 0
+) -> SlabPlan:
     """Lay out a slab for envs with the given specs (one per env); equal specs share arrays.
 
     Args:
@@ -181,6 +202,7 @@ def plan_slab(specs: Sequence[EnvSpec], num_workers: int, num_ring: int, *, lend
         num_workers: that have words.
         num_ring: frames of the ring.
         lends: add lendable frames, if the envs are equal and their batches large.
+        journal_nbytes: for the inputs in the journal of each env; 0 for no journals.
     """
     num_envs = len(specs)
     counts = {"env": num_envs, "worker": num_workers, "bin": num_workers * NUM_BINS}
@@ -201,8 +223,14 @@ def plan_slab(specs: Sequence[EnvSpec], num_workers: int, num_ring: int, *, lend
         base = align(inputs.nbytes, alignment)
         groups.append(GroupPlan(env_ids, spec, frame, first_root, base, inputs))
         offset = base + (num_ring + num_lendable) * frame.nbytes
-    num_frames = num_ring + num_lendable
-    return SlabPlan(num_envs, num_workers, num_frames, words, words.nbytes, tuple(groups), offset, num_lendable)
+    frames_end = offset
+    for index, group in enumerate(groups if journal_nbytes else ()):
+        journal = lay_out(journal_requests(group.spec, len(group.env_ids), journal_nbytes), start=offset)
+        groups[index] = replace(group, journal=journal)
+        offset = journal.nbytes
+    num_frames, journals_nbytes = num_ring + num_lendable, offset - frames_end
+    where = words, words.nbytes, tuple(groups), offset
+    return SlabPlan(num_envs, num_workers, num_frames, *where, num_lendable, journals_nbytes)
 
 
 def _group_equal(specs: Sequence[EnvSpec]) -> list[tuple[EnvSpec, tuple[int, ...]]]:
@@ -224,6 +252,7 @@ class GroupSlab:
         plan: their layout.
         columns: `("next" | "root", *key)` -> `[num_frames, num_rows, ...]`.
         inputs: `("input", *key)` and `("reset_mask",)` -> `[num_rows, ...]`.
+        journal: `("facts",)` -> int64 `[num_rows, 4]`, `("input", *key)` -> `[num_rows, steps, ...]`; empty without.
         buffer: the whole segment, uint8.
     """
 
@@ -234,6 +263,7 @@ class GroupSlab:
             field.name: strided_view(buffer, field, plan.base, num_frames, plan.frame.nbytes) for field in plan.frame
         }
         self.inputs = {field.name: view(buffer, field) for field in plan.inputs}
+        self.journal = {field.name: view(buffer, field) for field in plan.journal or ()}
         self.buffer = buffer
 
     def next_bytes(self, column: int) -> np.ndarray:

@@ -16,11 +16,14 @@ import graphlib
 import hashlib
 import re
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from benchmarks.parts import write_part
-from envherd.executor.protocol.env_states import Event, State, table
+from envherd.executor.protocol import env_states
+from envherd.workers.block import slot_states
 from tests.test_imports import MODULES, ORDERED, ROOT, imported_modules
 
 PAGE = ROOT / "docs" / "architecture.md"
@@ -141,16 +144,17 @@ def parts_table() -> list[str]:
     return lines
 
 
-def states_table() -> list[str]:
-    """Return `env_states.table()` with a column for each state and a row for each event, as lines of Markdown."""
+def states_table(module: ModuleType) -> list[str]:
+    """Return a module's `table()` with a column for each state and a row for each event, as lines of Markdown."""
     cells = {}
-    for line in table().splitlines():
+    for line in module.table().splitlines():
         before, what, after = line.split(None, 2)
         refusal = after.removeprefix("refused: ")
         cells[before, what] = after if refusal == after else f"*{refusal}*"
-    lines = ["| event | " + " | ".join(state.name for state in State) + " |", "|---" * (1 + len(State)) + "|"]
-    for event in Event:
-        row = (cells.get((state.name, event.name), "") for state in State)
+    lines = ["| event | " + " | ".join(state.name for state in module.State) + " |"]
+    lines.append("|---" * (1 + len(module.State)) + "|")
+    for event in module.Event:
+        row = (cells.get((state.name, event.name), "") for state in module.State)
         lines.append(f"| {event.name} | {' | '.join(row)} |")
     return lines
 
@@ -169,7 +173,11 @@ def lines_of_code() -> dict[str, int]:
 
 
 #: Part of the page -> function that makes its lines.
-PARTS = {"tests/architecture.py, parts": parts_table, "tests/architecture.py, states": states_table}
+PARTS = {
+    "tests/architecture.py, parts": parts_table,
+    "tests/architecture.py, states": partial(states_table, env_states),
+    "tests/architecture.py, states in a worker": partial(states_table, slot_states),
+}
 
 
 def hops(section: str) -> list[tuple[str, list[str]]]:

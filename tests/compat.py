@@ -61,7 +61,7 @@ GROUPS = {
     "Gymnasium": ("executor/facades/test_gymnasium_*.py", "workers/test_gymnasium_*.py"),
     "SB3": ("executor/facades/test_sb3_equality.py", "executor/facades/test_sb3_vec_env.py"),
     "TorchRL": ("executor/facades/test_torchrl_*.py", "workers/test_torchrl_*.py"),
-    RLLIB: ("executor/facades/test_rllib.py",),
+    RLLIB: ("executor/facades/test_rllib.py", "executor/facades/test_faults.py"),
 }
 
 #: Tests of `--above`, below `tests/`: oldest and newest differ most in TorchRL and Gymnasium.

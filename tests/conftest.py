@@ -32,22 +32,28 @@ _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 3.0
 _TEARDOWN_S = 10.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR2)
-#: Groups of tests that take minutes and so begin first: if a long one began last, the other processes would wait for
-#:     it.
+#: Files that one process runs because they share what takes seconds to start: a Ray cluster, a helper that has imported
+#: TorchRL.
+_TOGETHER = {
+    "tests/cluster": ("tests/cluster/",),
+    "TorchRL": ("tests/executor/facades/test_torchrl_", "tests/executor/facades/test_faults.py"),
+}
+#: Groups and files that take long and so begin first: if a long one began last, the other processes would wait for it.
 _LONG = (
-    "tests/cluster",
+    *_TOGETHER,
+    "tests/test_docs.py",
     "tests/test_examples.py",
-    "tests/faults/test_interrupts.py",
+    "tests/workers/test_native.py",
+    "tests/workers/test_torchrl_direct.py",
     "tests/faults/test_executor_model.py",
-    "tests/executor/facades/test_torchrl_parallel.py",
-    "tests/executor/facades/test_torchrl_use.py",
-    "tests/executor/facades/test_torchrl_limits.py",
-    "tests/executor/facades/test_faults.py",
+    "tests/faults/test_interrupts.py",
     "tests/executor/test_property.py",
+    "tests/executor/test_shared_helpers.py",
     "tests/contracts/test_matrix.py",
-    "tests/executor/test_infos.py",
-    "tests/executor/facades/test_sb3_training.py",
+    "tests/executor/test_sizing_runs.py",
     "tests/workers/test_meltingpot.py",
+    "tests/workers/test_together.py",
+    "tests/faults/test_fuzz.py",
 )
 #: Modules that a session's helper has imported.
 _PRELOADED = ("torch", "tensordict", "gymnasium", "pytest", "hypothesis", "envherd.executor", "envherd.workers.testing")
@@ -87,7 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run the tests of a file in one process, and all tests with a Ray cluster in one, to share their fixtures."""
+    """Run the tests of a file in one process, and so the files of a group, to share their fixtures."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):
@@ -99,7 +105,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def _group(nodeid: str) -> str:
     file = nodeid.partition("::")[0]
-    return "tests/cluster" if file.startswith("tests/cluster/") else file
+    return next((name for name, files in _TOGETHER.items() if file.startswith(files)), file)
 
 
 def _children() -> set[int]:
@@ -198,22 +204,21 @@ def _the_gpu_is_in_use() -> None:
 
 
 @pytest.fixture(scope="session")
-def _helper_of(request: pytest.FixtureRequest) -> Iterator[Callable[[tuple[str, ...] | None], Any]]:
+def _helper_of(request: pytest.FixtureRequest) -> Iterator[Callable[[tuple[str, ...]], Any]]:
     """Return a function that returns the session's helper, which has imported the modules of most tests.
 
-    With the arguments of a mark `preloads(...)`, the helper has also imported these modules.
+    With the arguments of a mark `preloads(...)`, the helper has also imported these modules, and those with this mark.
     """
     from envherd.executor import preloaded
     from envherd.executor.pools import preloading
 
-    made: dict[tuple[str, ...] | None, Any] = {}
+    made: dict[tuple[str, ...], Any] = {}
 
-    def helper_of(modules: tuple[str, ...] | None) -> Any:
+    def helper_of(modules: tuple[str, ...]) -> Any:
         if modules not in made:
             items: list[Any] = request.session.items
             marked = {item.module.__name__ for item in items if _preloads(item.parent) == modules}
-            more = () if modules is None else (*modules, *sorted(marked))
-            stack.enter_context(preloaded(*_PRELOADED, *more))
+            stack.enter_context(preloaded(*_PRELOADED, *modules, *sorted(marked)))
             made[modules] = preloading._innermost.pop()  # modules put it back for themselves
         return made[modules]
 
@@ -241,16 +246,19 @@ def _shared_helper(request: pytest.FixtureRequest) -> Iterator[None]:
     else:
         from envherd.executor.pools import preloading
 
-        preloading._innermost.append(request.getfixturevalue("_helper_of")(modules))
+        preloading._innermost.append(request.getfixturevalue("_helper_of")(modules or ()))
         yield
         preloading._innermost.pop()
 
 
 @pytest.fixture(scope="session")
-def script_host() -> Iterator[ScriptHost]:
+def script_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptHost]:
     """Return the host of scripts, with this process's module path and one thread for torch."""
     path = os.pathsep.join(map(str, [Path(__file__).parents[1], *sys.path]))
-    with contextlib.closing(ScriptHost({"OMP_NUM_THREADS": "1", "PYTHONPATH": path})) as host:
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of the whole run
+    with contextlib.closing(ScriptHost(folder, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path})) as host:
         yield host
 
 

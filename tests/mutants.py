@@ -103,6 +103,7 @@ TESTS = {
         "executor/test_info_leaves.py",
         *_STEPS,
     ),
+    "workers/block/slot_states.py": ("workers/test_slot_states.py",),
     "shm/tally.py": ("shm/test_tally.py", "shm/test_tally_model.py", "executor/test_exchange.py"),
 }
 

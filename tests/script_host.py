@@ -2,23 +2,28 @@
 
 A script runs as with `python SCRIPT ARGUMENTS`: it is `__main__`, its folder is first in `sys.path`, and it ends like a
 process. `tests/test_examples.py` also runs one script in a fresh process.
+All test processes of a run share the host. It ends when the last of them does.
 
-    python script_host.py     reads one job per line, as JSON, and prints the exit code of each
+    python script_host.py DESCRIPTOR     listens there; each connection brings a job as JSON, or stays open
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import importlib
 import json
 import os
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 #: The first makes the import of SB3 light, as in workers.
 _IMPORTED = (
@@ -27,58 +32,139 @@ _IMPORTED = (
 )
 
 
+_PR_SET_CHILD_SUBREAPER = 36
+#: Seconds for what a script has started to end after it.
+_GRACE_S = 3.0
+
+
 class ScriptHost:
-    """The host process; created before the first count of a test's resources.
+    """A connection to the host process, which is started by the first; created before the first count of resources.
 
     Args:
-        environment: of the scripts.
+        folder: the same for all test processes of a run, and for no others.
+        environment: of the host.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment},
-        )
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self._path = str(folder / "script_host")
+        self._process: subprocess.Popen[bytes] | None = None
+        with open(f"{self._path}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                self._lease = self._connect()
+            except OSError:
+                self._process = self._start(environment)
+                self._lease = self._connect()
+
+    def _start(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        listener = socket.socket(socket.AF_UNIX)
+        with listener:
+            listener.bind(self._path)
+            listener.listen(64)
+            command = [sys.executable, __file__, str(listener.fileno())]
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, env={**os.environ, **environment}, pass_fds=[listener.fileno()]
+            )
+
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(self._path)
+        except OSError:
+            connection.close()
+            raise
+        return connection
 
     def run(
-        self, script: Path, *arguments: str, folder: Path, output: Path, timeout_s: float = 280
+        self, script: Path, *arguments: str, folder: Path, output: Path, timeout_s: float = 280, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a script in `folder`; return its exit code, stdout and stderr, which it writes to files in `output`."""
+        """Run a script in `folder`; return its exit code, stdout and stderr, which it writes to files in `output`.
+
+        Args:
+            script: its file.
+            arguments: its arguments.
+            folder: its current folder.
+            output: where its output is kept.
+            timeout_s: seconds after which it is ended.
+            environment: variables to set for it, beyond the host's.
+        """
         out, err = output / "stdout", output / "stderr"
         job = {"command": [str(script), *arguments], "folder": str(folder), "files": [str(out), str(err)]}
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({**job, "timeout_s": timeout_s}) + "\n")
-        self._process.stdin.flush()
-        code = int(self._process.stdout.readline())
+        with self._connect() as connection, connection.makefile("rw") as file:
+            file.write(json.dumps({**job, "timeout_s": timeout_s, "environment": environment}) + "\n")
+            file.flush()
+            code, left = json.loads(file.readline())
+        assert not left, f"the script left processes behind: {left}"
         return subprocess.CompletedProcess(job["command"], code, out.read_text(), err.read_text())
 
     def close(self) -> None:
-        """End it."""
-        self._process.communicate()
+        """Drop this connection. Another test process may still use the host."""
+        self._lease.close()
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
 
 
-def serve() -> None:
-    """Carry out jobs until there are no more; in the fork for a job, return after its script."""
+def serve(listener: socket.socket) -> None:
+    """Fork a process for each connection until all have ended; in the fork for a job, return after its script."""
     for name in _IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    for line in sys.stdin:
-        pid = os.fork()
-        if not pid:
-            _run(**json.loads(line))
-            return
-        _, status = os.waitpid(pid, 0)
-        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
-        sys.stdout.flush()
+    path = listener.getsockname()
+    with open(f"{path}.lock") as lock:
+        while True:
+            if select.select([listener], [], [], 0.1)[0]:
+                connection, _ = listener.accept()
+                if not os.fork():
+                    listener.close()
+                    answer(connection)
+                    return
+                connection.close()
+            fcntl.flock(lock, fcntl.LOCK_EX)  # nobody else connects for the first time
+            if not has_children() and not select.select([listener], [], [], 0)[0]:
+                os.unlink(path)
+                os._exit(0)
+            fcntl.flock(lock, fcntl.LOCK_UN)
 
 
-def _run(command: list[str], folder: str, files: list[str], timeout_s: float) -> Any:
+def has_children() -> bool:
+    """Reap children that have ended; return whether any is left."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def answer(connection: socket.socket) -> None:
+    """Carry out the job of a connection, and wait for the processes that its script leaves; return in the script."""
+    with connection, connection.makefile("rw") as file:
+        line = file.readline()
+        if not line:
+            os._exit(0)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        script = os.fork()
+        if script:
+            code = os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
+            end = time.monotonic() + _GRACE_S
+            while has_children() and time.monotonic() < end:
+                time.sleep(0.01)
+            left = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            for pid in left:
+                os.kill(int(pid), signal.SIGKILL)
+            file.write(f"{json.dumps([code, left])}\n")
+            file.flush()
+            os._exit(0)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    _run(**json.loads(line))
+
+
+def _run(command: list[str], folder: str, files: list[str], timeout_s: float, environment: dict[str, str]) -> None:
     signal.alarm(int(timeout_s))  # ends the process
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(environment)
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(folder)
@@ -87,4 +173,4 @@ def _run(command: list[str], folder: str, files: list[str], timeout_s: float) ->
 
 
 if __name__ == "__main__":
-    serve()
+    serve(socket.socket(fileno=int(sys.argv[1])))

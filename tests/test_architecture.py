@@ -16,7 +16,7 @@ from tests.test_imports import ROOT
 TEXT = PAGE.read_text()
 HOPS = [
     pytest.param(file, function, id=f"{section}: {function}")
-    for section in ("A step", "A reset", "A loss", "A restart")
+    for section in ("A plain step", "A step", "A reset", "A loss", "A restart", "A branch")
     for file, functions in architecture.hops(section)
     for function in functions
 ]
@@ -29,37 +29,37 @@ READERS = {
 #: Lines of Python and C of each sub-package, as `python -m tests.architecture --budget` prints them. Not a limit but a
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
 BUDGET = {
-    "shm/*": 1891,
-    "workers/*": 2569,
-    "workers/adapters": 1006,
-    "workers/adapters/common": 863,
+    "shm/*": 1921,
+    "workers/*": 3132,
+    "workers/adapters": 1037,
+    "workers/adapters/common": 488,
     "workers/adapters/dm_env": 354,
     "workers/adapters/gymnasium": 1211,
     "workers/adapters/hosts": 598,
     "workers/adapters/meltingpot": 1512,
     "workers/adapters/pettingzoo": 730,
-    "workers/adapters/simulators": 1133,
+    "workers/adapters/simulators": 1161,
     "workers/adapters/torchrl": 1879,
-    "workers/block": 1513,
-    "workers/native": 1548,
-    "workers/process": 1396,
-    "workers/testing": 1765,
-    "executor/*": 2885,
-    "executor/batches": 1600,
-    "executor/cli": 3007,
-    "executor/cluster": 2158,
+    "workers/block": 1753,
+    "workers/native": 1582,
+    "workers/process": 1632,
+    "workers/testing": 1833,
+    "executor/*": 2991,
+    "executor/batches": 1601,
+    "executor/cli": 3338,
+    "executor/cluster": 2159,
     "executor/facades": 508,
     "executor/facades/cleanrl": 186,
-    "executor/facades/gymnasium": 1166,
-    "executor/facades/pettingzoo": 895,
+    "executor/facades/gymnasium": 1168,
+    "executor/facades/pettingzoo": 896,
     "executor/facades/rllib": 538,
-    "executor/facades/sb3": 940,
-    "executor/facades/torchrl": 1295,
+    "executor/facades/sb3": 942,
+    "executor/facades/torchrl": 1296,
     "executor/machine": 543,
     "executor/monitor": 511,
     "executor/native": 941,
-    "executor/pools": 4943,
-    "executor/protocol": 3364,
+    "executor/pools": 5565,
+    "executor/protocol": 3427,
     "executor/rollouts": 911,
     "executor/show": 1119,
     "executor/simulator": 798,
@@ -67,6 +67,8 @@ BUDGET = {
 }
 #: What a number may be above the lines that are there: a share, or this number of lines if that is more.
 SLACK, SLACK_LINES = 0.03, 30
+#: The head of a function in C, without the semicolon of a declaration.
+C_FUNCTION = re.compile(r"^\w[\w *]*?(\w+)\([^;]*\)$", re.MULTILINE)
 REPORTS = re.compile(r"\.(outcome|wait_all|wait_some)\b")
 
 
@@ -82,7 +84,8 @@ def defined_in(node: ast.AST, prefix: str = "") -> Iterator[str]:
 @functools.cache
 def functions_of(file: str) -> set[str]:
     """Return the classes and functions of a file by qualified name."""
-    return set(defined_in(ast.parse((ROOT / file).read_text())))
+    text = (ROOT / file).read_text()
+    return set(C_FUNCTION.findall(text)) if file.endswith(".c") else set(defined_in(ast.parse(text)))
 
 
 @pytest.mark.parametrize("name", PARTS)

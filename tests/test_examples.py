@@ -18,6 +18,8 @@ from tests.extras import needs
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TESTED = {
     "async_rollout",
+    "branch_explore",
+    "branch_groups",
     "benchmarl_meltingpot",  # run by tests/executor/facades/test_benchmarl.py
     "ctypes_env",
     "custom_env",
@@ -41,6 +43,19 @@ TESTED = {
 
 def test_no_example_is_forgotten():
     assert {path.stem for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")} == TESTED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "short", "number"),
+    [
+        ("branch_explore", ("--rounds", "40"), r"(\d+) cells"),
+        ("branch_groups", ("--groups", "20"), r"gradients ([\d.]+)"),
+    ],
+)
+def test_branches_do_better_than_the_same_steps_without(run_example, name, short, number):
+    without, with_branches = map(float, re.findall(number, run_example(name, *short)))
+    assert with_branches > without
 
 
 @needs("meltingpot")

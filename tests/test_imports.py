@@ -88,6 +88,7 @@ ORDER = {
         "__init__",
     ),
     "workers": (
+        "state_tables",
         *(
             "__init__",
             "errors",
@@ -103,7 +104,7 @@ ORDER = {
             "reply",
             "seeding",
         ),
-        *("random_values", "processes", "writers"),
+        *("random_values", "snapshot", "processes", "writers"),
         *("adapters.base", "adapters.registry", "adapters.common"),
         *("adapters.gymnasium", "adapters.gymnasium_vector", "adapters.envpool", "adapters.dm_env"),
         *("adapters.meltingpot", "adapters.pettingzoo", "adapters.torchrl", "adapters.simulators"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,6 +29,9 @@ class WorkerInfo:
     env_ids: tuple[int, ...]
     env_id: int | None = None
 
+
+#: Environment variable that marks a worker's descendants, also outside its process group.
+MARK = "ENVHERD_WORKER"
 
 _info: WorkerInfo | None = None
 
@@ -61,3 +65,14 @@ def enter(info: WorkerInfo) -> None:
     """Make this process the worker that `worker` names, until it ends."""
     global _info  # noqa: PLW0603
     _info = dataclasses.replace(info, env_id=info.env_ids[0] if len(info.env_ids) == 1 else None)
+
+
+def mark_of(helper: int, worker: int | str) -> str:
+    """Return the value of `MARK` for the descendants of a worker."""
+    return f"{helper}.{worker}"
+
+
+def mark_copy() -> None:
+    """In a copy of a worker, mark its descendants as its own."""
+    if MARK in os.environ:
+        os.environ[MARK] = mark_of(int(os.environ[MARK].partition(".")[0]), os.getpid())

@@ -114,6 +114,8 @@ class Prepare:
 
 #: The values of `what` for which `args` holds one item per env.
 PER_ENV = frozenset({"set", "each", "restore"})
+#: The values of `what` that may change an env.
+CHANGES = frozenset({"call", "each", "set", "restore"})
 #: The values of `what` after which a worker steps envs even if they need a reset, which the facade then checks.
 UNGUARDS = frozenset({"each", "allow_steps"})
 
@@ -138,11 +140,30 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Branch:
+    """Fork; the copy serves another worker's env. Its socket and its log ride along.
+
+    The answer is the copy's pid, or why this process cannot be forked. The copy first answers its own `Attach`.
+
+    Attributes:
+        worker: of the copy, with the ids that its pool uses.
+        config: settings of the copy's process; see `executor.pools.worker_process.worker_config`.
+        seed: of the copy's generators; None leaves them as they are.
+        number: as that of `Ask`.
+    """
+
+    worker: WorkerInfo
+    config: dict[str, Any]
+    seed: int | None
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Close:
     """Close the envs and leave."""
 
 
-Message = Register | Build | Attach | AttachStorage | DetachStorage | Seed | Prepare | Ask | Close
+Message = Register | Build | Attach | AttachStorage | DetachStorage | Seed | Prepare | Ask | Branch | Close
 
 
 def _frames_in(data: bytes) -> tuple[list[tuple[int, bytes, int]], bytes]:
@@ -326,6 +347,15 @@ class WorkerChannel:
         payload = plain.encode(value)
         with self._sending:
             self.sock.sendall(_HEAD.pack(len(payload), 0, 0) + payload, _SEND_FLAGS & ~MSG_DONTWAIT)
+
+    def move_to(self, sock: socket.socket) -> None:
+        """Talk over another socket from now on, in a copy of the worker."""
+        self.close()
+        self.sock, self.number, self._rest = sock, 0, b""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+        self._frames.clear()
 
     def close(self) -> None:
         """Close the socket. Idempotent."""

@@ -7,6 +7,7 @@ which mixes the triple by hashing; neighbouring root seeds do not overlap as `se
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import random
 import secrets
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+#: Attributes by which envs, their wrappers and their tasks refer to the next one.
+_INNER = ("env", "_env", "unwrapped", "_task", "aec_env", "par_env")
 #: spawn_key of the seed of the global generators while a factory runs.
 _BUILD = 2**32 - 1
 
@@ -124,6 +127,11 @@ def build_seed(root_seed: int, env_id: int) -> int:
     return _first_word(root_seed, env_id, _BUILD)
 
 
+def branch_seed(root_seed: int, env_id: int, number: int) -> int:
+    """Return the seed of the generators of a copy that takes an env's place in branch `number`, in `[0, 2**32)`."""
+    return _first_word(root_seed, env_id, _BUILD, number)
+
+
 def _first_word(root_seed: int, *spawn_key: int) -> int:
     return int(np.random.SeedSequence(root_seed, spawn_key=spawn_key).generate_state(1)[0])
 
@@ -135,6 +143,41 @@ def seed_globals(seed: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(seed)
+
+
+def reseed(env: Any, seed: int) -> None:
+    """Seed the global generators, and those that an env, its wrappers and its task have as attributes.
+
+    Generators keep their identity, because objects may share them.
+    """
+    seed_globals(seed)
+    seeds = np.random.SeedSequence(seed)
+    for generator in _generators(env):
+        (own,) = seeds.spawn(1)
+        if isinstance(generator, np.random.Generator):
+            bits = generator.bit_generator
+            bits.state = type(bits)(own).state
+        else:
+            generator.seed(int(own.generate_state(1)[0]))
+
+
+def _generators(env: Any) -> list[Any]:
+    found: dict[int, Any] = {}
+    seen: dict[int, Any] = {}
+    layers = [env]
+    while layers:
+        layer = layers.pop()
+        if layer is None or id(layer) in seen:
+            continue
+        seen[id(layer)] = layer
+        values = vars(layer).values() if hasattr(layer, "__dict__") else ()
+        for value in values:
+            if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random)):
+                found.setdefault(id(value), value)
+        for name in _INNER:
+            with contextlib.suppress(Exception):  # a property may raise anything
+                layers.append(getattr(layer, name))
+    return list(found.values())
 
 
 def globals_state() -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ falls back to the public function if this version of TensorDict is not built as 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,7 @@ def finder(key: Key) -> Find:
     """
     *path, name = key
     if not path:
-        return lambda entries: entries.get(name)
+        return operator.methodcaller("get", name)
 
     def find(entries: dict[str, Any]) -> Any:
         for step in path:

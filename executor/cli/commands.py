@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -112,7 +113,7 @@ def started(made: Made, num_envs: int, *, is_drawn: bool = False, cluster: str |
     how["env_kwargs"] = kwargs or None
     has_display = "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ
     if is_drawn and sys.platform == "linux" and not has_display:
-        how["options"] = ExecutorOptions(env_vars={"MUJOCO_GL": "egl"})
+        how["options"] = replace(how.get("options") or ExecutorOptions(), env_vars={"MUJOCO_GL": "egl"})
     if cluster is not None:
         from envherd.executor.cluster import RayParallelEnv
 

@@ -1,12 +1,10 @@
-"""`envherd replay DIR`: repeats the actions of a stored rollout and compares the results.
+"""`envherd replay DIR`: repeats the actions of a stored rollout and compares the results. Capsules: see `rerun`.
 
 Guarantees: nothing that the directory names is imported or called, unless the command line names it also.
 """
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from envherd.executor.cli.exit_codes import EXIT_FAILED
-from envherd.executor.cli.option_values import EnvKwargs, Gif, Quiet, Sheet, Workers
+from envherd.executor.cli.option_values import EnvKwargs, Gif, Quiet, Sheet, Workers, picture
 
 if TYPE_CHECKING:
     import torch
@@ -49,26 +47,50 @@ class _Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Repeat the actions of a stored rollout from the same seed, and compare what the envs return.
+    """Repeat the actions of a stored rollout, or of the episode in a crash capsule, from the same seed.
 
-    The exit code is 0 if all observations, rewards and flags are equal, and 1 at the first difference. DIR runs no
-    code: an env that it cannot just look up in an installed package must be named by --env.
+    The exit code of a rollout is 0 if all observations, rewards and flags are equal, and 1 at the first difference.
+    That of a capsule is 0 if the env fails again in the same step and the same way, 1 if anything else happens, and 3
+    if all steps go through. PATH runs no code: an env that it cannot just look up in an installed package must be named
+    by --env.
     """
 
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A folder that `envherd rollout --out DIR` wrote.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="A folder that `envherd rollout --out DIR` wrote, or a file of ExecutorOptions(capsules=DIR).",
+            show_default=False,
+        ),
     ]
-    env: Annotated[str | None, typer.Option(metavar="ENV", help="Run this env, in place of the one in DIR.")] = None
+    env: Annotated[str | None, typer.Option(metavar="ENV", help="Run this env, in place of the one in PATH.")] = None
     env_kwargs: EnvKwargs = None
     workers: Workers = None
     gif: Gif = None
     png: Sheet = None
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run whatever code a capsule names: import its env, load its pickle.")
+    ] = False
+    pdb: Annotated[bool, typer.Option("--pdb", help="Of a capsule: stop in the debugger before the last step.")] = False
+    record: Annotated[
+        Path | None, typer.Option(metavar="PATH", callback=picture(".mp4"), help="Of a capsule: write a video (MP4).")
+    ] = None
     quiet: Quiet = False
 
     def run(self) -> int:
-        """Run a rollout again; return the exit code."""
+        """Run a rollout or an episode again; return the exit code."""
         from envherd.executor.cli.commands import carry_out
 
+        if self.directory.is_file():
+            from envherd.executor.cli.rerun import Rerun
+
+            if self.workers or self.gif or self.png:
+                raise typer.BadParameter("expected no --workers, --gif or --png for a capsule, which has one env.")
+            rerun = Rerun(self.directory, self.env, self.env_kwargs, self.trust, self.pdb, self.record, self.quiet)
+            is_named = self.env is not None or self.trust
+            return carry_out(rerun.prepare, rerun.report, searches_here=is_named)
+        if self.trust or self.pdb or self.record:
+            raise typer.BadParameter(f"expected a capsule for --trust, --pdb and --record, got {self.directory}.")
         return carry_out(self._prepare, lambda prepared: self._report(*prepared), searches_here=self.env is not None)
 
     def _prepare(self) -> tuple[_Stored, Pictures]:
@@ -80,34 +102,15 @@ class Replay:
         """
         from envherd.executor.cli.env_names import made_for
         from envherd.executor.cli.media import Pictures
-        from envherd.executor.cli.storing import load_rollout
+        from envherd.executor.cli.storing import load_rollout, refuse_code
 
         data, facts = load_rollout(self.directory)
-        self._refuse_code(facts["env"], facts["env_kwargs"])
+        refuse_code(self.directory, (facts["env"], facts["env_kwargs"]), (self.env, self.env_kwargs))
         pictures = Pictures(self.gif, self.png, data.shape[1])
         env = facts["env"] if self.env is None else self.env
         kwargs = facts["env_kwargs"] if self.env_kwargs is None else self.env_kwargs
         made = made_for(env, kwargs, facts["max_steps"], with_frames=pictures.are_wanted)
         return _Stored(data, env, made, facts["seed"]), pictures
-
-    def _refuse_code(self, env: str, kwargs: dict[str, Any]) -> None:
-        """Refuse a directory that names code, unless the command line names it.
-
-        Some envs import or open what texts among their keyword arguments name, so these count as code.
-        """
-        from envherd.executor.cli.env_names import is_only_looked_up
-        from envherd.executor.cli.storing import StoreError
-
-        is_env_safe = self.env is not None or is_only_looked_up(env)
-        if is_env_safe and (self.env_kwargs is not None or not _has_text(kwargs)):
-            return
-        passed = json.dumps(kwargs if self.env_kwargs is None else self.env_kwargs)
-        raise StoreError(
-            f"replay failed: expected an env that is looked up in an installed package, without texts in its keyword "
-            f"arguments. {self.directory} names what can run any code: {env} with {json.dumps(kwargs)}.\n"
-            f"If you trust it, run\n  envherd replay {shlex.quote(str(self.directory))} "
-            f"--env {shlex.quote(self.env or env)} --env-kwargs {shlex.quote(passed)}"
-        )
 
     def _report(self, stored: _Stored, pictures: Pictures) -> int:
         """Run the rollout again and report; return the exit code."""
@@ -153,12 +156,6 @@ class Replay:
                 if difference and not pictures.are_wanted:
                     break
         return difference
-
-
-def _has_text(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_text, value.values()))
-    return any(map(_has_text, value)) if isinstance(value, list) else isinstance(value, str)
 
 
 def _difference(step: int, stored: TensorDictBase, found: TensorDictBase, without: set[Any], prefix: str = "") -> str:

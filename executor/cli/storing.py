@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
+
+from envherd.executor.cli.env_names import is_only_looked_up
 
 SCHEMA = "envherd.stored/1"
 #: The file in the directory that is not part of the TensorDict.
@@ -154,3 +157,39 @@ def has_odd_leaves(td: TensorDictBase) -> bool:
     if isinstance(td, LazyStackedTensorDict) or not isinstance(td, TensorDict):
         return True
     return any(is_tensor_collection(value) and has_odd_leaves(value) for value in td.values())
+
+
+def refuse_code(
+    path: Path, stored: tuple[str, dict[str, Any]], given: tuple[str | None, dict[str, Any] | None], or_else: str = ""
+) -> None:
+    """Refuse a file or folder that names code, unless the command line names it.
+
+    Some envs import or open what texts among their keyword arguments name, so these count as code.
+
+    Args:
+        path: of the file.
+        stored: the env and the keyword arguments that it names.
+        given: those of the command line.
+        or_else: a further line for the message.
+
+    Raises:
+        StoreError: with the command that accepts it.
+    """
+    (env, kwargs), (given_env, given_kwargs) = stored, given
+    is_env_safe = given_env is not None or is_only_looked_up(env)
+    if is_env_safe and (given_kwargs is not None or not has_text(kwargs)):
+        return
+    passed = json.dumps(kwargs if given_kwargs is None else given_kwargs)
+    raise StoreError(
+        f"replay failed: expected an env that is looked up in an installed package, without texts in its keyword "
+        f"arguments. {path} names what can run any code: {env} with {json.dumps(kwargs)}.\n"
+        f"If you trust it, run\n  envherd replay {shlex.quote(str(path))} "
+        f"--env {shlex.quote(given_env or env)} --env-kwargs {shlex.quote(passed)}{or_else}"
+    )
+
+
+def has_text(value: Any) -> bool:
+    """Return whether there is a text in plain data, other than the keys of dicts."""
+    if isinstance(value, dict):
+        return any(map(has_text, value.values()))
+    return any(map(has_text, value)) if isinstance(value, list) else isinstance(value, str)

@@ -36,11 +36,10 @@ from envherd.executor.pools.waiting import Deadline
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError, SpecError
+from envherd.workers.process.ahead import unpack_turn
 from envherd.workers.processes import memory_of
 from envherd.workers.protocol import RESET, RING, STEP, STEP_RESET, Op, Status, pack, unpack
 
-#: Requests that may change an env.
-_CHANGES = ("call", "each", "set", "restore")
 _OK = int(Status.OK)  # for arrays; see `workers.protocol.STEP`
 
 
@@ -254,7 +253,7 @@ class AheadPool(WorkerPool):
         """Ask as `WorkerPool.question` does; requests that may change envs also go to their other instances."""
         args = question.get("args", ())
         by_worker = super().question(what, env_ids, **question)
-        for position, env_id in enumerate(env_ids) if what in _CHANGES else ():
+        for position, env_id in enumerate(env_ids) if what in messages.CHANGES else ():
             self.turns.is_stale[env_id] = self.turns.is_changed[env_id] = True
             spare = self.turns.spare_of(env_id)
             if self.supervisor.is_there(spare):
@@ -262,6 +261,13 @@ class AheadPool(WorkerPool):
                 ask = messages.Ask(what=what, env_ids=(env_id,), is_silent=True, **{**question, "args": own})
                 self.crew.mail(spare, ask)
         return by_worker
+
+    def prepared_by(self, env_id: int, worker_id: int) -> int | None:
+        server, following = unpack_turn(int(self.slab.words["turn"][env_id]))
+        if server != worker_id or following is None:
+            return following
+        episode = int(self.slab.words["episode"][env_id])
+        return episode if episode < following else None  # it was handed the env before it had prepared the episode
 
     # ---- what the supervisor uses ------------------------------------------------------------
 

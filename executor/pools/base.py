@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.fast_commands import FastCommands, NativeExchange
 from envherd.executor.pools.replies import Outcome
@@ -69,6 +70,7 @@ class Pool(Protocol):
         outcome: reports besides the rows, until they are handed out.
         holds_storages: whether the pool keeps the memory of a rollout storage until that is detached.
         lendable: a private view of the slab's lendable frames; None for none.
+        capsules: writes crash capsules; None if the options ask for none.
     """
 
     blueprint: Blueprint
@@ -81,6 +83,7 @@ class Pool(Protocol):
     outcome: Outcome
     holds_storages: bool
     lendable: PrivateView | None
+    capsules: CapsuleWriter | None
 
     @property
     def why_python(self) -> Sequence[str]:

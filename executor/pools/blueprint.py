@@ -18,6 +18,7 @@ from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.interpreters import check_interpreter, spread_apart
 from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters import is_env_like
+from envherd.workers.adapters.named import reference_of
 from envherd.workers.build import Factory, are_equal, check_factory, describe, modules_of, pickle_factory
 from envherd.workers.errors import FactoryError, SpecError
 from envherd.workers.interpreters import interpreter_of
@@ -155,13 +156,15 @@ def draw(
         root_seed=as_root_seed(seed),
         preload=preload,
         interpreters=tuple(interpreters),
+        references=() if options.capsules is None else tuple(map(reference_of, factories)),
     )
 
 
 def serial_blueprint(factories: list[Factory], env_kwargs: EnvKwargs, seed: int | None) -> Blueprint:
     """Return the blueprint of a serial pool: nothing is pickled."""
     kwargs = tuple(copy.copy(one) for one in as_kwargs(len(factories), env_kwargs))
-    return Blueprint((), kwargs, spread(len(factories), 1), as_root_seed(seed))
+    references = tuple(map(reference_of, factories))
+    return Blueprint((), kwargs, spread(len(factories), 1), as_root_seed(seed), references=references)
 
 
 def check_agreement(specs: Sequence[EnvSpec], factories: Sequence[Factory], kwargs: Sequence[dict[str, Any]]) -> None:

@@ -23,6 +23,7 @@ from envherd.executor.pools.error_messages import (
     factory_error,
     log,
     log_close_fault,
+    not_forked,
     numbering,
     worker_late,
     worker_lost,
@@ -56,6 +57,7 @@ class Blueprint:
         root_seed: see `workers.seeding`.
         preload: modules for the zygote to import.
         interpreters: of each env, None for this one; empty if all are of this one. Those of a worker are equal.
+        references: what names the factory of each env, see `named.reference_of`.
     """
 
     factories: tuple[bytes, ...]
@@ -64,6 +66,7 @@ class Blueprint:
     root_seed: int
     preload: tuple[str, ...] = ()
     interpreters: tuple[str | None, ...] = ()
+    references: tuple[dict[str, Any], ...] = ()
 
     def envs_of(self, worker_ids: Iterable[int]) -> np.ndarray:
         """Return the ids of all envs of some workers, int64 `[k]`, ascending."""
@@ -108,6 +111,7 @@ class Crew:
         self._on_row_frame = on_row_frame
         self._inbox: list[list[Frame]] = [[] for _ in blueprint.blocks]
         self._zygote: Zygote | None = None
+        self._num_forks = 0
         self.is_closing = self._has_left = False
         self._plan: SlabPlan | None = None
         self._segment: Segment | None = None
@@ -148,8 +152,15 @@ class Crew:
             log.info("a preloaded module started threads: workers are exec'd instead of forked")
 
     def _start_process(self, worker_id: int, generation: int, config: dict[str, Any]) -> WorkerProcess:
-        assert self._zygote is not None
-        return WorkerProcess(worker_id, generation, self._zygote, config)
+        zygote = self._zygote
+        assert zygote is not None
+        process = WorkerProcess(worker_id, generation, zygote)
+        try:
+            process.start(lambda sock, log: zygote.fork(config, [sock, zygote.lifeline_read, log]))
+        except BaseException:
+            process.release()
+            raise
+        return process
 
     def _launch(self, worker_id: int, generation: int) -> WorkerProcess:
         index = worker_id % len(self._variables)
@@ -221,18 +232,59 @@ class Crew:
                 self.mail(worker_id, messages.Seed(root_seed=self.root_seed, episodes=self._episodes))
             worker.is_attached = True
 
-    def replace(self, worker_id: int) -> None:
-        """Start a successor of a worker that has ended; it builds its envs while the other workers continue."""
+    def replace(self, worker_id: int, copy: WorkerProcess | None = None) -> None:
+        """Start a successor of a worker that has ended; it builds its envs while the other workers continue.
+
+        Args:
+            worker_id: of the worker; it is killed.
+            copy: the successor, if it is a copy of another worker.
+        """
         with uninterrupted():  # the only wait inside is for the death of a killed process
             old = self.workers[worker_id]
             old.kill()
             old.wait_exit(1.0)
             old.release()
             self._inbox[worker_id].clear()
-            self.workers[worker_id] = self._launch(worker_id, old.generation + 1)
+            self.workers[worker_id] = copy or self._launch(worker_id, old.generation + 1)
             if self.is_closing:  # by another thread, which may have missed this worker
                 self.workers[worker_id].kill()
                 self.workers[worker_id].release()
+
+    def fork(self, source_id: int, worker_id: int, seed: int | None, copies: list[WorkerProcess]) -> None:
+        """Make a worker fork itself. The copy is for the place of another worker, and waits for `replace` and `attach`.
+
+        Args:
+            source_id: of the worker.
+            worker_id: whose place the copy is for.
+            seed: see `messages.Branch`.
+            copies: the copy is appended before it exists, so that it can be released after an interrupt.
+
+        Raises:
+            ValueError: the worker cannot be forked.
+            WorkerLost, WorkerTimeout: the worker or the copy died, or the worker was late and was killed.
+        """
+        source, zygote = self.workers[source_id], self._zygote
+        assert zygote is not None
+        with uninterrupted():
+            copy = WorkerProcess(worker_id, self.workers[worker_id].generation + 1, zygote)
+            copies.append(copy)
+        copy.gpu, copy.root_seed = source.gpu, self.root_seed
+        self._num_forks += 1
+        env_ids, number = self.blueprint.blocks[worker_id], -self._num_forks  # no request has a negative number
+        info = WorkerInfo(
+            worker_id=worker_id, generation=copy.generation, num_workers=len(self._variables), env_ids=env_ids
+        )
+        config = worker_config(self.options, worker_id)
+        message = messages.Branch(worker=info, config=config, seed=seed, number=number)
+
+        def fork(sock: int, log: int) -> int:
+            self.mail(source_id, message, [sock, log])
+            frame = self.await_frame(source_id, "branch", self.options.build_timeout_s, number)
+            if frame["why"]:
+                raise not_forked(source, self.blueprint.blocks[source_id], frame["why"])
+            return zygote.adopt(frame["pid"], copy.log_fd)
+
+        copy.start(fork)
 
     # ---- messages ----------------------------------------------------------------------------
 

@@ -86,14 +86,20 @@ def worker_lost(
 
 def not_replaced(error: EnvherdError, options: ExecutorOptions) -> EnvherdError:
     """Return the loss of a worker or node that is not replaced after too many restarts; says so before its output."""
-    why = (
+    return with_sentence(
+        error,
         f"It is not replaced: ExecutorOptions.max_restarts={options.max_restarts} within "
-        f"restart_window_s={options.restart_window_s:g} allows no further restart."
+        f"restart_window_s={options.restart_window_s:g} allows no further restart.",
     )
-    if why in error.message:  # it was raised before
+
+
+def with_sentence(error: EnvherdError, sentence: str, **context: Any) -> EnvherdError:
+    """Return an error with one more sentence, before its output, and more context; the same if it has the sentence."""
+    if sentence in error.message:  # it was raised before
         return error
     head, mark, output = error.message.partition("\nIt")
-    return type(error)(f"{head} {why}{mark}{output}", remote_traceback=error.remote_traceback, **error.context)
+    context = {**error.context, **context}
+    return type(error)(f"{head} {sentence}{mark}{output}", remote_traceback=error.remote_traceback, **context)
 
 
 def worker_late(
@@ -111,6 +117,15 @@ def worker_late(
         f"It was stuck in:\n{stack}",
         remote_traceback=stack,
         **_context(worker, env_ids, phase, env_id),
+    )
+
+
+def not_forked(worker: WorkerProcess, env_ids: Sequence[int], why: Sequence[str]) -> ValueError:
+    """Return the error for a worker that cannot be forked, for these reasons."""
+    return ValueError(
+        f"branch failed: expected a worker that can be forked, got {', '.join(why)} (worker {_called(worker)}, "
+        f"{_where(worker, env_ids)}). A fork would break these: leave them out of the env, or copy its state with "
+        f"save() and restore()."
     )
 
 
@@ -179,6 +194,7 @@ def env_error(faults: Sequence[Frame], worker_id: int, pid: int, gpu: str | None
         phase=fault["phase"],
         type_name=fault["type_name"],
         type_module=fault["type_module"],
+        reason=fault["message"],
     )
 
 

@@ -78,7 +78,7 @@ def check_interpreter(python: str) -> None:
 
 def start_of(python: str) -> dict[str, Any]:
     """Return what a worker needs to execute an interpreter: its path, this package, and folders to import from."""
-    return {"executable": python, "package": _PACKAGE, "path": _own_folders()}
+    return {"executable": python, "package": _PACKAGE, "path": own_folders()}
 
 
 def environment_for(environ: dict[str, str]) -> dict[str, str]:
@@ -86,7 +86,7 @@ def environment_for(environ: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in _OURS}
 
 
-def _own_folders() -> list[str]:
+def own_folders() -> list[str]:
     """Return the folders of the import path that belong to no interpreter and hold no installed packages."""
     paths = sysconfig.get_paths()
     theirs = [os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, paths["stdlib"], paths["purelib"])]

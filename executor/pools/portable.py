@@ -273,7 +273,7 @@ class PortablePool(WorkerPool):
     """Worker processes on any platform; see the module and `WorkerPool`."""
 
     _create_segment = staticmethod(Segment.create_with_name)
-    _lends = False
+    _lends = can_fork = False
 
     def _make_crew(self) -> Crew:
         self.why_python = ["the pool is portable"]

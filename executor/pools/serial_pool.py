@@ -14,6 +14,7 @@ import numpy as np
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import WorkerFigures
+from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.error_messages import env_error, lacks_arguments, log_close_fault
@@ -27,7 +28,7 @@ from envherd.shm.sync import Doorbell
 from envherd.workers import messages, native, plain, seeding
 from envherd.workers.adapters import Adapter
 from envherd.workers.block.block import Block
-from envherd.workers.build import Builder, Factory
+from envherd.workers.build import Builder, Factory, pickle_factory
 from envherd.workers.current import WorkerInfo, building
 from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.process.loop import Loop
@@ -92,8 +93,11 @@ class SerialPool(SlabPool):
         finally:
             seeding.restore_caller(before)
         self.specs = [self.adapters[i].spec for i in range(self.num_envs)]
-        self.plan = plan_slab(self.specs, 1, self.options.num_frames, lends=HAS_MEMFD)
+        rules = self.options.capsule_rules
+        journal_nbytes = 0 if rules is None else rules.journal_bytes
+        self.plan = plan_slab(self.specs, 1, self.options.num_frames, lends=HAS_MEMFD, journal_nbytes=journal_nbytes)
         self.slab = Slab(self.plan, self._make_memory())
+        self.capsules = None if rules is None else CapsuleWriter(rules, self)
         self._block = Block(
             0,
             self.adapters,
@@ -110,7 +114,7 @@ class SerialPool(SlabPool):
     def _make_memory(self) -> np.ndarray:
         """Return memory for the slab: with lendable frames it must be mapped twice."""
         nbytes, ring_nbytes = self.plan.nbytes, self.plan.ring_nbytes
-        if nbytes == ring_nbytes:
+        if not self.plan.num_lendable:
             return np.zeros(nbytes, np.uint8)
         self._segment = segment = Segment.create(nbytes, num_sparse=nbytes - ring_nbytes)
         self.lendable = segment.private_view(ring_nbytes)
@@ -224,6 +228,8 @@ class SerialPool(SlabPool):
 
     def prepare(self, message: messages.Prepare) -> None:
         """Keep the extras of an env's next command."""
+        if self.capsules is not None:
+            self.capsules.note(message)
         self._block.prepare(message)
         self._note_change()
 
@@ -270,6 +276,14 @@ class SerialPool(SlabPool):
     def worker_output(self, worker_id: int) -> str:
         """Return nothing: envs in this process print to this process's console."""
         return ""
+
+    def root_seed_of(self, worker_id: int) -> int:
+        """Return the root seed with which the envs were built."""
+        return self.blueprint.root_seed
+
+    def pickled(self, env_id: int) -> bytes:
+        """Return an env's factory, pickled as for a worker."""
+        return pickle_factory(self._factories[env_id])
 
     def pid_of(self, worker_id: int) -> int:
         """Return this process's id."""

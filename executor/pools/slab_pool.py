@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.fast_commands import FastCommands, NativeExchange
@@ -21,7 +22,7 @@ class SlabPool:
         blueprint: see `Pool`.
         outcome, why_python, envs_in_python: see `Pool`.
         question, answers: see `Pool`.
-        lendable: see `Pool`.
+        lendable, capsules: see `Pool`.
     """
 
     blueprint: Blueprint
@@ -32,6 +33,7 @@ class SlabPool:
     envs_in_python: Sequence[str] = ()
     _words: CommandWords
     lendable: PrivateView | None = None
+    capsules: CapsuleWriter | None = None
 
     def compile(self) -> FastCommands:
         """Refuse: `why_python` is not empty."""
@@ -63,6 +65,10 @@ class SlabPool:
     def num_missed(self) -> int:
         """0, likewise."""
         return 0
+
+    def prepared_by(self, env_id: int, worker_id: int) -> int | None:  # noqa: ARG002  # see `CapsuleWriter`
+        """Return None: no episode begins before it is requested."""
+        return None
 
     def outstanding(self) -> np.ndarray:
         """Return the env ids that owe an answer, int `[k]`."""

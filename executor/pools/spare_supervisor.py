@@ -70,6 +70,7 @@ class SpareSupervisor(Supervisor):
 
     def declare_lost(self, worker_id: int, error: EnvherdError) -> None:
         """Take a worker out of service; a reset that it owes goes back to the env's other worker."""
+        error = self._recorded(worker_id, error)
         if self._turns.is_spare(worker_id):
             self._lose_spare(worker_id, error)
         elif isinstance(error, WorkerTimeout) or not self._take_back(worker_id, error):

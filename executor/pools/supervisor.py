@@ -20,15 +20,17 @@ GONE       it is not replaced: its envs do without     any of them, of workers t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.crew import Crew
 from envherd.executor.pools.error_messages import another_spec, log, not_replaced, worker_late, worker_lost
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.restarts import Restarts
+from envherd.executor.pools.worker_process import WorkerProcess
 from envherd.shm.specs import EnvSpec
 from envherd.workers.errors import EnvherdError
 
@@ -61,6 +63,7 @@ class Supervised(Protocol):
 
     outcome: Outcome
     specs: list[EnvSpec]
+    capsules: CapsuleWriter | None
 
     def lose_answers_of(self, worker_id: int) -> bool:
         """Count a lost worker's envs as answered; return whether they owed anything."""
@@ -127,6 +130,7 @@ class Supervisor:
 
     def declare_lost(self, worker_id: int, error: EnvherdError) -> None:
         """Take a worker out of service; the parent now owns its words."""
+        error = self._recorded(worker_id, error)
         self.num_losses += 1
         self._lost_at = now = time.monotonic()
         self.absent[worker_id] = Absence(Condition.LOST, now, error)
@@ -135,6 +139,11 @@ class Supervisor:
         self._pool.lose_answers_of(worker_id)
         if not self._crew.is_closing:  # by another thread, or at the interpreter's exit
             log.warning("%s", error.message)  # not the error itself: a kept record would keep its frames alive
+
+    def _recorded(self, worker_id: int, error: EnvherdError) -> EnvherdError:
+        """Write the capsule of the episode in which a worker was lost, if that is wanted; return the error with it."""
+        capsules = self._pool.capsules
+        return error if capsules is None else capsules.add_to(error, worker_id)
 
     def answer_for_lost(self) -> None:
         """Answer commands to workers that were already lost with that loss."""
@@ -228,6 +237,67 @@ class Supervisor:
         self._leave(worker_id)
         self._crew.dismiss(worker_id, self._options.close_timeout_s)
         self._succeed(worker_id)
+
+    def branch(
+        self, source_id: int, worker_ids: Sequence[int], seeds: Sequence[int | None], give_up: Callable[[], None]
+    ) -> None:
+        """Put copies of a worker into the places of others, which are killed. They owe nothing.
+
+        After an interrupt or an error, each of the others is unchanged, replaced by a copy, or begun to be replaced.
+
+        Args:
+            source_id: of the worker.
+            worker_ids: of the others.
+            seeds: see `Crew.fork`.
+            give_up: called before the first of the others is killed.
+
+        Raises:
+            ValueError: the worker cannot be forked; nothing has changed.
+            WorkerLost, WorkerTimeout: the worker is lost, or a copy is.
+        """
+        self.revive([source_id])
+        if (error := self.lost.get(source_id)) is not None:
+            raise error
+        copies: list[WorkerProcess] = []
+        try:
+            self._fork(source_id, worker_ids, seeds, copies)
+            give_up()
+            for worker_id in worker_ids:
+                self._leave(worker_id)
+            losses = [loss for copy in copies if (loss := self._put(copy)) is not None]
+        finally:
+            for copy in copies:
+                if self._crew.workers[copy.worker_id] is not copy:
+                    copy.kill()
+                    copy.release()
+        if losses:
+            raise losses[0]
+
+    def _fork(
+        self, source_id: int, worker_ids: Sequence[int], seeds: Sequence[int | None], copies: list[WorkerProcess]
+    ) -> None:
+        try:
+            for worker_id, seed in zip(worker_ids, seeds, strict=True):
+                self._crew.fork(source_id, worker_id, seed, copies)
+        except EnvherdError as error:
+            if self._crew.workers[source_id].has_exited():
+                self.declare_lost(source_id, error)
+            raise
+
+    def _put(self, copy: WorkerProcess) -> EnvherdError | None:
+        """Put a copy of a worker into service; return its loss, or None."""
+        worker_id = copy.worker_id
+        self._crew.replace(worker_id, copy)
+        self._pool.clear_words(worker_id)
+        try:
+            self._crew.attach(worker_id)
+        except EnvherdError as error:
+            self.declare_lost(worker_id, error)
+            return error
+        self._pool.outcome.losses.pop(worker_id, None)
+        self.absent.pop(worker_id, None)
+        self._pool.wake_worker(worker_id)
+        return None
 
     def revive(self, worker_ids: Iterable[int]) -> None:
         """Make sure that workers are in service before they get commands.

@@ -11,13 +11,14 @@ Assumes: one caller at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import RecyclablePool, WorkerFigures
+from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint, Crew
 from envherd.executor.pools.error_messages import Frame, log_stall
@@ -61,6 +62,7 @@ class WorkerPool(SlabPool):
 
     _create_segment = staticmethod(Segment.create)
     _lends = True
+    can_fork = True  # whether `branch` can work
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
         self.blueprint, self.options = blueprint, options
@@ -102,7 +104,14 @@ class WorkerPool(SlabPool):
             raise
 
     def _make_slab(self) -> None:
-        self.plan: SlabPlan = plan_slab(self.specs, len(self.worker_ids), self.options.num_frames, lends=self._lends)
+        rules = self.options.capsule_rules
+        self.plan: SlabPlan = plan_slab(
+            self.specs,
+            len(self.worker_ids),
+            self.options.num_frames,
+            lends=self._lends,
+            journal_nbytes=0 if rules is None else rules.journal_bytes,
+        )
         plate = describe(
             self.plan, self.blueprint.blocks, self.specs[0].family, [worker.gpu for worker in self.crew.workers]
         )
@@ -112,6 +121,7 @@ class WorkerPool(SlabPool):
         buffer = segment.array()
         self.lendable = segment.private_view(ring_nbytes) if self.plan.num_lendable else None
         self.slab = Slab(self.plan, buffer)
+        self.capsules = None if rules is None else CapsuleWriter(rules, self)
         self._tally = Tally(self.slab.words)
         self._go, self._done = self._make_bells(buffer)
         self._rings = [bell.ring for bell in self._go]
@@ -246,10 +256,13 @@ class WorkerPool(SlabPool):
         return self._words.is_idle()
 
     def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
-        if self.has_waited or not self._take_tokens():  # or `FastCommands.has_all` has waited in vain
-            self.has_waited = False
-            deadline = Deadline(timeout_s, more_for_resets_s, self.options.stall_log_s)
-            self._wait_slowly(self._all_ids, self.num_envs, deadline)
+        if not self.has_waited and self._take_tokens():  # else `FastCommands.has_all` has waited in vain
+            if self._caller is None:  # C has seen that no answer announces messages
+                self._collect()
+            return True
+        self.has_waited = False
+        deadline = Deadline(timeout_s, more_for_resets_s, self.options.stall_log_s)
+        self._wait_slowly(self._all_ids, self.num_envs, deadline)
         self._collect()
         return self._words.is_idle()
 
@@ -400,6 +413,8 @@ class WorkerPool(SlabPool):
         """Send the extras of an env's next command ahead of it."""
         worker_id = int(self.worker_of[message.env_id])
         self.supervisor.revive([worker_id])
+        if self.capsules is not None:
+            self.capsules.note(message)
         self.crew.mail(worker_id, message)
 
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
@@ -437,6 +452,15 @@ class WorkerPool(SlabPool):
     def worker_output(self, worker_id: int) -> str:
         return self.crew.workers[worker_id].log()
 
+    def root_seed_of(self, worker_id: int) -> int:
+        """Return the root seed with which a worker has built its envs."""
+        seed = self.crew.workers[worker_id].root_seed
+        return self.blueprint.root_seed if seed is None else seed
+
+    def pickled(self, env_id: int) -> bytes:
+        """Return the pickled factory of an env."""
+        return self.blueprint.factories[env_id]
+
     def pid_of(self, worker_id: int) -> int:
         """Return a worker's process id."""
         return self.crew.workers[worker_id].pid
@@ -459,6 +483,20 @@ class WorkerPool(SlabPool):
 
     def begin_restart(self, worker_id: int) -> None:
         self.supervisor.begin_restart(worker_id)
+
+    def branch(
+        self, source: int, targets: np.ndarray, seeds: Sequence[int | None], give_up: Callable[[], None]
+    ) -> None:
+        """Put copies of the worker of an env into the places of the workers of others; see `Supervisor.branch`.
+
+        Args:
+            source: env id.
+            targets: env ids, int64 `[k]`. All of these envs owe nothing, and have a worker each.
+            seeds: of the copies' generators; None leaves them as they are.
+            give_up: called before the first of the workers of `targets` is killed.
+        """
+        worker_ids = self.worker_of[targets].tolist()
+        self.supervisor.branch(int(self.worker_of[source]), worker_ids, seeds, give_up)
 
     def is_serving(self, worker_id: int) -> bool:
         return self.supervisor.is_serving(worker_id)

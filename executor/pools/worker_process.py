@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from envherd.executor.machine.cgroups import count_oom_kills
@@ -20,6 +20,7 @@ from envherd.executor.pools.process_log import read_log, request_stacks
 from envherd.executor.pools.zygote import Zygote
 from envherd.shm import platforms
 from envherd.shm.interrupts import ignoring_refusals
+from envherd.workers.errors import WorkerLost
 from envherd.workers.messages import Channel
 
 _LAST_LINES = 60
@@ -34,7 +35,7 @@ class WorkerProcess:
     Attributes:
         worker_id: stays the same when the worker is replaced.
         generation: 0 for the first process of that id, then 1, ...
-        pid: its process id and process group.
+        pid: its process id and process group; 0 before its start.
         channel: the parent's end of its socket.
         gpu: that it was given, as `CUDA_VISIBLE_DEVICES` names it; None if it was given none.
         root_seed: with which it was built.
@@ -44,29 +45,44 @@ class WorkerProcess:
     gpu: str | None = None
     root_seed: int | None = None
     is_attached = False
+    pid, pidfd = 0, -1
 
-    def __init__(self, worker_id: int, generation: int, zygote: Zygote, config: dict[str, Any]) -> None:
+    def __init__(self, worker_id: int, generation: int, zygote: Zygote) -> None:
         self.worker_id = worker_id
         self.generation = generation
         self._zygote = zygote
         self._exit_code: int | None = None
         self._oom_kills = count_oom_kills()
-        ours, theirs = socket.socketpair()
-        self.log_fd = os.memfd_create(f"envherd-log-{worker_id}", os.MFD_CLOEXEC)
-        try:
-            append = os.open(f"/proc/self/fd/{self.log_fd}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-            try:
-                self.pid = zygote.fork(config, [theirs.fileno(), zygote.lifeline_read, append])
-            finally:
-                os.close(append)
-            self.pidfd = os.pidfd_open(self.pid)
-        except BaseException:
-            ours.close()
-            os.close(self.log_fd)
-            raise
-        finally:
-            theirs.close()
+        self.log_fd = -1
+        ours, self._theirs = socket.socketpair()
         self.channel = Channel(ours)
+        try:
+            self.log_fd = os.memfd_create(f"envherd-log-{worker_id}", os.MFD_CLOEXEC)
+        except BaseException:
+            self.release()
+            raise
+
+    def start(self, fork: Callable[[int, int], int]) -> None:
+        """Start the process; after an error it must be released.
+
+        Args:
+            fork: takes the worker's descriptors of its socket and of its log, and returns its pid.
+
+        Raises:
+            WorkerLost: the process has ended already.
+        """
+        append = os.open(f"/proc/self/fd/{self.log_fd}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            pid = fork(self._theirs.fileno(), append)
+            try:
+                self.pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:  # the helper has reaped it
+                message = f"starting worker {self.worker_id} failed: its process (pid {pid}) ended at once."
+                raise WorkerLost(message, remote_traceback=self.log() or None, pid=pid) from None
+            self.pid = pid
+        finally:
+            os.close(append)
+            self._theirs.close()
 
     def has_exited(self) -> bool:
         """Return whether the process has ended; never blocks."""
@@ -83,16 +99,8 @@ class WorkerProcess:
         return self._exit_code
 
     def exit_description(self) -> str:
-        """Return `SIGKILL(-9)`, `exit code 3`, ... for messages."""
-        code = self.exit_code()
-        if code is None:
-            return "an unknown cause"
-        if code >= 0:
-            return f"exit code {code}"
-        try:
-            return f"{signal.Signals(-code).name}({code})"
-        except ValueError:
-            return f"signal {-code}"
+        """Return how the process ended, for messages."""
+        return describe_exit(self.exit_code())
 
     def killed_for_memory(self) -> Literal["group", "machine", "nobody", "unknown"]:
         """Return where the kernel has killed processes for lack of memory since this process started.
@@ -146,11 +154,24 @@ class WorkerProcess:
     def release(self) -> None:
         """Close this process's descriptors of it. Idempotent."""
         self.channel.close()
+        self._theirs.close()
         for name in ("pidfd", "log_fd"):
             fd = getattr(self, name)
             if fd >= 0:
                 setattr(self, name, -1)  # first: after an interrupt it must not be closed twice
                 os.close(fd)
+
+
+def describe_exit(code: int | None) -> str:
+    """Return `SIGKILL(-9)`, `exit code 3`, ... for messages."""
+    if code is None:
+        return "an unknown cause"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"{signal.Signals(-code).name}({code})"
+    except ValueError:
+        return f"signal {-code}"
 
 
 def check_descriptors(num_workers: int) -> None:

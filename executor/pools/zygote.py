@@ -267,6 +267,16 @@ class Zygote:
             raise WorkerLost(f"starting a worker failed: {answer['error']}. {_LIMITS}", phase="start")
         return int(answer["pid"])
 
+    def adopt(self, pid: int, log_fd: int) -> int:
+        """Take a worker's copy for a worker, as one that `fork` has started; return its pid.
+
+        Raises:
+            WorkerLost: the copy or the helper has ended.
+        """
+        if not self._request({"op": "adopt", "pid": pid, "log": os.fstat(log_fd).st_ino})["is_child"]:
+            raise WorkerLost(f"branch failed: the copy (pid {pid}) ended before it could serve.", pid=pid)
+        return pid
+
     def exit_code(self, pid: int, timeout_s: float = 0.5) -> int | None:
         """Return a worker's exit code, or None if it lives or the zygote has ended."""
         end = time.monotonic() + timeout_s

@@ -8,7 +8,7 @@ sent only if it is legal for all its envs, and after an interrupt, a fault or a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,15 +28,20 @@ from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.protocol.calls import Calls
 from envherd.executor.protocol.env_batches import Draft, EnvBatches, StepBatches
-from envherd.executor.protocol.env_states import Event
+from envherd.executor.protocol.env_states import Event, State
 from envherd.executor.protocol.flight import Flight, Flights
 from envherd.executor.protocol.plain import what_is_plain
 from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.recycling import Recycler
 from envherd.executor.protocol.side_data import SideData
 from envherd.workers import messages
-from envherd.workers.errors import EnvherdError
+from envherd.workers.block.journal import FLAGS, STEPS, JournalFlag
+from envherd.workers.errors import EnvherdError, ResetNeeded
 from envherd.workers.protocol import Op
+from envherd.workers.seeding import branch_seed
+
+#: `(source, targets, seeds, give_up)`: see `WorkerPool.branch`.
+Fork = Callable[[int, np.ndarray, Sequence[int | None], Callable[[], None]], None]
 
 _NO_EXTRAS: Mapping[int, messages.Prepare] = {}
 
@@ -69,6 +74,8 @@ class Engine(Calls):
         lends = copy and mover is None and not options.poison
         loans = make_loans(pool.slab, pool.lendable) if lends else None
         self.positions = Positions(pool.slab, self.side, options, mover=mover, loans=loans)
+        if pool.capsules is not None:
+            pool.capsules.latest_root = self.positions.latest_root
         self.batches = EnvBatches(self.positions, self.side, device, mover=mover, is_copy=copy)
         self._intakes = [self._make_intake(group) for group in range(len(pool.slab.groups))]
         self._intake = self._intakes[0] if len(self._intakes) == 1 else None
@@ -217,6 +224,51 @@ class Engine(Calls):
             extras: see `extras_of`.
         """
         self.flights.begin(Op.RESET, env_ids, extras=extras).land()
+
+    def branch(self, source: int, targets: np.ndarray, *, reseed: bool, fork: Fork) -> None:
+        """Replace envs by copies of another; see `ParallelEnv.branch`.
+
+        Args:
+            source: env id.
+            targets: env ids, int64 `[k]`, without `source`.
+            reseed: whether the copies' generators are seeded anew.
+            fork: see `WorkerPool.branch`.
+        """
+        self.refuse_rolling()
+        self.refuse_under_way(np.append(targets, source))
+        states = self.states
+        if states.values[source] == State.NEEDS_RESET:
+            raise ResetNeeded(
+                f"branch failed: expected an env that was reset, got env {source}, which has no episode. Reset it "
+                f"first.",
+                env_ids=(source,),
+            )
+        has_ended, number, first = bool(states.needs_reset[source]), self.num_branches, self.options.first_env_id
+        seeds = [branch_seed(self.seed, first + i, number) if reseed else None for i in targets.tolist()]
+        self.num_branches, self.received = number + 1, None
+        try:
+            fork(source, targets, seeds, partial(self.flights.losses.lose, targets))
+        except EnvherdError:
+            self.flights.losses.accept()
+            raise
+        episodes = self.pool.slab.words["episode"]
+        episodes[targets] = episodes[source]
+        self._copy_journals(source, targets, is_changed=reseed)
+        self.positions.copy_root(source, targets)
+        states.restore(targets, np.full(len(targets), has_ended))
+
+    def _copy_journals(self, source: int, targets: np.ndarray, *, is_changed: bool) -> None:
+        """Make the inputs of an env's episode also those of its copies; see `workers.block.journal`."""
+        group, row = self.positions.places.pairs[source]
+        journal, rows = dict(self.pool.slab.groups[group].journal), self.positions.places.row_of[targets]
+        if not journal:
+            return
+        facts = journal.pop(("facts",))
+        facts[rows] = facts[row]
+        if is_changed:
+            facts[rows, FLAGS] |= JournalFlag.CHANGED
+        for inputs in journal.values():
+            inputs[rows, : facts[row, STEPS]] = inputs[row, : facts[row, STEPS]]  # the rest takes no memory yet
 
     def allow_steps(self) -> None:
         """Allow steps of envs that were never reset, for facades that leave this check to the envs."""

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from envherd.executor.protocol.call_guard import call_name
+from envherd.workers import state_tables
 from envherd.workers.errors import Busy, EnvherdError, ResetNeeded
 from envherd.workers.protocol import Op
 
@@ -108,15 +109,9 @@ REFUSED_WITH: dict[State, type[EnvherdError]] = {
 }
 COMMANDS = (Event.STEP, Event.STEP_RESET, Event.RESET)
 
-_IMPOSSIBLE, _IMPOSSIBLE_BYTE = (
-    -1,
-    255,
-)  # searching bytes takes a tenth of the time of an array, and for an int of bytes
+_IMPOSSIBLE_BYTE = 255  # searching bytes takes a tenth of the time of an array, and for an int of bytes
 #: `FOLLOWS` as bytes: int8 `[event, state]`, the state that follows; -1 where nothing can.
-NEXT = np.full((max(Event) + 1, len(State)), _IMPOSSIBLE, np.int8)
-for _state, _row in FOLLOWS.items():
-    for _event, _following in _row.items():
-        NEXT[_event, _state] = _following
+NEXT = state_tables.as_bytes(FOLLOWS)
 #: Its rows, as arrays and as tables for `bytes.translate`, which takes a third of the time of an array.
 _NEXT = [*NEXT]
 _TRANSLATIONS = [row.tobytes().ljust(256, b"\xff") for row in NEXT]
@@ -127,14 +122,7 @@ _ANSWERED, _ENDS = int(Event.ANSWERED), int(Event.ENDS)  # as ints; see `workers
 
 def table() -> str:
     """Return the table as text: a line per state and event."""
-    lines = []
-    for state in State:
-        for event in Event:
-            if event in FOLLOWS[state]:
-                lines.append(f"{state.name:15} {event.name:15} {FOLLOWS[state][event].name}")
-            elif event in COMMANDS:
-                lines.append(f"{state.name:15} {event.name:15} refused: {REFUSED_WITH[state].__name__}")
-    return "\n".join(lines)
+    return state_tables.as_text(FOLLOWS, Event, COMMANDS, REFUSED_WITH)
 
 
 class EnvStates:
@@ -185,7 +173,7 @@ class EnvStates:
         following = _NEXT[event][values]
         if _IMPOSSIBLE_BYTE not in following.tobytes():
             return
-        refused = env_ids[following == _IMPOSSIBLE]
+        refused = env_ids[following == state_tables.IMPOSSIBLE]
         assert event in COMMANDS, f"{Event(event).name} cannot happen to envs in {self.values[refused].tolist()}"
         busy = tuple(refused[self.values[refused] >= _FIRST_UNDER_WAY].tolist())
         if busy:

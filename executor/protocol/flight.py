@@ -551,7 +551,12 @@ class Flights:
         worker_id = int(self.pool.worker_of[first_fault(frames)["env_id"]])
         if all(frame["type_name"] == InternalError.__name__ for frame in frames):
             return InternalError(frames[0]["message"], env_ids=tuple(sorted(faults)))
-        return env_error(frames, worker_id, self.pool.pid_of(worker_id), self.pool.gpu_of(worker_id))
+        error: EnvherdError = env_error(frames, worker_id, self.pool.pid_of(worker_id), self.pool.gpu_of(worker_id))
+        capsules = self.pool.capsules
+        if capsules is not None:
+            for frame in frames:
+                error = capsules.add_to(error, int(self.pool.worker_of[frame["env_id"]]), frame)
+        return error
 
     # ---- after an interrupt ------------------------------------------------------------------
 

@@ -238,6 +238,23 @@ class Positions:
         self._is_mixed = False
         return ended
 
+    def copy_root(self, source: int, targets: np.ndarray) -> None:
+        """Make the present root of an env also that of others, int64 `[k]` (with its side values)."""
+        latest = {key: array.copy() for key, array in self.latest_root(source).items()}
+        side = self._side.latest(self.in_root)[source]
+        columns = self.reset_columns(targets)
+        for env_id, column in zip(targets.tolist(), columns.tolist(), strict=True):
+            place = self.row_at(env_id, column)
+            for key, value in latest.items():
+                if ("root", *key) in place:  # a root has no reward
+                    place["root", *key][...] = value
+            self._side.root[env_id] = side
+            for kept in self._side.infos.values():
+                kept.pop(env_id, None)
+                if source in kept:
+                    kept[env_id] = dict(kept[source])
+        self.were_reset(targets, columns)
+
     def over_at_once(self, env_ids: np.ndarray, column: int) -> np.ndarray | None:
         """Return which of the envs that were just reset, int `[k]`, have roots that are done (some resets end at once).
 

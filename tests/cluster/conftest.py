@@ -41,6 +41,7 @@ def cluster() -> Iterator[Any]:
     head = {
         "num_cpus": 0,
         "include_dashboard": False,
+        "include_log_monitor": False,  # nobody reads what it copies, and it takes a processor's time
         "object_store_memory": _STORE_BYTES,
         "_system_config": _HEALTH_CHECKS,
     }

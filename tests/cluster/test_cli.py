@@ -2,8 +2,6 @@
 
 import json
 import socket
-import subprocess
-import sys
 
 from tests.extras import needs, skip_without
 
@@ -58,12 +56,13 @@ for address in (sys.argv[1], None):
 
 
 @needs("ray")
-def test_without_a_cluster_or_without_ray_it_is_said():
+def test_without_a_cluster_or_without_ray_it_is_said(script_host, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
     with socket.socket() as listener:  # bound and not listening: nothing answers there
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        command = [sys.executable, "-c", SCRIPT, address]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
+        done = script_host.run(script, address, folder=tmp_path, output=tmp_path)
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["2", "2"], done.stdout
     assert f"expected a Ray cluster at {address}, got ConnectionRefusedError" in lines[0]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
+from envherd import EnvError
 from envherd.executor import ParallelEnv, SerialEnv
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import BlockBatch, Row
@@ -42,6 +43,17 @@ class ExecutorBatch:
         else:
             td, root = self.env.step(td), self.env.current()
         return self._rows(td["next"], "next"), self._rows(root, "root")
+
+    def save(self) -> list[Any] | None:
+        try:
+            return self.env.save()
+        except EnvError as error:
+            if error.context["type_name"] != "NotImplementedError":
+                raise
+            return None
+
+    def restore(self, states: list[Any]) -> None:
+        self.env.restore(states)
 
     def count_calls(self) -> tuple[int, int]:
         words = self.env._pool.slab.words  # statistics() would read the memory of every worker too

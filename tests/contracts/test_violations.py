@@ -73,6 +73,13 @@ class OverwritesText(CountingEnv):
         self._log[:] = [*self._log, action] if self.num_steps else []
         return [*super()._observe(action), self._log]
 
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "log": list(self._log)}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self._log[:] = state["log"]
+
 
 class LeavesItsSpace(CountingEnv):
     def __init__(self) -> None:
@@ -130,6 +137,11 @@ class StepsTheEnded(ExecutorBatch):
         return super().step(actions, resets_ended=resets_ended)
 
 
+class ForgetsItsSteps(CountingEnv):
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "num_steps": 0}
+
+
 VIOLATIONS = [
     (1, StepsTwice, None, r"expected 80 calls of env\.step and \d+ of env\.reset for 80 transitions"),
     (1, ResetsItself, None, "The env, or its adapter, steps or resets by itself"),
@@ -143,6 +155,7 @@ VIOLATIONS = [
     (7, Remembers, None, "something of an earlier episode outlives the reset"),
     (10, CountingEnv, LosesEnds, "the reset has overwritten the last observation"),
     (11, LeavesItsSpace, None, r"expected .* in \[0, 1\], got 2 at \(0, 0\) \(next, env 0, step 1\)"),
+    (13, ForgetsItsSteps, None, r"something that the env's future depends on is not in its state"),
     (10, CountingEnv, WritesMasks, "a reset changed the mask that it was given"),
 ]
 

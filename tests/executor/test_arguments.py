@@ -263,12 +263,6 @@ def test_a_method_names_the_argument_and_changes_nothing(env, name):
     assert env.statistics().env_steps == before[1]
 
 
-@pytest.mark.parametrize("make", [SerialEnv, ParallelEnv])
-def test_envs_without_a_state_name_what_saves_the_seeds_alone(make):
-    with make(1, lambda: gymnasium.make("CartPole-v1")) as env, pytest.raises(EnvError, match="with_envs=False"):
-        env.state_dict()
-
-
 def test_numpy_integers_are_numbers():
     with SerialEnv(np.int64(2), CountingEnv, num_workers=np.int64(1)) as env:
         assert env.rollout(np.int32(1)).shape == (2, 1)

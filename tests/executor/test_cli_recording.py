@@ -68,12 +68,10 @@ def test_a_replay_names_the_first_difference_and_draws(tmp_path):
     [
         ("none", "no such folder"),
         (".", "a folder without envherd.json"),
-        ("file", "a file"),
         ("broken", "Expecting value"),
     ],
 )
 def test_a_folder_without_a_rollout_is_refused(tmp_path, name, got):
-    (tmp_path / "file").touch()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/envherd.json").touch()
     result = envherd("replay", tmp_path / name)

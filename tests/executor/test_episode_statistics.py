@@ -3,8 +3,6 @@
 import functools
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -332,9 +330,10 @@ run.finish()
 
 @needs("wandb")
 @pytest.mark.slow
-def test_weights_and_biases_takes_what_the_logger_writes(tmp_path):
-    command = [sys.executable, "-c", WITH_WANDB, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def test_weights_and_biases_takes_what_the_logger_writes(script_host, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WITH_WANDB)
+    done = script_host.run(script, str(tmp_path), folder=tmp_path, output=tmp_path)
     assert done.returncode == 0, done.stderr
     (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert b"episode/return" in written.read_bytes()

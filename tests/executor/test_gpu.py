@@ -23,7 +23,7 @@ from tests.extras import needs
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.preloads("gymnasium"),
+    pytest.mark.preloads(),
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's compiler
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),

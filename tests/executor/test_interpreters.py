@@ -3,7 +3,6 @@
 import importlib
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -173,7 +172,7 @@ def test_faults_of_its_factories_are_reported(python, target, error, match):
         ParallelEnv(2, InPython(python, target), num_workers=1)
 
 
-def test_it_ends_with_its_owner(python, tmp_path):
+def test_it_ends_with_its_owner(python, script_host, tmp_path):
     (tmp_path / "drift_module.py").write_text(MODULE)
     script = tmp_path / "script.py"
     script.write_text(
@@ -186,8 +185,7 @@ def test_it_ends_with_its_owner(python, tmp_path):
         os.kill(os.getpid(), signal.SIGKILL)
         """)
     )
-    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, script], env=variables, capture_output=True, text=True, check=False)
+    done = script_host.run(script, folder=tmp_path, output=tmp_path)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     end = time.monotonic() + 10

@@ -117,7 +117,8 @@ def test_a_worker_that_is_asked_for_its_stack_before_it_can_answer_lives(start_m
     options = ExecutorOptions(start_method=start_method)
     zygote = Zygote(options, [])
     zygote.wait_ready()
-    worker = WorkerProcess(0, 0, zygote, worker_config(options, 0))
+    worker = WorkerProcess(0, 0, zygote)
+    worker.start(lambda sock, log: zygote.fork(worker_config(options, 0), [sock, zygote.lifeline_read, log]))
     try:
         signal.pidfd_send_signal(worker.pidfd, signal.SIGUSR2)
         worker.channel.queue_message(messages.Close())
@@ -177,10 +178,12 @@ def test_a_worker_that_is_started_while_another_thread_closes_is_ended(monkeypat
 
 
 _ENDS_IN_A_CALL = """
-import atexit, threading
+import atexit, threading, weakref
 
 has_ended = threading.Event()
-atexit.register(has_ended.wait, 30)  # registered first, so it runs after all finalizers
+atexit.unregister(weakref.finalize._exitfunc)
+atexit.register(has_ended.wait, 30)
+atexit.register(weakref.finalize._exitfunc)  # last, so all finalizers run before the wait
 
 import sys, time
 from envherd import ExecutorOptions, ParallelEnv, SerialEnv

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from envherd import Capsules
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.options import _CHOICES, _NUMBERS, _SWITCHES
 from envherd.workers.testing import CountingEnv
@@ -54,6 +55,8 @@ FIELDS = {field.name: field for field in dataclasses.fields(ExecutorOptions)}
         ),
         ({"preload": "numpy"}, "a sequence of module names, or None, got 'numpy'"),
         ({"affinity": ()}, "a sequence of CPU ids, or None, got ()"),
+        ({"capsules": 3}, "the path of a directory, Capsules(...), or None, got 3"),
+        ({"capsules": ""}, "the path of a directory, Capsules(...), or None, got ''"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(options, expected):
@@ -62,8 +65,14 @@ def test_what_cannot_work_is_refused_by_name(options, expected):
         ExecutorOptions(**options)
 
 
+def test_numbers_of_capsules_are_checked():
+    expected = "ExecutorOptions failed: expected capsules.max_files to be an integer of at least 1, got 0."
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        Capsules("crashes", max_files=0)
+
+
 def test_every_option_is_checked():
-    lists = {"preload", "affinity", "env_vars", "gpus", "infos"}
+    lists = {"preload", "affinity", "env_vars", "gpus", "infos", "capsules"}
     assert {*_NUMBERS, *_CHOICES, *_SWITCHES, *lists} == FIELDS.keys()
 
 

@@ -140,6 +140,26 @@ def test_an_interrupt_ends_the_call_and_the_next_reset_works():
 def test_what_it_does_not_have_is_refused():
     with pytest.raises(ValueError, match="reset_ahead"):
         portable(2, CountingEnv, options={"reset_ahead": True})
+    with portable(2, CountingEnv) as env:
+        root = env.reset()
+        with pytest.raises(ValueError, match=r"branch failed: .* got the portable pool. Use `env.restore\("):
+            env.branch(0, [1])
+        env.step(env.rand_action(root))
+
+
+def test_a_saved_state_continues_in_all_envs_and_another_executor():
+    with portable(2, FAMILIES["cartpole"]) as env:
+        _, root = env.step_and_maybe_reset(env.rand_action(env.reset()))
+        saved = env.save([0])
+        env.restore(saved * 2)
+        root = env.current()
+        root["action"] = torch.tensor([1, 1])
+        batch = env.step(root)["next", "observation"]
+        assert batch[0].equal(batch[1])
+    with SerialEnv(1, FAMILIES["cartpole"], seed=6) as env:
+        env.reset()
+        env.restore(saved)
+        assert env.step(env.current().set("action", torch.tensor([1])))["next", "observation"].equal(batch[:1])
 
 
 class ParentEnv(CountingEnv):

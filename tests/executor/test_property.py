@@ -72,15 +72,18 @@ class Tape:
 
     def _actions(self, rng: np.random.Generator, env_ids: Any = None) -> Any:
         count = NUM_ENVS if env_ids is None else len(env_ids)
-        td = torch.stack([self.env.rand_action()[0].clone() for _ in range(count)])
-        return self._act(td, rng, env_ids)
+        row = self.env.rand_action()[0]
+        return self._act(torch.stack([row.clone() for _ in range(count)]), rng, env_ids)
+
+    def _masked(self, masks: Any) -> Any:
+        """Return the rows that a reset takes, with a mask of each env."""
+        rows = self.env.rand_action()
+        return torch.stack([rows[i].set("_reset", masks[i]) for i in range(NUM_ENVS)])
 
     def _revive(self) -> Any:
         """Reset ended envs, so that all can be stepped."""
         root = self.env.current()
-        done = torch.stack([root[i]["done"] for i in range(NUM_ENVS)])
-        mask = torch.stack([self.env.rand_action()[i].set("_reset", done[i]) for i in range(NUM_ENVS)])
-        return self.env.reset(mask)
+        return self.env.reset(self._masked([root[i]["done"] for i in range(NUM_ENVS)]))
 
     def _step(self, rng: np.random.Generator) -> None:
         self._revive()
@@ -94,8 +97,7 @@ class Tape:
 
     def _reset(self, rng: np.random.Generator) -> None:
         mask = torch.from_numpy(rng.random(NUM_ENVS) < 0.4)
-        td = torch.stack([self.env.rand_action()[i].set("_reset", mask[i : i + 1]) for i in range(NUM_ENVS)])
-        self._keep(self.env.reset(td))
+        self._keep(self.env.reset(self._masked(mask[:, None])))
 
     def _exchange(self, rng: np.random.Generator) -> None:
         """Send all, receive a few at a time in any order; send those again for two more rounds."""

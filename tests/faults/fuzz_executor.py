@@ -11,11 +11,14 @@ import _thread
 import os
 import random
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
+from envherd import Capsules
 from envherd.executor import EnvError
 from tests.faults import fuzzing
 from tests.faults.fuzz_session import DEADLY, Session, Setting
@@ -39,6 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tasks": {"kinds": "mixed", "on_worker_loss": "restart"},
     "text": {"kinds": "text", "on_worker_loss": "restart"},
     "late": {"step_timeout_s": STEP_TIMEOUT_S, "on_worker_loss": "restart"},
+    "capsules": {"capsules": True, "on_worker_loss": "restart"},
     "serial": {"is_serial": True},
     "gymnasium": {"facade": "gymnasium", "on_worker_loss": "restart"},
     "pettingzoo": {"facade": "pettingzoo", "on_worker_loss": "restart"},
@@ -76,6 +80,8 @@ def draw_setting(rng: random.Random, variant: str) -> Setting:
     options["restart_window_s"] = 0.001  # no waits between restarts
     names = ("on_worker_loss", "reset_ahead", "env_threads", "recycle_after", "infos", "step_timeout_s")
     options |= {name: asked[name] for name in names if name in asked}
+    if "capsules" in asked:
+        options["capsules"] = Capsules(Path(tempfile.gettempdir(), "envherd-fuzz-capsules"), max_files=3)
     if "step_timeout_s" in asked:
         options |= {"reset_timeout_s": 2 * STEP_TIMEOUT_S, "build_timeout_s": 8.0}
     if not asked.get("copy", True):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests.faults.fuzz_envs import Kind, Life
@@ -16,13 +12,14 @@ PLACE = (0, 0)
 
 @pytest.mark.slow
 @pytest.mark.timeout(290)
-def test_no_row_is_wrong_and_nothing_hangs():
+def test_no_row_is_wrong_and_nothing_hangs(script_host, tmp_path):
     """One short case of each option set, as far as twelve seconds go."""
-    command = [sys.executable, "-m", "tests.faults.fuzz", "--seed", "20", "--cases", "40", "--operations", "25"]
-    command += ["--skip", "torchrl", "--minutes", "0.2"]  # whose workers take seconds to start
-    env = {**os.environ, "ENVHERD_FUZZ_HANG_S": "60"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stdout
+    arguments = ["--seed", "20", "--cases", "40", "--operations", "25", "--minutes", "0.2"]
+    arguments += ["--skip", "torchrl"]  # whose workers take seconds to start
+    script = tmp_path / "script.py"
+    script.write_text("import sys; from tests.faults.fuzz import main; sys.exit(main())\n")
+    done = script_host.run(script, *arguments, folder=tmp_path, output=tmp_path, ENVHERD_FUZZ_HANG_S="60")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture

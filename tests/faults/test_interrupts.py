@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ GRAD_MODE = str(torch.no_grad.__init__.__code__.co_filename)
 FINALIZERS = ("_come_back", "take_back", "__del__")  # Python drops exceptions raised in them
 
 
+@functools.cache
+def is_interrupted(code: types.CodeType) -> bool:
+    """Return whether the lines of a function are counted."""
+    file = code.co_filename
+    return (file.startswith(EXECUTOR) or file in (MESSAGES, GRAD_MODE)) and code.co_name not in FINALIZERS
+
+
 class Interrupt:
     """A trace function that raises KeyboardInterrupt at the n-th line."""
 
@@ -42,16 +50,16 @@ class Interrupt:
         self.where = ""
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
-        file = frame.f_code.co_filename
-        if not (file.startswith(EXECUTOR) or file in (MESSAGES, GRAD_MODE)) or frame.f_code.co_name in FINALIZERS:
+        if not is_interrupted(frame.f_code):
             return None
         if event == "line" and not self.where:
             self.left -= 1
-            is_code = linecache.getline(file, frame.f_lineno).strip() != "try:"  # where no signal is ever handled
-            if self.left <= 0 and is_code:
-                self.where = f"{Path(file).name}:{frame.f_lineno}"
-                sys.settrace(None)
-                self.strike()
+            if self.left <= 0:
+                file, line = frame.f_code.co_filename, frame.f_lineno
+                if linecache.getline(file, line).strip() != "try:":  # where no signal is ever handled
+                    self.where = f"{Path(file).name}:{line}"
+                    sys.settrace(None)
+                    self.strike()
         return self
 
     def strike(self) -> None:

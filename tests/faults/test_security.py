@@ -29,10 +29,12 @@ UNPICKLES = {
     "workers/registries.py": "registered names of envs, which came with such a message",
     "executor/facades/sb3/factory.py": "the same",
     "workers/adapters/hosts/torchrl_guest.py": "the same",
-    "executor/batched.py": "answers of workers, with options.infos='pickle'",
+    "executor/protocol/saving.py": "answers of workers, with options.infos='pickle'",
+    "workers/snapshot.py": "states of envs, by a reader that calls only constructors of data",
     "workers/testing/together.py": "a record of its own child, in the check of a user's env",
     "workers/infos.py": "infos of workers, with options.infos='pickle' (facades of Gymnasium and SB3)",
     "executor/facades/gymnasium/worker.py": "values of spaces that are no arrays (facade of Gymnasium)",
+    "executor/cli/rerun.py": "the factory in a crash capsule, with --trust",
     "workers/adapters/hosts/torchrl_crossing.py": "specs and odd leaves (facade of TorchRL)",
 }
 
@@ -105,7 +107,7 @@ def test_another_user_finds_nothing_to_open():
         assert in_child(_pry, pids) == []
         assert len(env.rollout(2)) == 2
         new = {name for folder, old in names.items() for name in set(os.listdir(folder)) - old}
-        assert not [name for name in new if "envherd" in name]
+        assert not [name for name in new if "envherd" in name and "envherd-fuzz" not in name]  # of tests that run now
 
 
 @pytest.mark.slow

@@ -14,12 +14,14 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode
 
-from envherd.executor import EnvError, ExecutorOptions, FactoryError, SerialEnv, SpecError
+from envherd.executor import EnvError, ExecutorOptions, FactoryError, ResetNeeded, SerialEnv, SpecError
 from envherd.workers.adapters.common.tree import RESERVED_NAMES
+from envherd.workers.adapters.registry import find_adapter
 from tests.extras import needs, skip_without
 from tests.workers import isaaclab_standin as isaac
 from tests.workers import test_gymnasium_vector as vectors
@@ -68,6 +70,13 @@ class OwnVector(CartPoleVectorEnv):
 
     def step(self, action: Any) -> Any:
         return super().step(action)
+
+
+class FourValues(gymnasium.vector.VectorWrapper):
+    """Steps as before Gymnasium 0.26."""
+
+    def step(self, actions: Any) -> Any:
+        return super().step(actions)[:4]
 
 
 PAIR = spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2))
@@ -119,10 +128,10 @@ def zoo_step(change: Callable[[Any], Any], agents: Any = ("a_0", "a_1"), **ends:
     return zoo(answers=[(list(agents), change(outcome(alive | ends)))])
 
 
-def grouped(env: str, **group_map: list[str]) -> Any:
+def grouped(env: str | Make, **group_map: list[str]) -> Any:
     from envherd.workers.adapters.named import PettingZooFactory
 
-    return PettingZooFactory(f"mpe2.simple_{env}_v3", group_map=group_map)()
+    return PettingZooFactory(f"mpe2.simple_{env}_v3" if isinstance(env, str) else env, group_map=group_map)()
 
 
 def unnamed_agents() -> Any:
@@ -161,6 +170,14 @@ def with_entry(place: int, agent: str, value: Any) -> Callable[[Any], Any]:
     return lambda answer: (*answer[:place], {**answer[place], agent: value}, *answer[place + 1 :])
 
 
+def unlike_masks() -> Any:
+    """Return an env of two agents whose spaces differ in the size of the action mask."""
+    masks = {"a_0": spaces.Box(0, 1, (2,), np.int8), "a_1": spaces.Box(0, 1, (3,), np.int8)}
+    seen = spaces.Box(-9, 9, (2,), np.float32)
+    own = {agent: spaces.Dict(observation=seen, action_mask=mask) for agent, mask in masks.items()}
+    return zoo(own, {agent: (space, spaces.Discrete(2)) for agent, space in own.items()})
+
+
 # ---- others ------------------------------------------------------------------------------------------------------
 
 
@@ -181,6 +198,24 @@ def next_step_of_torchrl() -> Any:
 
     env = vector_env(AutoresetMode.DISABLED)
     env._env.autoreset_mode = AutoresetMode.NEXT_STEP  # if gym is also installed, TorchRL may accept it
+    return env
+
+
+class OwnHistory:
+    """A history of observations that is not IsaacLab's."""
+
+    _buffer = buffer = torch.zeros(4, 3)
+
+    def reset(self, batch_ids: Any) -> None:
+        """Keep the values."""
+
+    def append(self, data: Any) -> None:
+        """Keep the values."""
+
+
+def managed_with_own_history() -> Any:
+    env = isaac.make_managed(history_length=3)
+    env.observation_manager._group_obs_term_history_buffer["policy"]["state"] = OwnHistory()
     return env
 
 
@@ -260,6 +295,7 @@ BUILT: dict[str, tuple[Any, ...]] = {
         partial(zoo, ["a_0"], {"a_0": (spaces.Text(4), spaces.Discrete(2))}),
         "a_0 failed: expected values of a fixed shape",
     ),
+    "pettingzoo: unlike masks in a group": (partial(grouped, unlike_masks, a=["a_0", "a_1"]), "unlike action masks"),
     "pettingzoo: an old reset": (
         partial(zoo, first={"a_0": np.zeros(2, np.float32)}),
         r"PettingZoo before 1\.23 returned observations alone",
@@ -306,6 +342,11 @@ RESET: dict[str, tuple[Any, ...]] = {
         partial(Lying, spaces.Dict(odd=Colours()), {"odd": ["red", object()]}),
         r"reading odd\[1\] failed.*got a builtins.object",
     ),
+    "vector: a mask among the options": (
+        partial(vectors.sync, AutoresetMode.DISABLED),
+        "got a reset_mask among the options",
+        {"options": {"reset_mask": np.ones(3, bool)}},
+    ),
     "dm_env: no time step": (
         partial(dm_env_of, reset=lambda: (np.zeros(2), {})),
         r"reset failed: expected a dm_env.TimeStep, got tuple",
@@ -348,6 +389,10 @@ STEPPED: dict[str, tuple[Make, str]] = {
     "gymnasium: six values": (partial(Scripted, (1, 2, 3, 4, 5, 6)), f"{FIVE}got 6 values"),
     "gymnasium: nothing": (Scripted, f"{FIVE}got NoneType"),
     "gymnasium: an observation": (partial(Scripted, np.zeros(2)), f"{FIVE}got ndarray"),
+    "vector: four values": (
+        lambda: FourValues(vectors.sync(AutoresetMode.DISABLED)),
+        r"expected \(observations, rewards, terminations, truncations, infos\), got tuple",
+    ),
     "dm_env: no reward": (partial(dm_step, "transition", None, np.zeros(2)), "one number as the reward, got None"),
     "dm_env: two rewards": (partial(dm_step, "transition", np.zeros(2), np.zeros(2)), "one number as the reward"),
     "dm_env: no discount": (
@@ -390,6 +435,12 @@ STEPPED: dict[str, tuple[Make, str]] = {
     "old gym: a class of gymnasium": (OldWalkOfGymnasium, r"OldGymFactory\(make_env\)"),
     "torch: no last observations": (simulators.Losing, r"final_obs.*compute_final_obs"),
     "torch: its own buffer": (simulators.Aliasing, "view of its observation buffer"),
+    "isaaclab: another history": (managed_with_own_history, r"expected IsaacLab's CircularBuffer, got a OwnHistory"),
+}
+#: What -> how the env of several rows is made. The executor refuses such steps before the adapter.
+NOT_RESET: dict[str, Make] = {
+    "vector: rows before their reset": partial(vectors.sync, AutoresetMode.DISABLED),
+    "envpool: rows before their reset": envpool_of,
 }
 #: First word of a row -> the extra that it needs.
 EXTRAS = {"dm_env": "dm-control", "old gym: its package": "old-gym"}
@@ -426,3 +477,13 @@ def test_refused_in_a_step(name: str) -> None:
     make_env, message = STEPPED[name]
     with SerialEnv(1, make_env, seed=0) as env, pytest.raises(EnvError, match=message):
         env.rollout(10, break_when_any_done=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+@each(NOT_RESET)
+def test_an_adapter_refuses_to_step_rows_that_were_not_reset(name: str) -> None:
+    env = NOT_RESET[name]()
+    adapter: Any = find_adapter(env)(env)
+    with pytest.raises(ResetNeeded, match=r"expected running rows, got rows \[0, 1, 2\]"):
+        adapter.step([np.zeros(3, np.int64)])
+    adapter.close()

@@ -13,8 +13,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from envherd.workers import plain
-from envherd.workers.adapters.common import snapshot
+from envherd.workers import plain, snapshot
 from tests.extras import needs
 
 
@@ -178,7 +177,33 @@ def _naming(pid):
     return file.getvalue()
 
 
+def _calling(pid, *args):
+    """A pickle that calls what a persistent id names."""
+    ids = [Elsewhere()]
+
+    class Call:
+        def __reduce__(self):
+            return _stand_in, args
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj):
+            return pid if obj is _stand_in else None
+
+    file = io.BytesIO()
+    Pickler(file).dump({"": {"x": Call()}, "ids": ids[1:]})
+    return file.getvalue()
+
+
+def _stand_in():
+    """A function in whose place a persistent id is written."""
+
+
 REFUSED = {
+    "a function of the env": (lambda state: state | {"held": _calling("at .env.env.env.shape", 1)}, "calls <function"),
+    "a class of the env": (
+        lambda state: state | {"held": _calling(f"class {__name__}:Task")},
+        "calls <class .*Task",
+    ),
     "code": (lambda state: state | {"held": _calls(os.system, "true")}, "calls (posix|nt).system"),
     "code of a package": (lambda state: state | {"held": _calls(np.load, "x")}, "calls numpy"),
     "a class of another package": (

@@ -108,9 +108,9 @@ DIRECT: dict[str, Any] = {
     "no transform": (lambda: TransformedEnv(GymEnv("CartPole-v1")), 200),
     "one transform": (lambda: TransformedEnv(GymEnv("CartPole-v1"), StepCounter()), 200),
     "scales": (lambda: gym(PENDULUM, RewardScaling(0.5, 2.0), ObservationNorm(0.5, 2.0, in_keys=["observation"])), 200),
-    "frames": (lambda: gym(PENDULUM, CatFrames(3, dim=-1, in_keys=["observation"]), StepCounter(9)), 200),
-    "max pool": (lambda: gym(PENDULUM, TimeMaxPool(in_keys=["observation"], T=3), StepCounter(9)), 200),
-    "norm": (lambda: gym(PENDULUM, VecNorm(in_keys=["observation", "reward"]), StepCounter(9)), 200),
+    "frames": (lambda: gym(PENDULUM, CatFrames(3, dim=-1, in_keys=["observation"]), StepCounter(9)), 60),
+    "max pool": (lambda: gym(PENDULUM, TimeMaxPool(in_keys=["observation"], T=3), StepCounter(9)), 60),
+    "norm": (lambda: gym(PENDULUM, VecNorm(in_keys=["observation", "reward"]), StepCounter(9)), 60),
     "images": (
         lambda: gym(
             "CartPole-v1",
@@ -120,14 +120,14 @@ DIRECT: dict[str, Any] = {
         ),
         30,
     ),
-    "discrete": (lambda: gym(PENDULUM, ActionDiscretizer(num_intervals=4), StepCounter(9)), 200),
+    "discrete": (lambda: gym(PENDULUM, ActionDiscretizer(num_intervals=4), StepCounter(9)), 60),
     "primer": (lambda: gym(PENDULUM, InitTracker(), TensorDictPrimer(hidden=Unbounded((4,)), default_value=0.0)), 200),
     "renamed": (lambda: gym(PENDULUM, RenameTransform(["observation"], ["seen"]), RewardClipping(-1, 0)), 200),
-    "skips frames": (lambda: gym(PENDULUM, FrameSkipTransform(3), StepCounter(9)), 200),
+    "skips frames": (lambda: gym(PENDULUM, FrameSkipTransform(3), StepCounter(9)), 60),
     "function": (lambda: TransformedEnv(GymEnv(PENDULUM), lambda td: td.set("observation", td["observation"] + 1)), 60),
-    "keeper": (lambda: gym(PENDULUM, Keeper(), StepCounter(9)), 200),
-    "keeper of buffers": (lambda: TransformedEnv(GymWrapper(Buffered()), Keeper()), 200),
-    "twice": (lambda: gym(PENDULUM, Twice(), RewardSum(), StepCounter(9)), 200),
+    "keeper": (lambda: gym(PENDULUM, Keeper(), StepCounter(9)), 60),
+    "keeper of buffers": (lambda: TransformedEnv(GymWrapper(Buffered()), Keeper()), 60),
+    "twice": (lambda: gym(PENDULUM, Twice(), RewardSum(), StepCounter(9)), 60),
 }
 DM = {
     "dm_control": (lambda: DMControlEnv("cartpole", "swingup", time_limit=0.5), 120),

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from envherd.shm.specs import EnvSpec, Key
+from envherd.workers import snapshot
 
 #: (observation values, reward values, terminated, truncated)
 StepValues = tuple[list[Any], list[Any], Any, Any]
@@ -89,7 +90,7 @@ class Adapter(ABC):
     gives_tensors: bool = False
     #: Where the env's tensors are, a `torch.device`; None for families without tensors.
     device: Any = None
-    #: Whether the state of the env consists of attributes and known simulators; see `common/snapshot.py`.
+    #: Whether the state of the env consists of attributes and known simulators; see `workers/snapshot.py`.
     is_its_attributes: ClassVar[bool] = False
     #: Whether a process may hold only one env of the family.
     is_alone: bool = False
@@ -143,8 +144,6 @@ class Adapter(ABC):
         """Return the env's state as plain data; envs that cannot raise `NotImplementedError`."""
         if not self.is_its_attributes:
             raise self._without_state(f"its family ({self.family}) has no way to read it")
-        from envherd.workers.adapters.common import snapshot
-
         try:
             return snapshot.save(self.env)
         except snapshot.Unsaveable as error:
@@ -154,8 +153,6 @@ class Adapter(ABC):
         """Restore a state that `state_dict` returned; envs that cannot raise `NotImplementedError`."""
         if not self.is_its_attributes:
             raise self._without_state(f"its family ({self.family}) has no way to set it")
-        from envherd.workers.adapters.common import snapshot
-
         snapshot.restore(self.env, state)
 
     def _without_state(self, why: str) -> NotImplementedError:

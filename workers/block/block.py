@@ -21,11 +21,13 @@ from envherd.shm.slab import Slab, Storage
 from envherd.workers import seeding
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.block.compiling import compile_native, why_not_stored
+from envherd.workers.block.journal import Journal, JournalFlag
 from envherd.workers.block.questions import answer
 from envherd.workers.block.slot import Begun, Sink, Slot, Step, compile_step, store
-from envherd.workers.errors import InternalError, SpecError
+from envherd.workers.block.slot_states import Event
+from envherd.workers.errors import SpecError
 from envherd.workers.infos import packer
-from envherd.workers.messages import UNGUARDS, Ask, Prepare
+from envherd.workers.messages import CHANGES, UNGUARDS, Ask, Prepare
 from envherd.workers.options import BlockOptions
 from envherd.workers.protocol import RING, Flag, Op, Status, unpack
 from envherd.workers.reply import Fault, Infos, LeftOut, Notice, SideValues
@@ -36,6 +38,7 @@ _MAX_REMEMBERED = 4096
 # As ints: comparing and storing enum members costs more than the step of a small env.
 _STEP_RESET, _RESET, _PREPARED = int(Op.STEP_RESET), int(Op.RESET), int(Flag.PREPARED)
 _OK, _FAILED, _SIDE = int(Status.OK), int(Status.FAILED), int(Status.SIDE)
+_STEP, _RUNS, _ENDS = int(Event.STEP), int(Event.RUNS), int(Event.ENDS)
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -88,6 +91,7 @@ class Block:
             group = slab.groups[group_index]
             slot.sinks = {RING: Sink(slot, group.of_row(row), root_follows=False)}
             slot.bind_inputs(group.inputs, row)
+            slot.journal = Journal(group.journal, group.inputs, row) if group.journal else None
             self._compile(slot, slot.sinks[RING])
 
     def attach_storage(self, target: int, storage: Storage) -> None:
@@ -144,6 +148,22 @@ class Block:
         for env_id, slot in self.slots.items() if self._has_episode_seeds else ():
             slot.use_seeds(seeding.EpisodeSeeds(root_seed, self._first_env_id + env_id))
 
+    def take_place(self, worker_id: int, env_id: int, seed: int | None) -> None:
+        """In a copy of the process, become the block of another worker's only env; `attach` must follow.
+
+        Args:
+            worker_id: of the worker.
+            env_id: of its env, whose next episodes have that env's seeds.
+            seed: of all generators from now on; None leaves them as they are.
+        """
+        (slot,) = self.slots.values()
+        slot.rename(env_id)
+        self.worker_id, self.slots = worker_id, {env_id: slot}
+        self.use_root_seed(self.root_seed)
+        if seed is not None:
+            seeding.reseed(slot.adapter.env, seed)
+            slot.rng_state = seeding.globals_state()
+
     def prepare(self, message: Prepare) -> None:
         """Keep the extras of an env's next command."""
         self.slots[message.env_id].prepared = message
@@ -154,8 +174,10 @@ class Block:
         reply = answer(message, adapters, pickles=self._pickles, passes=self._passes)
         for position, env_id in enumerate(message.env_ids):
             slot = self.slots[env_id]
+            if slot.journal is not None and message.what in CHANGES:
+                slot.journal.note(JournalFlag.CHANGED)
             if message.what in UNGUARDS:
-                slot.is_guarded = False
+                slot.move(Event.IS_ALLOWED)
             elif message.what == "save" and reply["kind"] == "values":
                 generators = None if slot.rng_state is None else seeding.as_plain(slot.rng_state)
                 reply["values"][position] |= {"episode": int(self._words["episode"][env_id]), "generators": generators}
@@ -164,8 +186,9 @@ class Block:
         return reply
 
     def _note_restored(self, slot: Slot, saved: Mapping[str, Any]) -> None:
-        slot.must_reset = slot.has_ended = False
-        slot.last_done = np.zeros(slot.spec.batch_shape, bool) if slot.spec.batch_shape else False
+        slot.move(Event.RUNS)
+        if slot.spec.batch_shape:
+            slot.last_done = np.zeros(slot.spec.batch_shape, bool)
         if saved.get("episode") is not None:
             self._words["episode"][slot.env_id] = saved["episode"]
         if saved.get("generators") is not None:
@@ -193,11 +216,11 @@ class Block:
             return self._tell(slot) if slot.has_news or slot.has_side or slot.infos else _OK
         except self._passes:
             slot.prepared = None
-            slot.must_reset = True
+            slot.move(Event.IS_BROKEN_OFF)
             raise
         except BaseException as error:  # also SystemExit: it concerns this env, not the worker
             slot.prepared = None
-            slot.must_reset = True
+            slot.move(Event.IS_BROKEN_OFF)
             self._keep_step(slot, op)
             if isinstance(error, SpecError) and slot.adapter.origin:
                 error = SpecError(f"{error} Built by {slot.adapter.origin}.").with_traceback(error.__traceback__)
@@ -208,15 +231,12 @@ class Block:
         self, slot: Slot, sink: Sink, op: int, column: int, begun: Step | None, reset: Begun | None
     ) -> None:
         if op == _RESET:
-            mask = None if slot.must_reset else slot.reset_mask  # a new instance, as a whole
+            mask = None if slot.is_new else slot.reset_mask  # a new instance, as a whole
             self._reset(slot, sink, column, mask, reset)
             return
         slot.phase = "step"
-        if (slot.must_reset or slot.has_ended) and slot.is_guarded and begun is None:
-            raise InternalError(
-                f"step failed: expected a running env, got env {slot.env_id} that has ended, has raised, or was never "
-                f"reset. It was not stepped."
-            )
+        if begun is None:
+            slot.move(_STEP)
         observation = sink.step(column) if begun is None else begun(column)
         if self._pack_info is not None and reset is None:  # C resets only after steps without an info
             self._note_info(slot, "next")
@@ -262,11 +282,11 @@ class Block:
         inner = None if mask is None or mask.all() else mask.copy()
         observation = self._next_episode(slot, inner) if begun is None else begun()
         self._words["resets"][slot.env_id] += 1
-        slot.must_reset = False
         if self._pack_info is not None:
             self._note_info(slot, "root")
-        slot.last_done = False if inner is None else slot.last_done & ~inner
-        slot.has_ended = inner is not None and bool(slot.last_done.any())
+        if slot.spec.batch_shape:
+            slot.last_done = False if inner is None else slot.last_done & ~inner
+        slot.move(_ENDS if inner is not None and slot.last_done.any() else _RUNS)
         if column < sink.num_columns:
             self._write_root(slot, sink, column, observation)
 
@@ -281,6 +301,10 @@ class Block:
             slot.adapter.reseeded()
         options = None if prepared is None else prepared.options
         episodes[slot.env_id] = episode + 1
+        if slot.journal is not None and mask is not None:
+            slot.journal.note(JournalFlag.IN_PARTS)
+        elif slot.journal is not None:
+            slot.journal.begin(episode, seed, [JournalFlag.WITH_OPTIONS] if options else [])
         return self._begin_episode(slot, seed, options, mask)
 
     def _begin_episode(

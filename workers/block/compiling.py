@@ -20,6 +20,7 @@ from envherd.workers import native
 from envherd.workers.adapters.base import EnvCall, StepValues
 from envherd.workers.adapters.common.scalars import NUMBERS
 from envherd.workers.block.slot import Sink, Slot, compile_keep
+from envherd.workers.block.slot_states import NEXT, Event
 
 
 def compile_native(
@@ -58,7 +59,7 @@ def step_facts(
         words: of the slab.
         step: steps the env, given the values of its action; or how to call the env itself.
     """
-    spec, arrays, keep = slot.spec, sink.arrays, compile_keep(slot, sink, words)
+    spec, arrays, keep, journal = slot.spec, sink.arrays, compile_keep(slot, sink, words), slot.journal
     call = step if isinstance(step, EnvCall) else EnvCall(lambda values: values, reads_number=False)
     read = call.read
     return {
@@ -80,6 +81,14 @@ def step_facts(
         "readers": tuple(slot.action_readers),
         "index": _index(slot),
         "seed_pool": slot.seed_pool,
+        "journal": None if journal is None else journal.facts,
+        "journal_rows": 0 if journal is None else journal.num_rows,
+        "kept": [] if journal is None else journal.rows,
+        "sources": [] if journal is None else journal.sources,
+        "state": slot.state,
+        "if_stepped": NEXT[Event.STEP],
+        "if_running": NEXT[Event.RUNS],
+        "if_ended": NEXT[Event.ENDS],
         "num_columns": sink.num_columns,
         "root_follows": sink.root_follows,
         "observation": [arrays[("next", *leaf.key)] for leaf in spec.observation],

@@ -14,10 +14,13 @@ import numpy as np
 from envherd.shm.layout import Name
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.block.journal import Journal
+from envherd.workers.block.slot_states import AFTER, NEW, OVER, Event, State
 from envherd.workers.errors import InternalError, SpecError
 from envherd.workers.messages import Prepare
 from envherd.workers.protocol import Op, pack_phase
 from envherd.workers.seeding import EpisodeSeeds
+from envherd.workers.state_tables import IMPOSSIBLE
 from envherd.workers.writers import Writer, writer_for
 
 #: Column -> the observation values of one `env.step`, which are written to that column.
@@ -66,7 +69,6 @@ class Slot:
     """One env with its adapter, its inputs and its sinks."""
 
     def __init__(self, env_id: int, adapter: Adapter, *, check_finite: bool) -> None:
-        self.env_id = env_id
         self.adapter = adapter
         self.spec = adapter.spec
         self.check_finite = check_finite
@@ -75,17 +77,17 @@ class Slot:
         self.inputs: Mapping[Name, np.ndarray] = {}
         self.action_readers: list[Callable[[], Any]] = []
         self.reset_mask: np.ndarray | None = None
+        self.journal: Journal | None = None
         self.prepared: Prepare | None = None
-        self.phase_words = [pack_phase(op, env_id) for op in range(len(Op) + 1)]
+        self.rename(env_id)
         self.rng_state: tuple[Any, ...] | None = None
         self.seed_pool: np.ndarray | None = None  # of `seeding.EpisodeSeeds`; None if the env's own generators continue
         self._seeds: EpisodeSeeds | None = None
         self.unwatched = {"reset", "step"}
-        self.last_done: Any = False
+        self.state = np.full(1, State.NEEDS_RESET, np.int8)  # shared with the steps in C; see `slot_states`
+        self._state = self.state.data
+        self.last_done: Any = not self.spec.batch_shape  # of an env that is a batch: its rows that have ended
         self.last_ends: tuple[Any, Any] = (False, False)  # terminated, truncated of the latest step in which any did
-        self.has_ended = False
-        self.must_reset = True  # never reset since it was built, or since it raised
-        self.is_guarded = True  # a step is refused if the env must be reset, or has ended
         self.has_news = False
         self.phase = "step"
         self.infos: dict[str, bytes] = {}
@@ -93,6 +95,35 @@ class Slot:
         self.reported: set[str] = set()
         self.has_side = any(leaf.is_side for leaf in self.spec.leaves())
         self.side = {section: [None] * len(self.spec.observation) for section in ("next", "root")}
+
+    def rename(self, env_id: int) -> None:
+        """Take the id of an env."""
+        self.env_id = env_id
+        self.phase_words = [pack_phase(op, env_id) for op in range(len(Op) + 1)]
+
+    def move(self, event: int) -> None:
+        """Note that something has happened to the env.
+
+        Raises:
+            InternalError: it is a STEP that is refused.
+        """
+        following = AFTER[event][self._state[0]]
+        if following == IMPOSSIBLE:
+            raise InternalError(
+                f"step failed: expected a running env, got env {self.env_id} that has ended, has raised, or was never "
+                f"reset. It was not stepped."
+            )
+        self._state[0] = following
+
+    @property
+    def is_new(self) -> bool:
+        """Whether its next reset is of all its rows."""
+        return self._state[0] in NEW
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its latest row ended its episode, or those of some of its rows."""
+        return self._state[0] in OVER
 
     def use_seeds(self, seeds: EpisodeSeeds) -> None:
         """Use these seeds for the env's episodes from now on."""
@@ -186,7 +217,15 @@ def compile_step(
         slot.prepared = None
         return keep(column, step(action))
 
-    return run
+    journal = slot.journal
+    if journal is None:
+        return run
+
+    def run_and_keep(column: int) -> list[Any]:
+        journal.keep()
+        return run(column)
+
+    return run_and_keep
 
 
 def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Keep:
@@ -200,6 +239,7 @@ def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Kee
 
     note_ends = _ends_noter(slot, sink) if sink.next_nested or slot.spec.batch_shape else None
     follow = _follower(slot, sink) if sink.root_follows else None
+    state, if_running, if_ended = slot.state.data, AFTER[Event.RUNS], AFTER[Event.ENDS]
 
     def keep(column: int, values: StepValues) -> list[Any]:
         observation, reward, terminated, truncated = values
@@ -219,9 +259,10 @@ def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Kee
         terminated_flags[column] = terminated
         truncated_flags[column] = truncated
         if note_ends is None:
-            done[column] = slot.last_done = slot.has_ended = ended = terminated or truncated
+            done[column] = ended = terminated or truncated
         else:
             ended = note_ends(column, terminated, truncated)
+        state[0] = (if_ended if ended else if_running)[state[0]]
         if ended:
             ends[env_id] += 1
         elif follow is not None:
@@ -240,13 +281,14 @@ def _ends_noter(slot: Slot, sink: Sink) -> Callable[[int, Any, Any], bool]:
     done = _storable(slot, sink.next_done)[0]
 
     def note(column: int, terminated: Any, truncated: Any) -> bool:
-        done[column] = slot.last_done = terminated | truncated
-        slot.has_ended = bool(slot.last_done.any()) if is_batch else slot.last_done
-        if is_batch and slot.has_ended:
+        done[column] = ended = terminated | truncated
+        if is_batch:
+            slot.last_done, ended = ended, bool(ended.any())
+        if is_batch and ended:
             slot.last_ends = (np.array(terminated), np.array(truncated))
         if nested:
             store(nested, column, done_values(), "done")
-        return slot.has_ended
+        return bool(ended)
 
     return note
 

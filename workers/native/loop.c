@@ -9,14 +9,14 @@
 
 enum { STATUS_OK = 0 };
 
-static const char *const NAMES[] = {"sinks", "native", "must_reset", "has_ended", "prepared"};
-enum { SINKS, NATIVE, MUST_RESET, HAS_ENDED, PREPARED, NUM_NAMES };
+static const char *const NAMES[] = {"sinks", "native", "prepared"};
+enum { SINKS, NATIVE, PREPARED, NUM_NAMES };
 
 typedef struct {
     i64 id, latest;    /* `latest`: number of the latest command that was carried out */
     i64 target;        /* what `step` writes to */
     PyObject *slot;
-    Step *step;        /* its plain step, while C knows that the env runs; else NULL */
+    Step *step;        /* its plain step, while C knows that Python has changed nothing; else NULL */
 } Env;
 
 typedef struct {
@@ -200,20 +200,13 @@ static i64 report_failure(Loop *loop, Env *env, i64 command, PyObject *observati
 
 /* ---- steps ------------------------------------------------------------------------------------------ */
 
-static int attribute_is(const Loop *loop, PyObject *of, int name, PyObject *expected)
-{
-    PyObject *value = PyObject_GetAttr(of, loop->names[name]);
-    Py_XDECREF(value);
-    return value == expected;
-}
-
 /* Return the step of an env to a target (a new reference), or NULL where Python is to step or reset it, perhaps with an
- * exception. An env that has ended can be reset only. */
-static Step *find_step(Loop *loop, Env *env, i64 target, int may_have_ended)
+ * exception. */
+static Step *find_step(Loop *loop, Env *env, i64 target)
 {
-    PyObject *slot = env->slot, *native = NULL;
-    if (!attribute_is(loop, slot, MUST_RESET, Py_False) || !attribute_is(loop, slot, PREPARED, Py_None)
-        || (!may_have_ended && !attribute_is(loop, slot, HAS_ENDED, Py_False)))
+    PyObject *slot = env->slot, *native = NULL, *prepared = PyObject_GetAttr(slot, loop->names[PREPARED]);
+    Py_XDECREF(prepared);
+    if (prepared != Py_None)
         return NULL;
     PyObject *sinks = PyObject_GetAttr(slot, loop->names[SINKS]), *key = PyLong_FromLongLong(target);
     PyObject *sink = sinks == NULL || key == NULL ? NULL : PyDict_GetItemWithError(sinks, key);
@@ -235,7 +228,7 @@ static i64 reset_env(Loop *loop, Env *env, Step *step, i64 command, i64 column, 
     STORE(word(&loop->phase, loop->worker_id), OP_RESET | (env->id + 1) << OP_BITS);
     switch (step_reset(step, column, &root)) {
     case STEP_STORED:
-        status = step_note_end(step, 0) < 0 ? -1 : STATUS_OK;
+        status = STATUS_OK;
         break;
     case STEP_ODD:
         status = ask_python(env, loop->hand_over_reset, command, observation, root);
@@ -250,11 +243,8 @@ static i64 reset_env(Loop *loop, Env *env, Step *step, i64 command, i64 column, 
 static i64 note_end(Loop *loop, Env *env, Step *step, i64 command, i64 column, PyObject *observation)
 {
     int resets = (command & ((1 << OP_BITS) - 1)) == OP_STEP_RESET;
-    if (step_note_end(step, 1) < 0)
-        return -1;
     if (resets && step_can_reset(step))
         return reset_env(loop, env, step, command, column + step_root_follows(step), observation);
-    forget_step(env);
     return resets || step_root_follows(step) ? ask_python(env, loop->go_on, command, observation, NULL) : STATUS_OK;
 }
 
@@ -298,13 +288,13 @@ static i64 carry_out(Loop *loop, Env *env, i64 command)
         if (env->step == NULL || env->target != target) {
             forget_step(env);
             env->target = target;
-            env->step = find_step(loop, env, target, op == OP_RESET);
+            env->step = find_step(loop, env, target);
             if (PyErr_Occurred())
                 return -1;
         }
         if (env->step != NULL && op == OP_RESET && step_can_reset(env->step))
             return carry_out_reset(loop, env, command, column);
-        if (env->step != NULL && op != OP_RESET && column < step_num_columns(env->step))
+        if (env->step != NULL && op != OP_RESET && step_may_step(env->step) && column < step_num_columns(env->step))
             return step_env(loop, env, command, column);
     }
     return ask_python(env, loop->execute, command, NULL, NULL);

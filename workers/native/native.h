@@ -81,13 +81,13 @@ typedef enum { STEP_STORED, STEP_ENDED, STEP_ODD, STEP_RAISED } Outcome;
 i64 step_num_columns(const Step *step);
 int step_root_follows(const Step *step);
 PyObject *step_hand_over(const Step *step); /* borrowed */
-/* Step the env once; the slot gets no attributes. `*given`, a new reference or NULL: with STEP_STORED and STEP_ENDED the
+int step_may_step(const Step *step); /* the env's state allows it */
+/* Step the env once, and move its state. `*given`, a new reference or NULL: with STEP_STORED and STEP_ENDED the
  * observation values, with STEP_ODD what the env returned, of which nothing was written. STEP_RAISED: an exception. */
 Outcome step_once(Step *step, i64 column, PyObject **given);
 int step_can_reset(const Step *step); /* else Python must */
-/* Begin the env's next episode, and write its root to a column, unless there is none; the slot gets no attributes.
+/* Begin the env's next episode, and write its root to a column, unless there is none; move its state.
  * `*given`: what the adapter returned, a new reference or NULL. STEP_ODD: nothing was written. */
 Outcome step_reset(Step *step, i64 column, PyObject **given);
-int step_note_end(Step *step, int has_ended); /* set the slot's `last_done` and `has_ended`: 0, or -1 */
 
 #endif

@@ -32,12 +32,14 @@ typedef struct {
 enum { MOST_ROWS = 64 }; /* of a leaf that is given as its rows */
 enum { SEED_WORDS = 5 }; /* of `seeding.EpisodeSeeds.pool` */
 enum { NUM_FLAGS = 3 }; /* done, terminated, truncated */
-static const char *const NAMES[] = {"env", "step", "info", "reset", "prepared", "last_done", "has_ended", "latest", "is_ahead"};
-enum { ENV, STEP, INFO, RESET, PREPARED, LAST_DONE, HAS_ENDED, LATEST, IS_AHEAD, NUM_NAMES };
+enum { KEPT_STEPS, KEPT_EPISODE, KEPT_SEED, KEPT_FLAGS, KEPT_FACTS }; /* of `block.journal.Journal.facts` */
+enum { JOURNAL_BEGUN = 1, JOURNAL_SEEDED = 2 }; /* `JournalFlag` */
+static const char *const NAMES[] = {"env", "step", "info", "reset", "prepared", "latest", "is_ahead"};
+enum { ENV, STEP, INFO, RESET, PREPARED, LATEST, IS_AHEAD, NUM_NAMES };
 
 struct Step {
     PyObject_HEAD
-    PyObject *slot;                        /* gets `prepared`, `last_done` and `has_ended` */
+    PyObject *slot;                        /* gets `prepared` */
     PyObject *adapter;                     /* its `env.step` is called, where `step` is NULL */
     PyObject *step;                        /* list of the action's values -> StepValues; or NULL */
     PyObject *hand_over;                   /* column, result that is not plain -> observation values */
@@ -52,9 +54,14 @@ struct Step {
     i64 notes_infos;    /* an info that is not empty is for Python */
     i64 root_follows;   /* in a storage: the root of the next column is written too, unless the env has ended */
     i64 num_columns, env_id;
+    i64 journal_rows;
+    Py_buffer state;                       /* of the slot, a byte; see `block.slot_states` */
+    Py_buffer if_stepped, if_running, if_ended; /* rows of its table: state -> the state that follows; < 0: none can */
     Py_buffer index, seed_pool;            /* the action, where it is one int64; see `seeding`; else no objects */
+    Py_buffer journal;                     /* facts of `block.journal.Journal`; no object without it */
     Py_buffer env_steps, ends, episode, resets; /* words of each env */
     Leaves observation, root, reward, done, root_done;
+    Leaves kept, sources;                  /* of the journal: its inputs by step, and where each is read */
     Value *values;                         /* one per observation and reward leaf, used within `store` */
 };
 
@@ -65,7 +72,10 @@ static const Fact FACTS[] = {
     FACT(OBJECT, Step, ready), FACT(OBJECT, Step, array_type), FACT(OBJECT, Step, bool_type),
     FACT(OBJECT, Step, integer_type), FACT(OBJECT, Step, number_types), FACT(NUMBER, Step, reads_number),
     FACT(NUMBER, Step, notes_infos), FACT(NUMBER, Step, root_follows), FACT(NUMBER, Step, num_columns),
-    FACT(NUMBER, Step, env_id), FACT(WORDS_OR_NONE, Step, index), FACT(CONSTANTS, Step, seed_pool), {NULL},
+    FACT(NUMBER, Step, env_id), FACT(WORDS_OR_NONE, Step, index), FACT(CONSTANTS, Step, seed_pool),
+    FACT(BYTES, Step, state), FACT(CONSTANTS, Step, if_stepped), FACT(CONSTANTS, Step, if_running),
+    FACT(CONSTANTS, Step, if_ended), FACT(WORDS_OR_NONE, Step, journal),
+    FACT(NUMBER, Step, journal_rows), {NULL},
 };
 static const Fact WORDS_OF_ENVS[] = {
     FACT(WORDS, Step, env_steps), FACT(WORDS, Step, ends), FACT(WORDS, Step, episode), FACT(WORDS, Step, resets), {NULL},
@@ -134,9 +144,13 @@ static int are_own(const Step *step)
     const Py_buffer *words[] = {&step->env_steps, &step->ends, &step->episode, &step->resets};
     int is_own = step->env_id >= 0 && step->root.count == step->observation.count
         && (step->index.obj == NULL || step->index.shape[0] == 1)
-        && (step->seed_pool.obj == NULL || step->seed_pool.len == SEED_WORDS * sizeof(uint32_t));
+        && (step->seed_pool.obj == NULL || step->seed_pool.len == SEED_WORDS * sizeof(uint32_t))
+        && (step->journal.obj == NULL || (step->journal.shape[0] == KEPT_FACTS && step->journal_rows > 0))
+        && step->kept.count == step->sources.count;
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         is_own = is_own && step->env_id < words[i]->shape[0];
+    for (Py_ssize_t i = 0; is_own && i < step->kept.count; i++)
+        is_own = step->kept.leaf[i].num_bytes == step->sources.leaf[i].num_bytes;
     for (Py_ssize_t i = 0; is_own && i < step->root.count; i++)
         is_own = step->root.leaf[i].num_bytes == step->observation.leaf[i].num_bytes;
     if (!is_own)
@@ -167,6 +181,8 @@ static int take_all(Step *step, PyObject *facts)
         || leaves_take(facts, "observation", &step->observation, step->num_columns) < 0
         || leaves_take(facts, "root", &step->root, step->num_columns) < 0
         || leaves_take(facts, "reward", &step->reward, step->num_columns) < 0
+        || leaves_take(facts, "kept", &step->kept, step->journal_rows) < 0
+        || leaves_take(facts, "sources", &step->sources, 1) < 0
         || flags_take(facts, "done", &step->done, step->num_columns) < 0
         || flags_take(facts, "root_done", &step->root_done, step->num_columns) < 0 || !are_own(step))
         return -1;
@@ -219,7 +235,8 @@ static void step_dealloc(Step *step)
     release_facts(WORDS_OF_ENVS, step);
     for (Py_ssize_t i = 0; step->values != NULL && i < step->observation.count; i++)
         PyMem_Free(step->values[i].rows);
-    Leaves *groups[] = {&step->observation, &step->root, &step->reward, &step->done, &step->root_done};
+    Leaves *groups[] = {&step->observation, &step->root, &step->reward, &step->done, &step->root_done,
+                        &step->kept, &step->sources};
     for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
         leaves_release(groups[i]);
     PyMem_Free(step->values);
@@ -264,9 +281,22 @@ static PyObject *read_leaves(const Step *step)
     return values;
 }
 
+/* `block.journal.Journal.keep`. */
+static void keep_action(const Step *step)
+{
+    i64 *facts = step->journal.buf, row = facts[KEPT_STEPS] % step->journal_rows;
+    for (Py_ssize_t i = 0; i < step->kept.count; i++) {
+        const Leaf *leaf = &step->kept.leaf[i];
+        memcpy((char *)leaf->memory.buf + row * leaf->num_bytes, step->sources.leaf[i].memory.buf, (size_t)leaf->num_bytes);
+    }
+    facts[KEPT_STEPS]++;
+}
+
 /* What the env, or `step`, is called with: the objects that Python would hand it. */
 static PyObject *read_action(const Step *step)
 {
+    if (step->journal.obj != NULL)
+        keep_action(step);
     if (step->calls_env && step->build == NULL)
         return read_only_leaf(step);
     PyObject *values, *only;
@@ -530,6 +560,19 @@ static int keep_given(const Step *step, PyObject *result, PyObject *leaves)
     return PyObject_SetAttr(step->holder, step->names[IS_AHEAD], Py_True);
 }
 
+static signed char following(const Step *step, const Py_buffer *row)
+{
+    unsigned char state = *(unsigned char *)step->state.buf;
+    return state < row->len ? ((const signed char *)row->buf)[state] : -1;
+}
+
+int step_may_step(const Step *step) { return following(step, &step->if_stepped) >= 0; }
+
+static void move(const Step *step, int has_ended)
+{
+    *(signed char *)step->state.buf = following(step, has_ended ? &step->if_ended : &step->if_running);
+}
+
 /* Step the env once with an action; see `step_once`. */
 static Outcome step_with(Step *step, i64 column, PyObject *action, PyObject **given)
 {
@@ -545,6 +588,7 @@ static Outcome step_with(Step *step, i64 column, PyObject *action, PyObject **gi
         *given = result;
         return PyErr_Occurred() ? STEP_RAISED : STEP_ODD;
     }
+    move(step, flags[0]);
     ADD((i64 *)step->env_steps.buf + step->env_id, 1);
     if (flags[0])
         ADD((i64 *)step->ends.buf + step->env_id, 1);
@@ -563,14 +607,6 @@ Outcome step_once(Step *step, i64 column, PyObject **given)
     Outcome outcome = step_with(step, column, action, given);
     Py_DECREF(action);
     return outcome;
-}
-
-int step_note_end(Step *step, int has_ended)
-{
-    PyObject *flag = has_ended ? Py_True : Py_False;
-    if (PyObject_SetAttr(step->slot, step->names[LAST_DONE], flag) < 0)
-        return -1;
-    return PyObject_SetAttr(step->slot, step->names[HAS_ENDED], flag);
 }
 
 /* ---- the reset that follows ------------------------------------------------------------------------- */
@@ -603,6 +639,13 @@ Outcome step_reset(Step *step, i64 column, PyObject **given)
     *given = NULL;
     if (seed == NULL)
         return STEP_RAISED;
+    if (step->journal.obj != NULL) {
+        i64 *facts = step->journal.buf;
+        facts[KEPT_STEPS] = 0;
+        facts[KEPT_EPISODE] = LOAD(episode);
+        facts[KEPT_SEED] = seed == Py_None ? 0 : PyLong_AsLongLong(seed);
+        facts[KEPT_FLAGS] = JOURNAL_BEGUN | (seed == Py_None ? 0 : JOURNAL_SEEDED);
+    }
     ADD(episode, 1);
     *given = PyObject_CallMethodObjArgs(step->adapter, step->names[RESET], seed, Py_None, Py_None, NULL);
     Py_DECREF(seed);
@@ -620,6 +663,7 @@ Outcome step_reset(Step *step, i64 column, PyObject **given)
         if (!is_plain)
             return PyErr_Occurred() ? STEP_RAISED : STEP_ODD;
     }
+    move(step, 0);
     ADD((i64 *)step->resets.buf + step->env_id, 1);
     return STEP_STORED;
 }
@@ -646,7 +690,7 @@ static PyObject *step_run(PyObject *self, PyObject *argument)
     Py_DECREF(action);
     if (outcome == STEP_ODD)
         observation = PyObject_CallFunctionObjArgs(step->hand_over, argument, given, NULL);
-    else if (outcome != STEP_RAISED && step_note_end(step, outcome == STEP_ENDED) == 0)
+    else if (outcome != STEP_RAISED)
         observation = Py_NewRef(given);
     Py_XDECREF(given);
     return observation;

@@ -26,6 +26,7 @@ import numpy as np
 from envherd.shm.sync import keep_order
 from envherd.workers.block.block import Block
 from envherd.workers.block.slot import Slot
+from envherd.workers.block.slot_states import Event
 from envherd.workers.process.loop import Loop
 from envherd.workers.protocol import Op
 
@@ -79,7 +80,7 @@ class AheadBlock(Block):
         """Reset the env for a later episode, and keep the result."""
         (slot,) = self.slots.values()
         self.forget_ahead()
-        slot.must_reset = True
+        slot.move(Event.IS_BROKEN_OFF)
         self._phase[self.worker_id] = slot.phase_words[Op.RESET]
         seed = slot.seed_of(episode)
         try:

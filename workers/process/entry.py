@@ -36,6 +36,8 @@ from envherd.workers import current, messages, registries, seeding
 from envherd.workers.adapters.registry import install_import_hooks
 from envherd.workers.block.block import Block
 from envherd.workers.build import Builder
+from envherd.workers.current import WorkerInfo
+from envherd.workers.process import branching
 from envherd.workers.process.ahead import AheadBlock, AheadLoop
 from envherd.workers.process.env_threads import EnvThreads, ThreadedBlock, ThreadedLoop
 from envherd.workers.process.loop import Loop
@@ -51,16 +53,21 @@ _OOM_SCORE = "300"  # of 1000: under memory pressure the kernel should kill a wo
 def main(sock: socket.socket, lifeline_fd: int, log_fd: int, config: dict[str, Any]) -> None:
     """Run a worker until a message tells it to exit; never returns."""
     _detach_from_terminal()
-    _arm_lifeline(lifeline_fd)
+    lifeline_fd = _arm_lifeline(lifeline_fd)
     sock, log_fd = socket.socket(fileno=_out_of_the_way(sock.detach())), _out_of_the_way(log_fd)
     if config.get("output") == "capture":
         os.dup2(log_fd, 1)
         os.dup2(log_fd, 2)
-    run(sock, log_fd, config)
+    run(sock, log_fd, config, lifeline_fd=lifeline_fd)
 
 
 def run(
-    sock: socket.socket, log_fd: int, config: dict[str, Any], bells: tuple[SocketBell, SocketBell] | None = None
+    sock: socket.socket,
+    log_fd: int,
+    config: dict[str, Any],
+    *,
+    lifeline_fd: int = -1,
+    bells: tuple[SocketBell, SocketBell] | None = None,
 ) -> None:
     """Serve messages and commands, in a process that is cut off from its parent's surroundings; never returns.
 
@@ -68,13 +75,14 @@ def run(
         sock: to the owner.
         log_fd: of the worker's log.
         config: see `executor.pools.worker_process.worker_config`.
+        lifeline_fd: of the lifeline; -1 without one.
         bells: `go` and `done`; None for those in the slab.
     """
     faulthandler.enable(file=log_fd, all_threads=True)
     _listen_for_stack_requests(log_fd)
     _apply(config)
     try:
-        Worker(messages.WorkerChannel(sock), log_fd, bells).serve()
+        Worker(messages.WorkerChannel(sock), log_fd, lifeline_fd, bells).serve()
     except (EOFError, ConnectionError):
         os._exit(1)
     with contextlib.suppress(Exception):
@@ -114,8 +122,8 @@ def _out_of_the_way(fd: int) -> int:
     return moved
 
 
-def _arm_lifeline(fd: int) -> None:
-    """Ask the kernel for SIGKILL when the owner's end closes."""
+def _arm_lifeline(fd: int) -> int:
+    """Ask the kernel for SIGKILL when the owner's end closes; return the descriptor that replaces `fd`."""
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # own file: own F_SETOWN
     os.close(fd)
     own = _out_of_the_way(own)
@@ -126,6 +134,7 @@ def _arm_lifeline(fd: int) -> None:
     poller.register(own, select.POLLIN)
     if poller.poll(0):  # the owner died before the line was armed
         os._exit(1)
+    return own
 
 
 def _apply(config: dict[str, Any]) -> None:
@@ -138,10 +147,14 @@ class Worker:
     """One worker: a block of envs, its memory, and the socket to the parent."""
 
     def __init__(
-        self, channel: messages.WorkerChannel, log_fd: int, bells: tuple[SocketBell, SocketBell] | None
+        self,
+        channel: messages.WorkerChannel,
+        log_fd: int,
+        lifeline_fd: int,
+        bells: tuple[SocketBell, SocketBell] | None,
     ) -> None:
         self._channel, self._bells = channel, bells
-        self._log_fd = log_fd
+        self._log_fd, self._lifeline_fd = log_fd, lifeline_fd
         self._fds: list[int] = []
         self._block: Block | None = None
         self._build: messages.Build | None = None
@@ -157,14 +170,18 @@ class Worker:
             messages.Seed: self._on_seed,
             messages.Prepare: self._on_prepare,
             messages.Ask: self._on_ask,
+            messages.Branch: self._on_branch,
         }
 
     def serve(self) -> None:
         """Handle messages, then commands and messages, until `Close`."""
-        while self._loop is None:
-            if self._read_mail() is None:
+        while True:
+            while self._loop is None:
+                if self._read_mail() is None:
+                    return
+            with contextlib.suppress(branching.Branched):
+                self._loop.run()
                 return
-        self._loop.run()
 
     def _on_thread(self, env_id: int, call: Callable[[], Any]) -> Any:
         """Call an env on the thread of that env."""
@@ -197,12 +214,7 @@ class Worker:
         )
         adapters = {}
         env_ids, first = message.worker.env_ids, message.block.first_env_id
-        info = dataclasses.replace(
-            message.worker,
-            worker_id=message.first_worker_id + message.worker.worker_id,
-            env_ids=tuple(first + env_id for env_id in env_ids),
-        )
-        current.enter(info)
+        info = self._enter(message.worker)
         self._threads = EnvThreads(env_ids) if message.block.env_threads else None
         for env_id, factory, kwargs in zip(env_ids, message.factories, message.env_kwargs, strict=True):
             seeding.seed_globals(seeding.build_seed(message.root_seed, first + env_id))
@@ -220,6 +232,18 @@ class Worker:
         _listen_for_stack_requests(self._log_fd)  # an imported package may have replaced the handler
         specs = {str(env_id): adapter.spec.to_plain() for env_id, adapter in adapters.items()}
         self._channel.send_plain({"kind": "specs", "specs": specs, "why_python": self._block.why_python()})
+
+    def _enter(self, worker: WorkerInfo) -> WorkerInfo:
+        """Make this process that worker, with the ids of messages, which are returned."""
+        assert self._build is not None
+        first = self._build.block.first_env_id
+        info = dataclasses.replace(
+            worker,
+            worker_id=self._build.first_worker_id + worker.worker_id,
+            env_ids=tuple(first + env_id for env_id in worker.env_ids),
+        )
+        current.enter(info)
+        return info
 
     def _on_attach(self, message: messages.Attach) -> None:
         assert self._block is not None
@@ -266,6 +290,30 @@ class Worker:
             self._channel.send_plain(reply)
         elif isinstance(self._block, AheadBlock):
             self._block.forget_ahead()
+
+    def _on_branch(self, message: messages.Branch) -> None:
+        fds, self._fds = self._fds, []
+        pid, why = -1, branching.reasons_against(self._channel.sock, fds[0])
+        if not why:
+            pid, why = branching.fork_orphan()
+        if pid == 0:
+            branching.end_on_error(functools.partial(self._become, message, *fds))
+            raise branching.Branched
+        for fd in fds:
+            os.close(fd)
+        self._channel.send_plain({"kind": "branched", "pid": pid, "why": why, "number": message.number})
+
+    def _become(self, message: messages.Branch, sock_fd: int, log_fd: int) -> None:
+        """In the copy, leave everything of the worker that was forked, and wait for the slab as another one."""
+        assert self._block is not None
+        self._lifeline_fd = _arm_lifeline(self._lifeline_fd)
+        branching.take_log(self._log_fd, log_fd)
+        self._channel.move_to(socket.socket(fileno=_out_of_the_way(sock_fd)))
+        current.mark_copy()
+        _apply(message.config)
+        self._enter(message.worker)
+        self._block.take_place(message.worker.worker_id, message.worker.env_ids[0], message.seed)
+        self._loop = self._slab = None
 
     def _trim_log(self) -> None:
         """Truncate the log: an env may print for days."""

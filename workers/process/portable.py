@@ -60,7 +60,7 @@ def main(
     from envherd.workers.process.entry import run  # imports numpy
 
     install_import_hooks()
-    run(sock, log_fd, config, (SocketBell(bells[0], None), SocketBell(None, bells[1])))
+    run(sock, log_fd, config, bells=(SocketBell(bells[0], None), SocketBell(None, bells[1])))
 
 
 def _point_output(log_fd: int, *, is_captured: bool) -> None:

@@ -37,12 +37,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from envherd.shm.platforms import F_SETSIG, fcntl, termios
+from envherd.workers.current import MARK, mark_of
 
 _PACKET = 1 << 15  # bytes of the largest packet; a socket's buffer has 208 KiB by default
 _IN_FILE = b"\0"  # the packet of a request that is in the first descriptor; no JSON begins like this
 _LONGEST_REASON = 1000  # characters
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_MARK = "ENVHERD_WORKER"  # variable that marks a worker's descendants, also outside its process group
 _ORPHANS_S = 1.0  # to kill what envs had started in separate sessions
 
 
@@ -216,6 +216,8 @@ class Zygote:
                 _send(self._sock, request, {"pid": self._fork(request["config"], fds)})
             except OSError as error:  # a limit on processes or memory: only this worker fails
                 _send(self._sock, request, {"error": f"fork: {error}"})
+        elif request["op"] == "adopt":
+            _send(self._sock, request, {"is_child": self._adopt(request["pid"], request["log"])})
         elif request["op"] == "sweep":
             self._sweep(self._is_of_the_dead)
             if request["idle_s"] is not None and not self._alive:  # no other executor has joined meanwhile
@@ -243,6 +245,15 @@ class Zygote:
         self._statuses.pop(pid, None)  # of an earlier worker with this id
         self._worker_of_log[log] = pid
         return pid
+
+    def _adopt(self, pid: int, log: int) -> bool:
+        """Treat a worker's copy, which the kernel has made a child of this process, as a worker; see `branching`."""
+        if pid not in _children():
+            return False
+        self._alive.add(pid)
+        self._statuses.pop(pid, None)
+        self._worker_of_log[log] = pid
+        return True
 
     def _become_worker(self, config: dict[str, Any], fds: list[int]) -> None:
         try:
@@ -326,7 +337,7 @@ class Zygote:
             return pid not in self._of_imports
         with contextlib.suppress(OSError):  # the process has ended
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            own = f"{_MARK}={_mark_of(os.getpid(), '')}".encode()
+            own = f"{MARK}={mark_of(os.getpid(), '')}".encode()
             workers = {int(variable[len(own) :]) for variable in variables if variable.startswith(own)}
             if not workers:  # it has executed no other program, so it has the worker's descriptors
                 inodes = {os.stat(file).st_ino for file in Path(f"/proc/{pid}/fd").iterdir()}
@@ -341,11 +352,6 @@ def _files_of_modules() -> list[str]:
     return [file for file in named if isinstance(file, str) and os.path.exists(file)]
 
 
-def _mark_of(helper: int, worker: int | str) -> str:
-    """Return the value of `_MARK` for a worker's descendants."""
-    return f"{helper}.{worker}"
-
-
 def take_over(caller: dict[str, Any] | None) -> None:
     """Give a worker the surroundings of its executor, which may be younger than the helper."""
     if caller is not None:
@@ -355,7 +361,7 @@ def take_over(caller: dict[str, Any] | None) -> None:
         for name in set(os.environ) - set(caller["environ"]):
             del os.environ[name]
         os.environ.update(caller["environ"])
-        os.environ[_MARK] = _mark_of(os.getppid(), os.getpid())
+        os.environ[MARK] = mark_of(os.getppid(), os.getpid())
 
 
 def _children() -> list[int]:

@@ -13,7 +13,7 @@ from envherd.workers import plain, seeding
 from envherd.workers.block.block import Block
 from envherd.workers.build import Builder
 from envherd.workers.errors import EnvError
-from envherd.workers.messages import Prepare
+from envherd.workers.messages import Ask, Prepare
 from envherd.workers.options import BlockOptions
 from envherd.workers.protocol import RING, Op, pack
 
@@ -42,6 +42,12 @@ class Batch(Protocol):
 
     def step(self, actions: list[list[Any]], *, resets_ended: bool) -> tuple[list[Row], list[Row]]:
         """Step all envs; return `(next rows, root rows)`: the roots after the step (and reset)."""
+
+    def save(self) -> list[Any] | None:
+        """Return the states of all envs, or None if they cannot be saved."""
+
+    def restore(self, states: list[Any]) -> None:
+        """Put all envs back into the states that `save` has returned."""
 
     def count_calls(self) -> tuple[int, int] | None:
         """Return how often the native envs were stepped and reset so far; None if that cannot be counted."""
@@ -142,6 +148,30 @@ class BlockBatch:
             self._in_root[env_id] = resets_ended and bool(row[("done",)].any())
         return nexts, self._roots()
 
+    def save(self) -> list[Any] | None:
+        states = []
+        for env_id in range(len(self.specs)):
+            answer = self._ask("save", env_id)
+            if answer["kind"] == "fault" and answer["type_name"] == "NotImplementedError":
+                return None
+            states.append(self._value(answer))
+        return states
+
+    def restore(self, states: list[Any]) -> None:
+        for env_id, value in enumerate(states):
+            self._value(self._ask("restore", env_id, {"env": value["plain"], **value}))
+
+    def _ask(self, what: str, env_id: int, *args: Any) -> dict[str, Any]:
+        question = Ask(what=what, env_ids=(env_id,), args=args)
+        answer: dict[str, Any] = plain.decode(plain.encode(self._block_of[env_id].ask(question)))
+        return answer
+
+    def _value(self, answer: dict[str, Any]) -> Any:
+        if answer["kind"] == "fault":
+            self._faults.append(answer)
+            self._raise_fault(answer["env_id"])
+        return answer["values"][0]
+
     def render(self, env_id: int) -> Any:
         """Return an env's picture, uint8 `[height, width, 3]`, or what else its `render` returns."""
         return self._adapters[env_id].render()
@@ -155,6 +185,9 @@ class BlockBatch:
 
     def _execute(self, env_id: int, op: Op) -> None:
         self._block_of[env_id].execute(env_id, pack(op, RING, self._columns[env_id]))
+        self._raise_fault(env_id)
+
+    def _raise_fault(self, env_id: int) -> None:
         if self._faults:
             fault = self._faults.pop()
             raise EnvError(

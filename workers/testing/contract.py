@@ -18,6 +18,7 @@ The rules:
     10  what was handed out is not changed by a later step or reset, nor is a caller's mask
     11  observations are within the bounds of their spaces
     12  envs that share a process have the data that they have alone, pictures included (only with `together=N`)
+    13  an env that is saved and restored continues with the same data (only for envs that can be saved)
 The contract fails if it saw no episode end: without one it has checked nothing.
 
 It takes four traces with the same seed and actions (with resets fused into the step; with separate resets; in new envs
@@ -36,7 +37,7 @@ import numpy as np
 from envherd.shm.specs import EnvSpec
 from envherd.workers.errors import ResetNeeded
 from envherd.workers.random_values import draw
-from envherd.workers.testing.batch import Batch, BlockBatch, MakeBatch, MakeEnv
+from envherd.workers.testing.batch import Batch, BlockBatch, MakeBatch, MakeEnv, Row
 from envherd.workers.testing.compare import (
     ContractViolation,
     check_bounds,
@@ -109,7 +110,7 @@ class Contract:
     together: int = 0
 
     #: In this order because breaking a rule may also break later ones.
-    RULES: ClassVar[tuple[int, ...]] = (1, 6, 7, 10, 3, 2, 4, 11)
+    RULES: ClassVar[tuple[int, ...]] = (1, 6, 7, 10, 3, 2, 4, 11, 13)
     #: Rule -> what holds.
     TITLES: ClassVar[dict[int, str]] = {
         1: "one transition is one env.step, and a step never resets",
@@ -121,9 +122,10 @@ class Contract:
         10: "what was handed out is not changed by a later step or reset",
         11: "observations are within the bounds of their spaces",
         12: "envs in one process do not disturb each other",
+        13: "an env that is saved and restored continues with the same data",
     }
     #: The rules that are not checked if seeds do not determine the data.
-    COMPARES: ClassVar[tuple[int, ...]] = (2, 7)
+    COMPARES: ClassVar[tuple[int, ...]] = (2, 7, 13)
 
     def check(self, rule: int) -> None:
         """Check one rule.
@@ -141,6 +143,7 @@ class Contract:
             10: self._check_copies,
             11: self._check_bounds,
             12: self._check_together,
+            13: self._check_saving,
         }
         checks[rule]()
 
@@ -153,8 +156,9 @@ class Contract:
 
     @property
     def rules(self) -> tuple[int, ...]:
-        """The rules to check: `RULES`, and 12 if asked for."""
-        return (*self.RULES, 12) if self.together > 1 else self.RULES
+        """The rules to check: `RULES`, without 13 if the env cannot be saved, and 12 if asked for."""
+        found = self.RULES if self._saving else tuple(rule for rule in self.RULES if rule != 13)
+        return (*found, 12) if self.together > 1 else found
 
     @property
     def num_ends(self) -> int:
@@ -184,6 +188,24 @@ class Contract:
             anew = self._take(batch, fused)
             batch.seed(self.seed)
             return anew, self._take(batch, disturbed)
+
+    @cached_property
+    def _saving(self) -> tuple[list[Row], list[Row]] | None:
+        """The rows of the same steps twice, from the same state; None if the envs cannot be saved."""
+        rng = np.random.default_rng(self.seed)
+        with _Opened(self, num_workers=1) as batch:
+            batch.reset(None)
+            drawn = [[self._draw_action(spec, rng) for spec in batch.specs] for _ in range(self.num_steps)]
+            for actions in drawn[: self.num_steps // 3]:
+                batch.step(actions, resets_ended=True)
+            if (saved := batch.save()) is None:
+                return None
+            found = []
+            for _ in range(2):
+                steps = [batch.step(actions, resets_ended=True) for actions in drawn]
+                found.append([row for nexts, roots in steps for row in (*nexts, *roots)])
+                batch.restore(saved)
+        return found[0], found[1]
 
     def _take(self, batch: Batch, advance: Advance) -> Trace:
         return take_trace(batch, advance, self._draw_action, self.num_steps, self.seed)
@@ -265,6 +287,15 @@ class Contract:
         for event in trace.events:
             check_bounds(event.next, trace.specs[event.env_id], f"next, {event}")
             check_bounds(event.root, trace.specs[event.env_id], f"root, {event}")
+
+    def _check_saving(self) -> None:
+        assert self._pair  # an episode has ended
+        if self._saving is None or not self.is_deterministic:
+            return
+        why = "something that the env's future depends on is not in its state."
+        for number, (first, again) in enumerate(zip(*self._saving, strict=True)):
+            step = 1 + number // (2 * NUM_ENVS)
+            demand(13, first, again, f"step {step} after the restore, env {number % NUM_ENVS}", why)
 
     def _check_together(self) -> None:
         check_together(

@@ -70,6 +70,10 @@ class PartialResetContract:
         """The bounds of the observation space."""
         self._check(11)
 
+    def test_rule_13_what_is_restored_continues(self) -> None:
+        """Only for envs that can be saved."""
+        self._check(13)
+
     def _check(self, rule: int) -> None:
         cls = type(self)
         if "_contract" not in cls.__dict__:

@@ -26,6 +26,7 @@ from gymnasium.vector.utils import batch_space
 from envherd.workers.adapters.base import StepValues
 from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
 from envherd.workers.adapters.gymnasium.spaces import Space, native_tree
+from envherd.workers.adapters.named import reference_of
 from envherd.workers.build import describe, modules_of
 from envherd.workers.interpreters import interpreter_of
 from envherd.workers.pickling import dumps
@@ -107,6 +108,7 @@ class NativeFactory:
         self.env_fn = env_fn
         self.keeps_final = keeps_final
         self.preload, self.interpreter = tuple(modules_of(env_fn)), interpreter_of(env_fn)
+        self.reference = reference_of(env_fn)
         self.__qualname__ = describe(env_fn)  # for messages
 
     def __call__(self) -> Any:

@@ -23,7 +23,7 @@ from envherd.executor.facades.gymnasium.worker import NativeEnv, NativeFactory
 from envherd.shm.specs import Binary, EnvSpec, Key, LeafSpec, done_leaves
 from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
 from envherd.workers.adapters.gymnasium.spaces import Space, native_tree
-from envherd.workers.adapters.named import PettingZooFactory
+from envherd.workers.adapters.named import PettingZooFactory, reference_of
 from envherd.workers.adapters.pettingzoo.adapter import ParallelAdapter, acting_agents, possible_agents
 from envherd.workers.build import check_factory, describe, modules_of
 from envherd.workers.interpreters import interpreter_of
@@ -189,6 +189,7 @@ class OneGroupFactory:
         check_factory(make_env)
         self._make_env = make_env
         self.preload, self.interpreter = tuple(modules_of(make_env)), interpreter_of(make_env)
+        self.reference = reference_of(make_env)
         self.__qualname__ = describe(make_env)  # for messages
 
     def __call__(self) -> Any:

@@ -11,6 +11,7 @@ import importlib
 import pickle
 from typing import Any
 
+from envherd.workers.adapters.named import reference_of
 from envherd.workers.build import Factory, describe, modules_of, pickle_factory
 from envherd.workers.interpreters import interpreter_of
 
@@ -33,6 +34,7 @@ class Sb3Factory:
         self._pickled = pickle_factory(env_fn)
         self._env_id = env_id
         self.preload, self.interpreter = (_LIGHT, *modules_of(env_fn)), interpreter_of(env_fn)
+        self.reference = reference_of(env_fn)
         self.__qualname__ = describe(env_fn)
 
     def __call__(self) -> Any:

@@ -69,6 +69,7 @@ class Crew:
         num_processes: int | None,
         options: ExecutorOptions,
     ) -> None:
+        options.refuse_capsules("ParallelEnv of the TorchRL facade")
         self.num_envs = len(factories)
         self._finalizer: Callable[[], Any]
         self.pool: Pool

@@ -14,18 +14,21 @@ class OwnGenerators:
     Args:
         read: returns the state of the generators.
         restore: sets it.
+
+    Attributes:
+        state: of the env's generators, while they are not swapped in.
     """
 
     def __init__(self, read: Callable[[], Any], restore: Callable[[Any], Any]) -> None:
         self._read, self._restore = read, restore
-        self._inner = self._outer = read()
+        self.state = self._outer = read()
 
     def __enter__(self) -> None:
         self._outer = self._read()
-        self._restore(self._inner)
+        self._restore(self.state)
 
     def __exit__(self, *error: object) -> None:
-        self._inner = self._read()
+        self.state = self._read()
         self._restore(self._outer)
 
 

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from envherd.shm.specs import Box, Discrete, Domain, EnvSpec, Key, LeafSpec, MultiDiscrete, Unbounded, done_leaves
+from envherd.workers import snapshot
 from envherd.workers.adapters.common.tree import interval, nested
 from envherd.workers.adapters.simulators.batch import Leaves, Stepped, TorchBatchAdapter, torch_dtype_name
 from envherd.workers.errors import SpecError
@@ -104,6 +105,24 @@ class VmasAdapter(TorchBatchAdapter):
             },
         )
 
+    def state_dict(self) -> Any:
+        """Return the state of the env and of the generators that it draws from."""
+        state = _State()
+        state.env, state.latest, state.random_state = self.env, self._latest, self._random_state
+        state.generators = self._generators.state
+        try:
+            return snapshot.save(state)
+        except snapshot.Unsaveable as error:
+            raise self._without_state(str(error)) from None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore a state that `state_dict` returned."""
+        restored = _State()
+        restored.env = self.env
+        snapshot.restore(restored, state)
+        self._latest, self._random_state = restored.latest, restored.random_state
+        self._generators.state = restored.generators
+
     def render(self) -> Any:
         """Return VMAS's picture of row 0, uint8 `[H, W, 3]`; VMAS needs a display (or a virtual one)."""
         with self._on_stage():
@@ -154,6 +173,15 @@ class VmasAdapter(TorchBatchAdapter):
             finally:
                 self._random_state = list(shared)
                 shared[:] = before
+
+
+class _State:
+    """What the next steps of a `VmasAdapter` depend on."""
+
+    env: Any
+    latest: Leaves | None
+    random_state: list[Any]
+    generators: Any
 
 
 def seed_builds() -> None:

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import copyreg
 import enum
+import functools
 import io
 import pickle
 import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -112,7 +113,9 @@ _FUNCTIONS = (
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.ndarray, np.generic)
 #: Packages that a state may name besides those of the env's own objects; of numpy, the classes.
-_PACKAGES = frozenset({"numpy", "collections", "enum"})
+_PACKAGES = frozenset(
+    {"numpy", "collections", "enum", "random", "torch", "pathlib", "datetime", "decimal", "fractions"}
+)
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class is not one of C's static types
 
 
@@ -136,6 +139,8 @@ class _Graph:
         seen = {id(env)}
         for path, one, is_owned in queue:  # grows: breadth first, so that a path is the shortest
             self._note(path, one, is_owned=is_owned)
+            if path and (_simulator_of(type(one)) is not None or is_fixed(one) or isinstance(one, enum.Enum)):
+                continue
             for name, value, by_attribute in self._members(one):
                 if id(value) not in seen and not isinstance(value, _PLAIN):
                     seen.add(id(value))
@@ -150,15 +155,15 @@ class _Graph:
             self.packages.add(package)
         if (kind := _simulator_of(cls)) is not None:
             self.simulators[path], self.paths[id(one)] = (kind, one), path
-        elif is_fixed(one):
+        elif isinstance(one, type):
+            self._classes.setdefault(_name(one), one)
+        elif path and is_fixed(one):
             self.fixed[path], self.paths[id(one)] = one, path
         elif is_owned and _is_python(cls) and not isinstance(one, enum.Enum):
             self.owners[path], self.paths[id(one)] = one, path
 
     def _members(self, one: Any) -> Iterator[tuple[str, Any, bool]]:
         """Yield what an object holds: the step from its path, the value, and whether it is an attribute."""
-        if _simulator_of(type(one)) is not None or is_fixed(one) or isinstance(one, enum.Enum):
-            return
         if isinstance(one, dict):
             yield from ((f"[{key!r}]", value, False) for key, value in one.items())
         elif isinstance(one, _CONTAINERS) or type(one).__name__ == "deque":
@@ -251,7 +256,29 @@ def _dump(graph: _Graph, value: Any) -> bytes:
     return file.getvalue()
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):  # noqa: SLF001  # the one in C cannot refuse calls
+    """Reads a state; it calls nothing but constructors of data."""
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)  # noqa: SLF001
+
+    def _call(self, load: Callable[[Any], None]) -> None:
+        called = self.stack[-2]
+        is_data = isinstance(called, type) and (issubclass(called, enum.Enum) or _name(called) in _DATA)
+        if not is_data and not any(called is maker for maker in _MAKERS.values()):
+            raise ValueError(f"expected a state that consists of data, got one that calls {called!r:.80}.")
+        load(self)
+
+    def _build(self, load: Callable[[Any], None]) -> None:
+        if _is_python(type(self.stack[-2])):  # a `__setstate__` might build an env
+            raise ValueError(f"expected a state that consists of data, got one that builds {self.stack[-2]!r:.80}.")
+        load(self)
+
+    dispatch[pickle.REDUCE[0]] = functools.partial(_call, load=dispatch[pickle.REDUCE[0]])
+    dispatch[pickle.BUILD[0]] = functools.partial(_build, load=dispatch[pickle.BUILD[0]])
+    for _code in (pickle.OBJ, pickle.INST, pickle.NEWOBJ_EX):
+        del dispatch[_code[0]]
+
     def __init__(self, file: io.BytesIO, graph: _Graph, owners: Mapping[str, Any]) -> None:
         super().__init__(file)
         self._graph, self._owners = graph, owners
@@ -274,6 +301,8 @@ class _Unpickler(pickle.Unpickler):
         """Return one of the functions that make values; a state may name no others."""
         if (module, name) in _MAKERS:
             return _MAKERS[module, name]
+        if module == "torch" and _name(type(found := getattr(sys.modules["torch"], name, None))) == "torch:dtype":
+            return found
         raise ValueError(f"expected a state that consists of data, got one that calls {module}.{name}.")
 
 
@@ -289,6 +318,21 @@ def _makers() -> dict[tuple[str, str], Callable[..., Any]]:
 
 
 _MAKERS = _makers()
+#: Classes that a state may call.
+_DATA = frozenset(
+    f"{module}:{name}"
+    for module, names in (
+        ("numpy", "dtype ndarray"),
+        ("collections", "OrderedDict Counter deque defaultdict"),
+        ("random", "Random"),
+        ("torch", "device Size"),
+        ("pathlib", "PosixPath PurePosixPath"),
+        ("datetime", "datetime timedelta date"),
+        ("decimal", "Decimal"),
+        ("fractions", "Fraction"),
+    )
+    for name in names.split()
+)
 
 
 def _first_unsaveable(graph: _Graph) -> str | None:

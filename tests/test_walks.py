@@ -1,0 +1,133 @@
+"""The walks of a step in docs/architecture.md are those of real calls: functions are called in the order of hops."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from envherd import ExecutorOptions, ParallelEnv
+from envherd.workers import native
+from envherd.workers.protocol import RESET, STEP_RESET
+from envherd.workers.testing import CountingEnv
+from tests.architecture import hops
+from tests.test_imports import ROOT
+from tests.workers.native_sides import Side
+from tests.workers.test_native import adapters
+
+#: A file relative to the checkout, and the qualified name of a function; of a nested one, that of the outermost.
+Call = tuple[str, str]
+
+#: Files of the project that a call touches in the caller's process, and calls of its functions: a receipt, as the lines
+#: of `tests/test_architecture.py` are. No env ends its episode, and there are four envs on one worker.
+TOUCHED = {"plain step": (15, 31), "step": (22, 56), "plain recv": (12, 33), "recv": (21, 68)}
+LENGTH = 3
+needs_c = pytest.mark.skipif(native.load() is None, reason="the C extension was not built, or is switched off")
+#: Files of the hops in a worker.
+IN_WORKER = re.compile(r"workers/|shm/")
+
+
+def calls_in(call: Callable[[], Any]) -> list[Call]:
+    """Return the calls of functions of the project, in Python and of the caller's C, that a call makes."""
+    found: list[Call] = []
+
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call":
+            file = Path(frame.f_code.co_filename).resolve()
+            if file.is_relative_to(ROOT) and file.relative_to(ROOT).parts[0] in ("executor", "workers", "shm"):
+                found.append((file.relative_to(ROOT).as_posix(), frame.f_code.co_qualname.partition(".<locals>")[0]))
+        elif event == "c_call" and type(getattr(arg, "__self__", None)).__module__.endswith("_native"):
+            kind = type(arg.__self__).__name__.lower()
+            found.append((f"executor/native/{kind}.c", f"{kind}_{arg.__name__}"))
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def missing(section: str, calls: list[Call], *, is_in_worker: bool) -> list[Call]:
+    """Return the functions of a walk, of the hops of one side, that are not called after those of the hop before."""
+    left, lacking = iter(calls), []
+    for file, functions in hops(section):
+        if bool(IN_WORKER.match(file)) != is_in_worker:
+            continue
+        for function in functions:
+            if (file, function) not in left:  # this uses up the calls before it
+                lacking.append((file, function))
+                left = iter(())
+    return lacking
+
+
+def least(tries: list[list[Call]]) -> list[Call]:
+    """Return the calls of the try with the fewest: in others the envs took long, or a check of the workers was due."""
+    return min(tries, key=len)
+
+
+def stepped(env: Any, *, ends: bool) -> list[Call]:
+    """Return the calls of a step in which the envs end their episodes, or do not."""
+    root, tries = env.reset(), []
+    for index in range(1, 8 * LENGTH):
+        acted, made = env.rand_action(root), []
+        calls = calls_in(lambda: made.append(env.step_and_maybe_reset(acted)))  # noqa: B023  # it is called at once
+        ((td, root),) = made
+        if bool(td["next", "done"].any()) == ends and index > 2 * LENGTH:
+            tries.append(calls)
+    return least(tries)
+
+
+def received(env: Any) -> list[Call]:
+    """Return the calls of a `recv` of all envs."""
+    env.reset()
+    tries = []
+    for _ in range(8 * LENGTH):
+        env.send(env.rand_action())
+        tries.append(calls_in(env.recv))
+    return least(tries)
+
+
+def opened(*, is_plain: bool) -> ParallelEnv:
+    options = ExecutorOptions() if is_plain else ExecutorOptions(infos="plain")
+    return ParallelEnv(4, lambda: CountingEnv(LENGTH), num_workers=1, seed=0, options=options)
+
+
+@needs_c
+@pytest.mark.parametrize(("section", "is_plain"), [("A plain step", True), ("A step", False)])
+def test_the_caller_makes_the_hops_of_a_step_in_this_order(section, is_plain):
+    with opened(is_plain=is_plain) as env:
+        assert missing(section, stepped(env, ends=True), is_in_worker=False) == []
+
+
+def test_the_worker_makes_the_hops_of_a_step_in_this_order():
+    side = Side(adapters(scripts=((),), length=LENGTH)(), "python")
+    for op in (RESET, *[STEP_RESET] * (LENGTH - 1)):
+        side.do((op, [1]))
+    calls = calls_in(lambda: side.do((STEP_RESET, [1])))
+    assert missing("A step", calls, is_in_worker=True) == [], calls
+
+
+def test_a_hop_that_is_not_made_is_noticed():
+    assert missing("A plain step", [], is_in_worker=False)
+
+
+@needs_c
+@pytest.mark.parametrize("name", TOUCHED)
+def test_calls_touch_no_more_files_than_they_did(name):
+    with opened(is_plain=name.startswith("plain")) as env:
+        calls = received(env) if name.endswith("recv") else stepped(env, ends=False)
+    touched = {file for file, _ in calls}
+    assert (len(touched), len(calls)) <= TOUCHED[name], sorted(touched)
+    assert len(touched) == TOUCHED[name][0], "lower the number"
+
+
+def test_walks_are_short():
+    plain, general = hops("A plain step"), hops("A step")
+    assert (len(plain), len({file for file, _ in plain})) <= (12, 10)
+    assert len(general) <= 22
