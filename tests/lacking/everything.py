@@ -3,12 +3,15 @@
 import importlib
 import os
 import pkgutil
+import tempfile
+from pathlib import Path
 
 import numpy as np
 
 import envherd
-from envherd import AsyncCollector, Collector, ExecutorOptions, ParallelEnv, SerialEnv, preloaded
+from envherd import AsyncCollector, Collector, ExecutorOptions, ParallelEnv, SerialEnv, WorkerLost, preloaded
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
+from envherd.executor.pools.capsule_file import load_capsule
 from envherd.shm import platforms
 from envherd.workers.adapters.named import NamedFactory
 from envherd.workers.testing import CountingEnv, FaultyEnv
@@ -58,6 +61,26 @@ with ParallelEnv(2, FaultyEnv, num_workers=2, env_kwargs=faults, options=options
         batch, root = env.step_and_maybe_reset(env.rand_action(root))
         interrupted.append(batch["next", "interrupted"].flatten().tolist())
     check(interrupted[1][0] and interrupted[3][1] and sum(map(sum, interrupted)) >= 2, interrupted)
+
+with tempfile.TemporaryDirectory() as folder:
+    options, kwargs, path = ExecutorOptions(capsules=folder), [{}, {"fault": "exit", "step": 3}], None
+    with ParallelEnv(2, FaultyEnv, num_workers=2, env_kwargs=kwargs, options=options) as env:
+        env.reset()
+        _, root = env.step_and_maybe_reset(env.rand_action(env.current()))
+        saved = env.save([0])
+        env.restore(saved, [0])
+        try:
+            env.branch(0, [1])
+        except ValueError as error:
+            check("portable pool" in str(error), error)
+        else:
+            raise RuntimeError("a branch was not refused")
+        try:
+            env.rollout(5)
+        except WorkerLost as error:
+            path = error.context["capsule"]
+    facts = load_capsule(Path(path)).facts
+    check(facts["env_id"] == 1 and facts["num_steps"] == 3, facts)
 
 vector = AsyncVectorEnv([NamedFactory("gymnasium", "CartPole-v1")] * 2, num_workers=1)
 vector.reset(seed=1)
