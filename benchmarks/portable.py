@@ -36,10 +36,12 @@ class WaitingEnv(gym.Env[np.ndarray, int]):
         self._step_s = step_s
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        """Begin an episode."""
         super().reset(seed=seed, options=options)
         return np.zeros(4, np.float32), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """Compute; episodes do not end."""
         del action
         end = time.perf_counter() + self._step_s
         while time.perf_counter() < end:

@@ -88,17 +88,21 @@ def _owner(graph: _Graph, path: str, name: str) -> Any:
 
 # ---- what an env holds -------------------------------------------------------------------------
 
+#: Types of objects that only draw.
+_DRAWING = (
+    "gymnasium.envs.mujoco.mujoco_rendering.",
+    *(f"pygame.{name}." for name in ("surface", "time", "font", "freetype", "display", "mixer", "event")),
+)
 #: Types whose objects stay as they are, by the start of `module.QualName` of a class or of one of its bases.
 _FIXED = (
     "gymnasium.spaces.",
     "gymnasium.envs.registration.EnvSpec",
-    "gymnasium.envs.mujoco.mujoco_rendering.",
     "gym.spaces.",
     "mujoco.",
     "dm_env.specs.",
-    "envherd.",
+    "envherd.shm.",
     "logging.",
-    "pygame.",
+    *_DRAWING,
 )
 _FUNCTIONS = (
     types.ModuleType,
@@ -197,7 +201,7 @@ def is_fixed(one: Any) -> bool:
 
 def _is_picture(one: Any) -> bool:
     """Return whether an object only draws: an env makes it when it is first needed."""
-    return _name(type(one)).startswith(("pygame.", "gymnasium.envs.mujoco.mujoco_rendering"))
+    return _name(type(one)).replace(":", ".").startswith(_DRAWING)
 
 
 def _is_python(cls: type) -> bool:
@@ -326,6 +330,9 @@ _DATA = frozenset(
         ("collections", "OrderedDict Counter deque defaultdict"),
         ("random", "Random"),
         ("torch", "device Size"),
+        ("pygame.rect", "Rect FRect"),
+        ("pygame.math", "Vector2 Vector3"),
+        ("pygame.color", "Color"),
         ("pathlib", "PosixPath PurePosixPath"),
         ("datetime", "datetime timedelta date"),
         ("decimal", "Decimal"),

@@ -77,8 +77,8 @@ class Losses:
         idle, sent = others[~is_sent], others[is_sent]
         self._pool.answers_lost[sent] = True  # first: after an interrupt they must not count as running or answered
         self._states.move(idle, Event.IS_LOST)
+        self._positions.mark_lost(idle)  # before a worker counts as replaced: an interrupt may come in between
         error = self._begin_restarts(losses) if self._is_replacing else next(iter(losses.values()))
-        self._positions.mark_lost(idle)
         if error is not None:
             self.drop(sent, Event.IS_LOST)
         elif len(sent):

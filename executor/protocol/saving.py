@@ -29,14 +29,19 @@ ENTRIES = ("env", "root", "ended", "episode", "generators")
 def save(engine: Engine, env_ids: np.ndarray) -> list[dict[str, Any]]:
     """Return the states of some envs; see `BatchedEnv.save`."""
     engine.refuse_under_way(env_ids)
+    return _save(engine, env_ids, is_whole=True)
+
+
+def _save(engine: Engine, env_ids: np.ndarray, *, is_whole: bool) -> list[dict[str, Any]]:
+    """Return states; with `is_whole`, refuse envs of which a part alone can be saved, which must be reset."""
     ids = env_ids.tolist()
-    answers = engine.ask("save", ids)
+    answers = engine.ask("save", ids, kwargs={"is_whole": is_whole})
     roots, needs_reset = engine.batches.roots(env_ids), engine.states.needs_reset
     return [
         {
             "env": crossed(answers[env_id]),
             "root": root,
-            "ended": bool(needs_reset[env_id]),
+            "ended": bool(needs_reset[env_id]) or not answers[env_id]["is_whole"],
             "episode": answers[env_id]["episode"],
             "generators": answers[env_id]["generators"],
         }
@@ -73,7 +78,7 @@ def state_dict(engine: Engine, *, with_envs: bool | None) -> dict[str, Any]:
     if with_envs is False:
         return {"executor": kept}
     try:
-        saved = save(engine, engine.all_ids)
+        saved = _save(engine, engine.all_ids, is_whole=with_envs is True)
     except EnvError as error:
         if with_envs or error.context.get("type_name") != "NotImplementedError":
             raise

@@ -310,7 +310,7 @@ def check(*arguments: str) -> Result:
 def test_an_env_that_keeps_the_contract_is_found_to():
     result = check(COUNTING, "--steps", "20")
     assert result.exit_code == 0, result.output
-    assert result.output.count("ok ") == 8
+    assert result.output.count("ok ") == 9
     assert "keeps the contract: 20 steps of 2 envs" in result.output
 
 

@@ -88,6 +88,21 @@ def test_an_interrupt_while_a_loss_is_noticed_in_another_envs_reset(monkeypatch)
             assert all(done[:2]) or not env._pool.lost, interrupt.where
 
 
+def test_an_interrupt_while_the_second_of_two_lost_workers_is_replaced(monkeypatch):
+    """The rows of the first one's envs say that they need a reset."""
+    names, num_hit = {"_begin_restarts"}, 0
+    for interrupt in at_each(lambda line: InterruptIn(line, names), least=1):
+        with contextlib.closing(simulated(monkeypatch, [[0, 1], [2, 3]], **RESTARTS)) as env:
+            env.reset()
+            for worker_id in (0, 1):
+                env._pool.crew.workers[worker_id].kill()
+            rows = TensorDict({"_reset": torch.arange(4) % 2 == 1}, [4])
+            num_hit += interrupted(functools.partial(env.reset, rows), interrupt)
+            done = env.current()["done"].flatten().tolist()
+            assert done == env._engine.states.needs_reset.tolist(), interrupt.where
+    assert num_hit > 5
+
+
 def test_two_interrupts_while_envs_are_sent(monkeypatch):
     """An env of which nobody knows whether it was given its step needs a reset, and its row says so."""
     names, num_in_doubt = {"_submit", "submit", "write"}, 0  # "write": without C

@@ -92,6 +92,8 @@ class Adapter(ABC):
     device: Any = None
     #: Whether the state of the env consists of attributes and known simulators; see `workers/snapshot.py`.
     is_its_attributes: ClassVar[bool] = False
+    #: Whether `state_dict` determines what the next steps return; else the env must be reset after a load.
+    has_whole_state: bool = True
     #: Whether a process may hold only one env of the family.
     is_alone: bool = False
     #: The factory that built the env, for messages; set by its caller.

@@ -180,7 +180,11 @@ class Block:
                 slot.move(Event.IS_ALLOWED)
             elif message.what == "save" and reply["kind"] == "values":
                 generators = None if slot.rng_state is None else seeding.as_plain(slot.rng_state)
-                reply["values"][position] |= {"episode": int(self._words["episode"][env_id]), "generators": generators}
+                reply["values"][position] |= {
+                    "episode": int(self._words["episode"][env_id]),
+                    "generators": generators,
+                    "is_whole": slot.adapter.has_whole_state,
+                }
             elif message.what == "restore" and not message.is_silent and reply["kind"] == "values":
                 self._note_restored(slot, message.args[position])
         return reply

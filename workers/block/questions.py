@@ -56,6 +56,12 @@ def _answer_one(message: Ask, adapter: Adapter, position: int) -> Any:
 
 def _answer_about_state(message: Ask, adapter: Adapter, position: int) -> Any:
     if message.what == "save":
+        if message.kwargs["is_whole"] and not adapter.has_whole_state:
+            kind = type(getattr(adapter.env, "unwrapped", adapter.env)).__name__
+            raise NotImplementedError(
+                f"expected an env whose state_dict determines its next steps, got {kind}, whose state_dict has only "
+                f"a part of its state ({adapter.family}). A copy in memory: ParallelEnv.branch."
+            )
         return adapter.state_dict()
     if message.what == "allow_steps":
         return None

@@ -151,7 +151,7 @@ class BlockBatch:
     def save(self) -> list[Any] | None:
         states = []
         for env_id in range(len(self.specs)):
-            answer = self._ask("save", env_id)
+            answer = self._ask("save", env_id, is_whole=True)
             if answer["kind"] == "fault" and answer["type_name"] == "NotImplementedError":
                 return None
             states.append(self._value(answer))
@@ -161,8 +161,8 @@ class BlockBatch:
         for env_id, value in enumerate(states):
             self._value(self._ask("restore", env_id, {"env": value["plain"], **value}))
 
-    def _ask(self, what: str, env_id: int, *args: Any) -> dict[str, Any]:
-        question = Ask(what=what, env_ids=(env_id,), args=args)
+    def _ask(self, what: str, env_id: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        question = Ask(what=what, env_ids=(env_id,), args=args, kwargs=kwargs)
         answer: dict[str, Any] = plain.decode(plain.encode(self._block_of[env_id].ask(question)))
         return answer
 

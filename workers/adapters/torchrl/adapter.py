@@ -144,6 +144,11 @@ class TorchRLAdapter(Adapter):
         observation = [read(following) for read in self._read_observation]
         return observation, [read(following) for read in self._read_rewards], terminated, truncated
 
+    @property
+    def has_whole_state(self) -> bool:  # type: ignore[override]
+        """Whether the env has a `state_dict` other than TorchRL's, which has the state of transforms alone."""
+        return type(self._base).state_dict is not EnvBase.state_dict
+
     def done_values(self) -> list[Any]:
         """Return the values of `spec.done[3:]` after the last reset or step: VIEWS of the env's tensors."""
         return [read(self._latest) for read in self._read_nested_done]
