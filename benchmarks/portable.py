@@ -30,7 +30,7 @@ class WaitingEnv(gym.Env[np.ndarray, int]):
     """
 
     observation_space = gym.spaces.Box(-1, 1, (4,), np.float32)
-    action_space = gym.spaces.Discrete(2)
+    action_space: Any = gym.spaces.Discrete(2)
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s

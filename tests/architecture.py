@@ -15,6 +15,7 @@ import functools
 import graphlib
 import hashlib
 import re
+from collections.abc import Callable
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -173,7 +174,7 @@ def lines_of_code() -> dict[str, int]:
 
 
 #: Part of the page -> function that makes its lines.
-PARTS = {
+PARTS: dict[str, Callable[[], str]] = {
     "tests/architecture.py, parts": parts_table,
     "tests/architecture.py, states": partial(states_table, env_states),
     "tests/architecture.py, states in a worker": partial(states_table, slot_states),

@@ -79,7 +79,7 @@ with tempfile.TemporaryDirectory() as folder:
             env.rollout(5)
         except WorkerLost as error:
             path = error.context["capsule"]
-    facts = load_capsule(Path(path)).facts
+    facts = load_capsule(Path(str(path))).facts
     check(facts["env_id"] == 1 and facts["num_steps"] == 3, facts)
 
 vector = AsyncVectorEnv([NamedFactory("gymnasium", "CartPole-v1")] * 2, num_workers=1)

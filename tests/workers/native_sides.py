@@ -123,7 +123,7 @@ class Side:
                 raise NoToken
             return True
 
-        self.loop._go = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+        self.loop._go = SimpleNamespace(wait=wait)
         try:
             self.loop.run()
         except NoToken:

@@ -77,7 +77,7 @@ class Worker:
                 raise NoToken
             return True
 
-        self.loop._go = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+        self.loop._go = SimpleNamespace(wait=wait)
         try:
             self.loop.run()
         except NoToken:

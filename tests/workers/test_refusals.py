@@ -483,7 +483,8 @@ def test_refused_in_a_step(name: str) -> None:
 @each(NOT_RESET)
 def test_an_adapter_refuses_to_step_rows_that_were_not_reset(name: str) -> None:
     env = NOT_RESET[name]()
-    adapter: Any = find_adapter(env)(env)
+    make: Any = find_adapter(env)
+    adapter = make(env)
     with pytest.raises(ResetNeeded, match=r"expected running rows, got rows \[0, 1, 2\]"):
         adapter.step([np.zeros(3, np.int64)])
     adapter.close()
