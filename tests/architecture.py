@@ -174,7 +174,7 @@ def lines_of_code() -> dict[str, int]:
 
 
 #: Part of the page -> function that makes its lines.
-PARTS: dict[str, Callable[[], str]] = {
+PARTS: dict[str, Callable[[], list[str]]] = {
     "tests/architecture.py, parts": parts_table,
     "tests/architecture.py, states": partial(states_table, env_states),
     "tests/architecture.py, states in a worker": partial(states_table, slot_states),
