@@ -138,6 +138,11 @@ def _command(pid: int) -> str:
     return "(gone)"
 
 
+def shm_names() -> set[str]:
+    """Return the names in /dev/shm, without those that `multiprocessing` makes (in tests that run now)."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("psm_", "sem.mp-"))}
+
+
 def _not_of_others(names: set[str]) -> set[str]:
     """Return the names in /dev/shm that only this process and its children have mapped, or no process.
 

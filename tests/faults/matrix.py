@@ -403,7 +403,7 @@ def _left(before: tuple[set[str], set[str], set[str]]) -> list[str]:
     while True:
         now = _held()
         found = [f"{kind} {name}" for kind, a, b in zip(("process", "fd", "shm"), before, now) for name in b - a]  # noqa: B905
-        found = [one for one in found if not one.startswith("shm sem.mp-")]  # other programs' own
+        found = [one for one in found if not one.startswith(("shm sem.mp-", "shm psm_"))]  # of tests that run now
         if not found or time.monotonic() > end:
             return found
         time.sleep(0.02)

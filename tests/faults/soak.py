@@ -78,7 +78,7 @@ class Report:
 def look(began: float) -> Sample:
     """Return this process's resources now."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    names = [name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")]  # those are other programs'
+    names = [name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "psm_"))]  # other programs'
     return Sample(
         time.monotonic() - began,
         resident / 2**20,

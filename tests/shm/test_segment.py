@@ -10,6 +10,7 @@ import pytest
 from envherd.shm import segment as module
 from envherd.shm.cgroups import GroupMemory
 from envherd.shm.segment import Segment
+from tests.conftest import shm_names
 
 
 def test_two_mappings_see_the_same_bytes():
@@ -46,9 +47,9 @@ def test_nobody_can_resize_it(size):
 
 
 def test_nothing_is_named():
-    before = set(os.listdir("/dev/shm"))
+    before = shm_names()
     segment = Segment.create(1 << 20)
-    assert set(os.listdir("/dev/shm")) == before
+    assert shm_names() == before
     segment.close()
 
 

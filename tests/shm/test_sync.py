@@ -11,6 +11,7 @@ import pytest
 from envherd.shm import sync
 from envherd.shm.segment import Segment
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
+from tests.conftest import shm_names
 
 
 @pytest.fixture
@@ -59,9 +60,9 @@ def test_two_processes_wake_each_other(segment):
 
 
 def test_no_file_and_no_name(segment):
-    before = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    before = shm_names(), len(os.listdir("/proc/self/fd"))
     Doorbell.create(segment.array(), 0)
-    assert (set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))) == before
+    assert (shm_names(), len(os.listdir("/proc/self/fd"))) == before
 
 
 #: The wall clock is an hour ahead whenever this program reads it: as if it were set back right after each reading.

@@ -25,6 +25,7 @@ from envherd.executor import ExecutorOptions
 from envherd.executor.facades.torchrl import ParallelEnv
 from envherd.workers.errors import EnvError, FactoryError, WorkerTimeout
 from tests import torchrl_own as own
+from tests.conftest import shm_names
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.preloads(*own.PRELOADED)]
 
@@ -283,7 +284,7 @@ def test_starting_has_a_deadline():
 
 
 def test_executors_side_by_side_do_not_meet_and_take_few_descriptors_and_no_files():
-    before = set(os.listdir("/dev/shm")), set(os.listdir("/proc/self/fd"))
+    before = shm_names(), set(os.listdir("/proc/self/fd"))
     with (
         started(16, lambda: GymEnv("CartPole-v1"), num_processes=2) as first,
         started(16, lambda: GymEnv("CartPole-v1"), num_processes=1) as second,
@@ -292,7 +293,7 @@ def test_executors_side_by_side_do_not_meet_and_take_few_descriptors_and_no_file
         for env in (first, second):
             env.set_seed(7)
             roots.append(env.reset())
-        assert set(os.listdir("/dev/shm")) == before[0]
+        assert shm_names() == before[0]
         assert len(set(os.listdir("/proc/self/fd")) - before[1]) < 32
         for _ in range(5):
             action = first.rand_action(roots[0].clone())["action"]
