@@ -149,6 +149,7 @@ def _not_of_others(names: set[str]) -> set[str]:
     The creator of a name is unknown, and other processes (tests that run at the same time) create some too. Mappings
     are compared by inode, because a semaphore is mapped under a temporary name.
     """
+    names = {name for name in names if not name.startswith("sem.mp-")}  # of libraries that use `multiprocessing`
     if not names:
         return names
     ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
