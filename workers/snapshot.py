@@ -417,8 +417,32 @@ def _restore_physics(physics: Any, saved: Mapping[str, Any]) -> None:
     _restore_mujoco(physics.data.ptr, saved)
 
 
+def _save_space(space: Any) -> list[Any]:
+    """Return the state of the generator from which a space is sampled, and of those of its parts."""
+    own = space._np_random  # noqa: SLF001  # `np_random` would make one
+    return [None if own is None else own.bit_generator.state, [_save_space(part) for part in _parts_of(space)]]
+
+
+def _restore_space(space: Any, saved: list[Any]) -> None:
+    own, parts = saved
+    if own is None:
+        space._np_random = None  # noqa: SLF001
+    else:
+        space.np_random.bit_generator.state = own
+    for part, state in zip(_parts_of(space), parts, strict=True):
+        _restore_space(part, state)
+
+
+def _parts_of(space: Any) -> list[Any]:
+    held = list(vars(space).values())
+    parts = getattr(space, "spaces", ())
+    held += parts.values() if isinstance(parts, Mapping) else parts
+    return [one for one in held if _simulator_of(type(one)) == "gymnasium.spaces.space:Space"]
+
+
 #: Class -> how its state is read and put back.
 _SIMULATORS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
+    "gymnasium.spaces.space:Space": (_save_space, _restore_space),
     "mujoco._structs:MjData": (_save_mujoco, _restore_mujoco),
     "dm_control.mujoco.engine:Physics": (_save_physics, _restore_physics),
     "ale_py._ale_py:ALEInterface": (_save_ale, _restore_ale),

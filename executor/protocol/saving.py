@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("envherd")
 
-#: The entries of a saved env.
-ENTRIES = ("env", "root", "ended", "episode", "generators")
-
 
 def save(engine: Engine, env_ids: np.ndarray) -> list[dict[str, Any]]:
     """Return the states of some envs; see `BatchedEnv.save`."""

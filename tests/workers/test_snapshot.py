@@ -64,6 +64,8 @@ class Room(gymnasium.Env):
         self.drawn = random.Random(3)
         self.legacy = np.random.RandomState(4)
         self.pair = Pair(1, [2])
+        self.observation_space = gymnasium.spaces.Box(-9, 9, (2,), np.float64)  # sampled, so not the class's
+        self.both = gymnasium.spaces.Dict(n=gymnasium.spaces.Discrete(1000))
         self.spaces = {"a": gymnasium.spaces.Discrete(3)}
         self.itself = self
         self.step_type = np.float32(0.5)
@@ -80,7 +82,8 @@ class Room(gymnasium.Env):
         self.queue.append(number)
         self.counts["b"] = number
         self.pair = Pair(number, [number])
-        return self.drawn.random(), self.legacy.random_sample(), self.np_random.random()
+        sampled = [self.observation_space.sample().tolist(), self.both.sample()["n"]]
+        return self.drawn.random(), self.legacy.random_sample(), self.np_random.random(), sampled
 
 
 def make():
