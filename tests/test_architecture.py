@@ -61,7 +61,7 @@ BUDGET = {
     "executor/pools": 5565,
     "executor/protocol": 3429,
     "executor/rollouts": 911,
-    "executor/show": 2149,
+    "executor/show": 2168,
     "executor/simulator": 798,
     "executor/sizing": 1616,
 }

@@ -145,7 +145,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         return part
 
     play = Play(tasks, rules, records, prepare)
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]  # torch's
     try:
         with torch.random.fork_rng(devices=list(devices)):
             if executor is not None:
@@ -186,15 +186,17 @@ def _tasks(env: Any, *, has_background: bool) -> dict[str, Any]:
     """Return the tasks by name, with their factories, or with an executor."""
     if not isinstance(env, (Mapping, list, tuple)):
         return {env if isinstance(env, str) else "env": _factory(env, has_background=has_background)}
-    pairs = env.items() if isinstance(env, Mapping) else ((_name(one, i), one) for i, one in enumerate(env))
-    tasks = [(str(name), _factory(one, has_background=has_background)) for name, one in pairs]
-    if not tasks or len(dict(tasks)) < len(tasks):
-        got = "none" if not tasks else f"{[name for name, _ in tasks]}"
-        raise ValueError(f"evaluate failed: expected tasks of different names, got {got}. Pass a dict by name.")
-    for name, one in tasks:
+    pairs = [*env.items()] if isinstance(env, Mapping) else [(_name(one, i), one) for i, one in enumerate(env)]
+    names = [str(name) for name, _ in pairs]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"evaluate failed: expected tasks of different names, got {names or 'none'}. Pass a dict by name."
+        )
+    tasks = {str(name): _factory(one, has_background=has_background) for name, one in pairs}
+    for name, one in tasks.items():
         if isinstance(one, BatchedEnv):
             raise TypeError(f"evaluate failed: expected a factory or a name for task {name!r}, got an executor.")
-    return dict(tasks)
+    return tasks
 
 
 def _name(env: Any, index: int) -> str:
@@ -343,7 +345,7 @@ def _single(policies: Any, spec: EnvSpec, **of_players: Any) -> Policy:
             f"evaluate failed: expected a callable or None as the policy of {spec.family} envs of one agent (or a dict "
             f"of them by task), got {policies!r}."
         )
-    return policies  # type: ignore[no-any-return]  # a callable
+    return policies
 
 
 def _by_name(policies: Policies) -> Mapping[str | int, Policy | None]:

@@ -37,7 +37,7 @@ from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.pools.blueprint import as_factories, draw
-from envherd.executor.pools.preloading import preloading
+from envherd.executor.pools.preloading import helper_for
 from envherd.executor.pools.variables import gpus_of, variables_of
 from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
 from envherd.executor.show.camera import Camera
@@ -178,20 +178,30 @@ class Play:
         return sum(map(len, self._todo.values()))
 
     def play_in(self, name: str, env: BatchedEnv) -> None:
-        """Play all episodes of a task in an executor, in this thread."""
-        self._play(name, env)
+        """Play all episodes of a task in an executor, in this thread.
+
+        An env whose worker is lost, and not replaced, begins no more episodes. If none is left, the other episodes are
+        recorded as failed.
+        """
+        error = self._play(name, env)
+        while error is not None and (number := self._take(name)) is not None:
+            self._note(name, self._episode(number, None), error)
 
     def run(self, num_seats: int, options: ExecutorOptions) -> None:
         """Play all episodes, in envs of at most `num_seats` worker processes; an exception closes the envs."""
-        names = list(self._tasks)
-        blueprint = draw(as_factories(len(names), list(self._tasks.values())), None, 1, 0, options)
-        shares = options.start_method == "zygote" and not options.differ_by_worker and not platforms.missing()
-        each = _options_of_seats(options, num_seats)
+        factories = as_factories(len(self._tasks), list(self._tasks.values()))
+        modules = draw(factories, None, 1, 0, options).preload  # refuses factories that cannot be pickled
+        is_shared = options.start_method == "zygote" and options.worker_output == "capture"
+        if is_shared and not options.differ_by_worker and not platforms.missing():
+            options = replace(options, preload=modules)  # one helper for all tasks, so that a worker starts in 0.1 s
+            helper: Any = contextlib.closing(helper_for(options, modules))
+        else:
+            helper = contextlib.nullcontext()
         threads = [
             threading.Thread(target=self._seat, args=(one,), name=f"evaluate-{i}", daemon=True)
-            for i, one in enumerate(each)
+            for i, one in enumerate(_options_of_seats(options, num_seats))
         ]
-        with preloading(*blueprint.preload, options=options) if shares else contextlib.nullcontext():
+        with helper:
             try:
                 for thread in threads:
                     self._num_playing += 1
@@ -360,28 +370,35 @@ class Play:
             self._call(partial(self._note, name, self._episode(number, None), error))
         self.build_error = self.build_error or error
 
-    def _play(self, name: str, env: BatchedEnv) -> None:
-        """Play episodes of a task in the envs of an executor until none is left, or until an own env has failed."""
+    def _play(self, name: str, env: BatchedEnv) -> EnvherdError | None:
+        """Play episodes of a task in the envs of an executor until none is left, or no env that can play them.
+
+        Returns:
+            The latest error of an env.
+        """
         part: Part = self._call(partial(self._part_of, name, env))
         camera = Camera(env) if self._rules.videos is not None else None
         playing: dict[int, _Episode] = {}
+        usable, latest = set(range(env.num_envs)), None
         while True:
             begun = {}
-            for env_id in range(env.num_envs):
+            for env_id in sorted(usable):
                 if env_id not in playing and (number := self._take(name)) is not None:
                     begun[env_id] = self._episode(number, part.primed)
             playing |= begun
             if not playing:
-                return
-            num_before = len(playing)
+                return latest
             try:
                 if begun:
                     self._begin(name, env, camera, begun)
                 self._step(name, env, camera, part, playing)
             except _FAULTS as error:
                 self._fail(name, playing, error)
-                if env in self._envs and len(playing) < num_before:
-                    return  # with a new env, whatever state this one is in
+                latest = error
+                if env in self._envs:
+                    return error  # the seat builds a new env, whatever state this one is in
+                if isinstance(error, (WorkerLost, WorkerTimeout)) and env.options.on_worker_loss == "raise":
+                    usable.difference_update(error.env_ids)
             finally:
                 if self._is_stopping:
                     _close_films(playing)
