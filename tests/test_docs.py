@@ -30,6 +30,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.glob("**/*.md"))]
 NEEDED = {
     "README.md": ("meltingpot", "gymnasium"),
     "docs/custom_envs.md": ("gymnasium", "old-gym"),
+    "docs/evaluation.md": ("gymnasium",),
     "docs/faq.md": ("gymnasium", "media"),
     "docs/gymnasium.md": ("gymnasium",),
     "docs/logging.md": ("gymnasium", "prometheus"),
