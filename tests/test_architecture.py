@@ -61,7 +61,7 @@ BUDGET = {
     "executor/pools": 5565,
     "executor/protocol": 3429,
     "executor/rollouts": 911,
-    "executor/show": 2217,
+    "executor/show": 2221,
     "executor/simulator": 798,
     "executor/sizing": 1616,
 }
