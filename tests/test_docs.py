@@ -39,7 +39,7 @@ NEEDED = {
     "docs/meltingpot.md": ("meltingpot",),
     "docs/pettingzoo.md": ("pettingzoo",),
     "docs/sb3.md": ("sb3",),
-    "docs/policies.md": ("gymnasium", "torchrl", "meltingpot"),
+    "docs/policies.md": ("gymnasium", "meltingpot"),
     "docs/vector_envs.md": ("gymnasium", "vmas"),
     "docs/torchrl.md": ("gymnasium", "torchrl"),
 }
