@@ -59,7 +59,6 @@ TESTS = {
         *_LOSSES,
         "executor/test_rollout.py",
     ),
-    "executor/protocol/columns.py": (*_STEPS, "executor/test_quick_step.py", "executor/test_rollout.py"),
     "executor/protocol/env_batches.py": (*_STEPS, "executor/test_quick_step.py", "executor/test_rollout.py"),
     "executor/protocol/side_data.py": ("executor/test_infos.py", "executor/test_side_actions.py"),
     "executor/rollouts/rollout.py": (
@@ -87,7 +86,7 @@ TESTS = {
         "executor/test_quick_step.py",
         "executor/test_stepping.py",
     ),
-    "executor/batches/plain_actions.py": ("executor/test_quick_step.py", "executor/test_fast_calls.py"),
+    "executor/batches/step_data.py": ("executor/test_quick_step.py", "executor/test_fast_calls.py"),
     "workers/block/block.py": (
         "workers/test_protocol.py",
         "executor/test_stepping.py",

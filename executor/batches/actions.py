@@ -15,7 +15,7 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from envherd.executor.batches.arguments import MASK_ADVICE
 from envherd.executor.batches.fast_tensordict import IS_AS_EXPECTED
-from envherd.executor.batches.plain_actions import Check, PlainIntake, compile_intake, finite
+from envherd.executor.batches.step_data import Check, PlainIntake, compile_intake, finite
 from envherd.executor.options import ActionCheck
 from envherd.shm.slab import GroupSlab
 from envherd.shm.specs import Binary, Box, Discrete, Key, LeafSpec, MultiDiscrete, OneHot

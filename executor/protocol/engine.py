@@ -20,14 +20,14 @@ from envherd.executor.batches.actions import GroupIntake
 from envherd.executor.batches.fast_tensordict import set_leaf
 from envherd.executor.batches.hand_out import add_side
 from envherd.executor.batches.loans import make_loans
-from envherd.executor.batches.plain_actions import PlainIntake
+from envherd.executor.batches.step_data import Draft, PlainIntake, StepBatches
 from envherd.executor.batches.transfer import Mover
 from envherd.executor.monitor.statistics import Statistics, Tally, count
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.protocol.calls import Calls
-from envherd.executor.protocol.env_batches import Draft, EnvBatches, StepBatches
+from envherd.executor.protocol.env_batches import EnvBatches
 from envherd.executor.protocol.env_states import Event, State
 from envherd.executor.protocol.flight import Flight, Flights
 from envherd.executor.protocol.plain import what_is_plain
