@@ -137,6 +137,19 @@ class GroupIntake:
         value = plain.find(td._tensordict)  # noqa: SLF001
         return plain.take_all(value) if rows is None else plain.take_some(value, rows)
 
+    def put(self, td: TensorDictBase, rows: np.ndarray | None = None) -> None:
+        """Check and write a batch, whose leaves all go through the slab; on an error nothing is written.
+
+        Args:
+            td: batch of k.
+            rows: as of `take`.
+
+        Raises:
+            ActionError: see `read`.
+        """
+        if not self.take(td, rows):
+            self.write(self.read(td, rows), rows)
+
     def _compile(self) -> PlainIntake | None:
         if len(self.leaves) != 1 or self.side_leaves:
             return None  # side values do not go through the slab: the caller sends them
