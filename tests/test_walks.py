@@ -89,7 +89,7 @@ def received(env: Any, most: int = 0) -> list[Call]:
     env.reset()
     tries: list[list[Call]] = []
     end = time.monotonic() + 20
-    while len(tries) < 8 * LENGTH or len(least(tries)) > most > 0 and time.monotonic() < end:
+    while len(tries) < 8 * LENGTH or (len(least(tries)) > most > 0 and time.monotonic() < end):
         env.send(env.rand_action())
         tries.append(calls_in(env.recv))
     return least(tries)
