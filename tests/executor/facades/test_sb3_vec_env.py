@@ -267,9 +267,9 @@ class WideEnv(SampledEnv):
 
 
 def test_envs_of_a_refused_vec_env_are_closed():
-    with pytest.raises(SpecError, match="env 0 and env 1"):
+    with pytest.raises(SpecError, match="env 0 and env 1") as refused:  # its frames hold the vec env
         DummyVecEnv([SampledEnv, WideEnv])
-    assert WideEnv.closed == 1
+    assert WideEnv.closed == 1, refused
 
 
 def test_envs_of_one_worker_do_not_share_what_their_functions_captured():
