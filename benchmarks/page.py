@@ -32,7 +32,7 @@ _TITLES = {
 }
 #: Workloads of the README, which has only the first three of `_OTHERS`.
 _README_WORKLOADS = ("w200", "commons_harvest")
-_OTHERS = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL, peers.TIANSHOU)
+_OTHERS = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL, peers.TIANSHOU, peers.PUFFERLIB)
 _FACADES = (
     (peers.GYMNASIUM_ASYNC, ours.AS_GYMNASIUM),
     (peers.GYMNASIUM_ASYNC, ours.AS_GYMNASIUM_WIDE),
@@ -41,7 +41,7 @@ _FACADES = (
     (peers.TORCHRL_PARALLEL, ours.AS_TORCHRL),
 )
 _ON_OTHERS = """\
-The other libraries use one process per env. envherd uses one worker per core (for no-op envs one worker in total, which
+The other libraries use one process per env, but PufferLib one per core. envherd uses one worker per core (for no-op envs one worker in total, which
 is what `num_workers="auto"` chooses). Median and quartiles over the rounds."""
 _ON_FACADES = """\
 The facades compared with the classes that they replace: 8 CartPoles whose episodes last about nine steps; one worker,

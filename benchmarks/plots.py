@@ -21,6 +21,7 @@ _PEERS = (
     peers.SB3_DUMMY,
     peers.SB3_SUBPROC,
     peers.TIANSHOU,
+    peers.PUFFERLIB,
     peers.TORCHRL_SERIAL,
     peers.TORCHRL_PARALLEL,
     peers.TORCHRL_ASYNC,
@@ -40,6 +41,7 @@ _COLORS = {
     peers.SB3_SUBPROC: "#4e9a06",
     peers.TORCHRL_PARALLEL: "#b03030",
     peers.TIANSHOU: "#8f5902",
+    peers.PUFFERLIB: "#d4389a",
     bounds.IDEAL: "#555555",
     bounds.SERIAL: "#999999",
 }
