@@ -158,8 +158,8 @@ class BatchedEnv:
         """Refuse to be called as an env factory: other libraries call objects that they do not recognise as envs."""
         raise TypeError(
             f"calling failed: a {type(self).__name__} is an executor, and no function that makes an env. Where another "
-            f"library takes an env, use its facade: ParallelEnv of envherd.executor.facades.torchrl, SubprocVecEnv of "
-            f"envherd.executor.facades.sb3, or AsyncVectorEnv of envherd.executor.facades.gymnasium."
+            f"library takes an env, use its facade: ParallelEnv of envherd.torchrl, SubprocVecEnv of "
+            f"envherd.sb3, or AsyncVectorEnv of envherd.gymnasium."
         )
 
     def __reduce__(self) -> Any:
