@@ -490,7 +490,7 @@ class BatchedEnv:
     def save(self, env_ids: Any = None) -> list[dict[str, Any]]:
         """Return the states of envs now, from which `restore` continues bit for bit.
 
-        Which families can: docs/families.md. `ParallelEnv.branch` copies an env of any other family in memory.
+        Which families can: docs/checkpoints.md. `ParallelEnv.branch` copies an env of any other family in memory.
 
         Args:
             env_ids: the envs; default: all.

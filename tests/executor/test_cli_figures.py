@@ -1,4 +1,4 @@
-"""The report of a rollout: its returns, figures and table, and its JSON, which docs/cli.md documents."""
+"""The report of a rollout: its returns, figures and table, and its JSON, which docs/reference/json.md documents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv
 
-DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "json.md"
 MIB = 1024**2
 
 WORKERS = (
