@@ -55,7 +55,7 @@ BUDGET = {
     "executor/facades/rllib": 538,
     "executor/facades/sb3": 942,
     "executor/facades/torchrl": 1296,
-    "executor/machine": 543,
+    "executor/machine": 476,
     "executor/monitor": 511,
     "executor/native": 941,
     "executor/pools": 5565,

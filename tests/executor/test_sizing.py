@@ -56,7 +56,7 @@ def test_sizes_that_are_none(text):
 
 
 def test_another_machine_is_planned_for():
-    here = machine_of(2, cgroup=Cgroup(version=2, cpu_quota=0.5, memory_limit=GIB, memory_room=GIB))
+    here = machine_of(2, cgroup=Cgroup(cpu_quota=0.5, memory_limit=GIB, memory_room=GIB))
     there = planned(here, 64, "256GiB", "24GiB")
     assert (there.cores, there.memory_available, there.gpus[0].memory_bytes) == (64, 256 * GIB, 24 * GIB)
     assert planned(here, None, None, None) == here
