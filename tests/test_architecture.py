@@ -46,7 +46,7 @@ BUDGET = {
     "workers/testing": 1833,
     "executor/*": 2991,
     "executor/batches": 1601,
-    "executor/cli": 3338,
+    "executor/cli": 3213,
     "executor/cluster": 2159,
     "executor/facades": 508,
     "executor/facades/cleanrl": 186,
@@ -61,7 +61,7 @@ BUDGET = {
     "executor/pools": 5565,
     "executor/protocol": 3429,
     "executor/rollouts": 911,
-    "executor/show": 1119,
+    "executor/show": 1125,
     "executor/simulator": 798,
     "executor/sizing": 1616,
 }

@@ -17,43 +17,36 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.text import Text
+from tensordict import TensorDictBase
 
+from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.commands import started
-from envherd.executor.cli.env_names import made_for
+from envherd.executor.cli.env_names import Made, made_for
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_NO_FAILURE
+from envherd.executor.cli.options import Replay
 from envherd.executor.cli.storing import has_text, refuse_code
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.capsule_file import Capsule, CapsuleError, load_capsule
 from envherd.executor.pools.capsules import FATAL, OPTIONS, digest
 from envherd.executor.pools.worker_process import describe_exit
 from envherd.executor.serial import SerialEnv
+from envherd.executor.show.camera import Camera
+from envherd.executor.show.video import Video, require_imageio
 from envherd.workers.errors import EnvError, EnvherdError, WorkerLost, WorkerTimeout
-
-if TYPE_CHECKING:
-    from tensordict import TensorDictBase
-
-    from envherd.executor.batched import BatchedEnv
-    from envherd.executor.cli.env_names import Made
 
 _FPS = 20.0
 
 
-@dataclass(frozen=True)
 class Rerun:
-    """The command for one capsule; see `replay.Replay` for its options."""
+    """The command for one capsule."""
 
-    path: Path
-    env: str | None
-    env_kwargs: dict[str, Any] | None
-    trust: bool
-    pdb: bool
-    record: Path | None
-    quiet: bool
+    def __init__(self, options: Replay) -> None:
+        self._options, self._path = options, options.directory
 
     def prepare(self) -> tuple[Capsule, Made, ExecutorOptions]:
         """Read the capsule and find its env; build nothing.
@@ -63,10 +56,10 @@ class Rerun:
                 not.
             FactoryError: no such env.
         """
-        capsule = load_capsule(self.path)
+        capsule = load_capsule(self._path)
         facts = capsule.facts
         if lost := [what for what in facts["missing"] if what in FATAL]:
-            raise CapsuleError(f"replay failed: expected all of the episode, but {self.path} lacks {', '.join(lost)}.")
+            raise CapsuleError(f"replay failed: expected all of the episode, but {self._path} lacks {', '.join(lost)}.")
         try:
             options = ExecutorOptions(
                 **{name: facts["options"][name] for name in OPTIONS},
@@ -74,51 +67,46 @@ class Rerun:
                 check_actions="off",
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise CapsuleError(f"reading {self.path} failed: expected options of an executor, got {error}") from None
-        if self.record is not None:
-            from envherd.executor.show.video import require_imageio
-
+            raise CapsuleError(f"reading {self._path} failed: expected options of an executor, got {error}") from None
+        if self._options.record is not None:
             require_imageio()
         return capsule, self._made(capsule), options
 
     def _made(self, capsule: Capsule) -> Made:
         """Return the factory and its arguments that the command line, or else the capsule, names."""
-        facts, name = capsule.facts, self.env or capsule.facts["env"]
-        kwargs: dict[str, Any] = facts["env_kwargs"] if self.env_kwargs is None else self.env_kwargs
-        if self.trust:
+        facts, name = capsule.facts, self._options.env or capsule.facts["env"]
+        kwargs: dict[str, Any] = facts["env_kwargs"] if self._options.env_kwargs is None else self._options.env_kwargs
+        if self._options.trust:
             sys.path += [folder for folder in facts["search"] if folder not in sys.path]
-        if self.trust and self.env is None and capsule.pickled is not None:
+        if self._options.trust and self._options.env is None and capsule.pickled is not None:
             factory, kwargs = pickle.loads(capsule.pickled)  # which the user trusts
             return pickle.loads(factory), kwargs
         if name is None:
             trusted = ", or --trust, which loads the pickled factory" if capsule.pickled is not None else ""
             raise CapsuleError(
-                f"replay failed: expected the name of an env, but {self.path} has none: its factory was no function of "
-                f"a module. Pass --env MODULE:CALLABLE{trusted}. (Capsules(pickle=True) keeps such factories.)"
+                f"replay failed: expected the name of an env, but {self._path} has none: its factory was no function "
+                f"of a module. Pass --env MODULE:CALLABLE{trusted}. (Capsules(pickle=True) keeps such factories.)"
             )
-        if not self.trust:
+        if not self._options.trust:
             if has_text(facts["reset_options"]):
                 raise CapsuleError(
-                    f"replay failed: expected resets without texts, which may name code, but {self.path} has "
+                    f"replay failed: expected resets without texts, which may name code, but {self._path} has "
                     f"{facts['reset_options']}. If you trust it, pass --trust."
                 )
-            refuse_code(self.path, (name, kwargs), (self.env, self.env_kwargs), self._or_trust)
-        factory, kwargs = made_for(name, kwargs, None, with_frames=self.record is not None)
+            or_trust = f"\nor\n  envherd replay {shlex.quote(str(self._path))} --trust"
+            refuse_code(self._path, (name, kwargs), (self._options.env, self._options.env_kwargs), or_trust)
+        factory, kwargs = made_for(name, kwargs, None, with_frames=self._options.record is not None)
         if name == facts["env"] and facts["fields"]:
             try:
                 factory = replace(factory, **facts["fields"])  # type: ignore[type-var]  # those with fields are
             except TypeError as error:
-                raise CapsuleError(f"reading {self.path} failed: expected options of {name}, got {error}.") from None
+                raise CapsuleError(f"reading {self._path} failed: expected options of {name}, got {error}.") from None
         return factory, kwargs
-
-    @property
-    def _or_trust(self) -> str:
-        return f"\nor\n  envherd replay {shlex.quote(str(self.path))} --trust"
 
     def report(self, prepared: tuple[Capsule, Made, ExecutorOptions]) -> int:
         """Run the episode again and report; return the exit code."""
         capsule, made, options = prepared
-        console = Console(quiet=self.quiet)
+        console = Console(quiet=self._options.quiet)
         facts, failure = capsule.facts, _Failure.of_capsule(capsule)
         console.print(
             f"env {facts['env_id']}, episode {facts['episode']}, seed {facts['seed']}, {facts['num_steps']} steps: "
@@ -130,8 +118,8 @@ class Rerun:
         for warning in _warnings(facts):
             console.print(Text(f"note: {warning}", "yellow"), soft_wrap=True)
         found, difference = self._run(capsule, made, options)
-        if self.record is not None:
-            console.print(f"{self.record} written", highlight=False)
+        if self._options.record is not None:
+            console.print(f"{self._options.record} written", highlight=False)
         if found is None:
             code, text = EXIT_NO_FAILURE, f"It did not fail: {facts['num_steps']} steps went through."
             if difference:
@@ -142,20 +130,20 @@ class Rerun:
             code, text = EXIT_FAILED, f"It failed otherwise: {found}"
         if code != EXIT_FAILED and difference and found is not None:
             text += f" (But {difference})"
-        where = Console(stderr=self.quiet) if code else console
+        where = Console(stderr=self._options.quiet) if code else console
         where.print(Text(text, "green" if code == 0 else "bold red"), soft_wrap=True)
         return code
 
     def _run(self, capsule: Capsule, made: Made, options: ExecutorOptions) -> tuple[_Failure | None, str]:
         """Run the episode again; return how it failed, if it did, and how it differed before, if it did."""
         how: dict[str, Any] = {"seed": capsule.facts["root_seed"], "options": options}
-        if self.pdb:
+        if self._options.pdb:
             env: BatchedEnv = SerialEnv(1, made[0], env_kwargs=made[1] or None, **how)
         else:
-            env = started(made, 1, is_drawn=self.record is not None, num_workers=1, **how)
+            env = started(made, 1, is_drawn=self._options.record is not None, num_workers=1, **how)
         with contextlib.ExitStack() as stack, torch.no_grad():
             stack.enter_context(env)
-            episode = _Episode(capsule, env, self.pdb, _camera(env, self.record, stack))
+            episode = _Episode(capsule, env, self._options.pdb, _camera(env, self._options.record, stack))
             try:
                 return None, episode.run()
             except (EnvError, WorkerLost, WorkerTimeout) as error:
@@ -264,17 +252,8 @@ def _camera(env: BatchedEnv, path: Path | None, stack: contextlib.ExitStack) -> 
     """Return what adds a picture of the env to the film, if one is wanted."""
     if path is None:
         return lambda _td: None
-    from envherd.executor.show.camera import Camera
-    from envherd.executor.show.video import Video, enlarged
-
     camera, video = Camera(env), stack.enter_context(contextlib.closing(Video(path, _FPS)))
-
-    def look(td: TensorDictBase) -> None:
-        frame = camera.look(td)[0]
-        assert frame is not None  # `Camera` has refused envs without pictures
-        video.add(enlarged(frame))
-
-    return look
+    return lambda td: video.add(camera.look_at_first(td))
 
 
 def _stop_before(call: Callable[[], Any], env: Any, step: int) -> Any:
