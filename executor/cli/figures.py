@@ -13,11 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.cli.returns import Returns
+from envherd.executor.cli.sizing_report import size_text
 from envherd.executor.monitor.statistics import Statistics
 from envherd.workers.errors import EnvherdError
 
 SCHEMA = "envherd.rollout/1"
-_MIB = 1024**2
+#: Fields of `WorkerStatistics` in the figures.
+_OF_WORKER = ("worker_id", "pid", "env_ids", "busy_share", "uss_bytes", "pss_bytes")
 #: Agents shown by name in the table; the JSON has all of them.
 _MAX_NAMES = 16
 
@@ -77,17 +79,7 @@ def figures(
         "env_errors": done.env_errors,
         "worker_losses": done.worker_losses,
         "interrupted_rows": done.interrupted,
-        "workers": [
-            {
-                "worker_id": worker.worker_id,
-                "pid": worker.pid,
-                "env_ids": list(worker.env_ids),
-                "busy_share": worker.busy_share,
-                "uss_bytes": worker.uss_bytes,
-                "pss_bytes": worker.pss_bytes,
-            }
-            for worker in done.workers
-        ],
+        "workers": [{name: getattr(worker, name) for name in _OF_WORKER} for worker in done.workers],
         "memory": {
             "workers_uss_bytes": sum(worker.uss_bytes for worker in workers),
             "workers_pss_bytes": sum(worker.pss_bytes for worker in workers),
@@ -139,15 +131,12 @@ def _workers(found: Mapping[str, Any]) -> Table:
     grid.add_column("busy", f"{busy:.0%}", justify="right")
     for name, kind in (("own memory (USS)", "uss"), ("with shared part (PSS)", "pss")):
         total = memory[f"workers_{kind}_bytes"] + memory[f"parent_{kind}_bytes"]
-        grid.add_column(name, _mib(total), justify="right")
+        grid.add_column(name, size_text(total), justify="right")
     for worker in workers:
-        sizes = (_mib(worker["uss_bytes"]), _mib(worker["pss_bytes"])) if has_own else ("", "")
+        sizes = (size_text(worker["uss_bytes"]), size_text(worker["pss_bytes"])) if has_own else ("", "")
         ids = worker["env_ids"]
         shown = str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}"
         grid.add_row(f"worker {worker['worker_id']}", shown, f"{worker['busy_share']:.0%}", *sizes)
-    grid.add_row("parent", "", "", _mib(memory["parent_uss_bytes"]), _mib(memory["parent_pss_bytes"]), style="dim")
+    own = (size_text(memory[f"parent_{kind}_bytes"]) for kind in ("uss", "pss"))
+    grid.add_row("parent", "", "", *own, style="dim")
     return grid
-
-
-def _mib(size: int) -> str:
-    return f"{size / _MIB:,.0f} MiB"

@@ -19,6 +19,7 @@ from envherd.executor.cli.options import Top
 from envherd.executor.cli.sizing_report import size_text
 from envherd.executor.monitor.statistics import WorkerStatistics
 from envherd.executor.monitor.watching import Watch, listings, stack_of
+from envherd.executor.sizing.settings import time_text
 from envherd.shm.platforms import missing
 
 SCHEMA = "envherd.top/2"
@@ -156,8 +157,7 @@ def _cells(worker: WorkerStatistics) -> list[Any]:
         f"{worker.busy_share:.0%}",
         f"{worker.reset_share:.0%}",
         f"{worker.wait_share:.0%}",
-        _time(worker.step_p50_s),
-        _time(worker.step_p99_s),
+        *("-" if seconds is None else time_text(seconds) for seconds in (worker.step_p50_s, worker.step_p99_s)),
         f"{worker.resets:,}",
         str(worker.generation),
         size_text(worker.uss_bytes),
@@ -166,9 +166,3 @@ def _cells(worker: WorkerStatistics) -> list[Any]:
         worker.gpu or "-",
         Text(f"{at}, {worker.phase_s:,.1f} s", "bold red" if is_long else ""),
     ]
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{seconds * 1e6:,.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:,.1f} ms"

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -150,24 +150,6 @@ class Statistics:
     path: str = ""
 
 
-class Tally(NamedTuple):
-    """Counts of the caller's side.
-
-    Attributes:
-        env_errors: exceptions of envs.
-        interrupted: rows that a loss has ended.
-        ready_at: monotonic seconds.
-        path: see `Statistics`.
-        frames_lent: to the caller now.
-    """
-
-    env_errors: int
-    interrupted: int
-    ready_at: float
-    path: str
-    frames_lent: int = 0
-
-
 def read_workers(
     words: Mapping[str, np.ndarray], blocks: Sequence[Sequence[int]], now_ns: int
 ) -> tuple[WorkerStatistics, ...]:
@@ -213,11 +195,18 @@ def quantile(bins: np.ndarray, share: float) -> float | None:
     return float(_MIDDLES[min(index, NUM_BINS - 1)])
 
 
-def count(pool: Pool, memory: MemoryLog, tally: Tally) -> Statistics:
-    """Read the counters of a pool and the memory of its processes (recorded in `memory`)."""
+def count(pool: Pool, memory: MemoryLog, ready_at: float, **of_caller: Any) -> Statistics:
+    """Read the counters of a pool and the memory of its processes.
+
+    Args:
+        pool: of the executor.
+        memory: where the memory is recorded.
+        ready_at: monotonic seconds.
+        **of_caller: the fields of `Statistics` that the pool does not know.
+    """
     figures = pool.figures()
     words = {name: array.copy() for name, array in pool.slab.words.items()}
-    wall_s = max(time.monotonic() - tally.ready_at, 1e-9)
+    wall_s = max(time.monotonic() - ready_at, 1e-9)
     agents = np.array([num_agents(spec) for spec in pool.specs])
     steps = words["env_steps"]
     workers = []
@@ -238,9 +227,7 @@ def count(pool: Pool, memory: MemoryLog, tally: Tally) -> Statistics:
         agent_steps=int((steps * agents).sum()),
         resets=int(words["resets"].sum()),
         episodes=int(words["ends"].sum()),
-        env_errors=tally.env_errors,
         worker_losses=pool.num_losses,
-        interrupted=tally.interrupted,
         steps_per_env=tuple(steps.tolist()),
         resets_per_env=tuple(words["resets"].tolist()),
         wall_s=wall_s,
@@ -249,8 +236,7 @@ def count(pool: Pool, memory: MemoryLog, tally: Tally) -> Statistics:
         resets_ahead=pool.num_ahead,
         resets_missed=pool.num_missed,
         spares=spares,
-        frames_lent=tally.frames_lent,
-        path=tally.path,
+        **of_caller,
     )
 
 

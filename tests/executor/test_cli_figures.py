@@ -101,8 +101,8 @@ def test_table_says_everything():
         "player_0 0.00",
         "player_1 1.00",
         "herd.gif",
-        "130 MiB",
-        "150 MiB",
+        "130.0 MiB",
+        "150.0 MiB",
         "50%",
     ):
         assert expected in text, expected
