@@ -16,10 +16,9 @@ from rich.text import Text
 
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.options import Top
-from envherd.executor.cli.sizing_report import size_text
 from envherd.executor.monitor.statistics import WorkerStatistics
 from envherd.executor.monitor.watching import Watch, listings, stack_of
-from envherd.executor.sizing.settings import time_text
+from envherd.executor.sizing.settings import size_text, time_text
 from envherd.shm.platforms import missing
 
 SCHEMA = "envherd.top/2"

@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from tensordict import TensorDict
 
-from envherd.executor.cli.figures import SCHEMA, Collected, figures, table
 from envherd.executor.cli.returns import Returns
+from envherd.executor.cli.rollout import SCHEMA, Collected, figures, table
 from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv
