@@ -17,7 +17,7 @@ from rich.text import Text
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.options import Top
 from envherd.executor.monitor.statistics import WorkerStatistics
-from envherd.executor.monitor.watching import Watch, listings, stack_of
+from envherd.executor.monitor.watching import Watch, plates, stack_of
 from envherd.executor.sizing.settings import size_text, time_text
 from envherd.shm.platforms import missing
 
@@ -83,13 +83,13 @@ class Watcher:
 
     def look(self) -> list[Watch]:
         """Return the activity of each executor since the previous call; that of a new executor is empty."""
-        found = {(one.pid, one.inode): one for one in listings() if self._pid is None or one.pid == self._pid}
+        found = {(one.pid, one.inode): one for one in plates() if self._pid is None or one.pid == self._pid}
         for key in [key for key in self._watches if key not in found]:
             self._watches.pop(key).close()
-        for key, listing in found.items():
+        for key, plate in found.items():
             if key not in self._watches:
                 with contextlib.suppress(OSError):  # it closed in the meantime
-                    self._watches[key] = Watch(listing)
+                    self._watches[key] = Watch(plate)
         return [watch.look() for watch in self._watches.values()]
 
     def close(self) -> None:
@@ -123,16 +123,15 @@ _DROPPED = ("PSS", "p50", "cpu", "restarts", "reset", "p99", "resets", "wait")
 
 
 def _executor(watch: Watch, width: int) -> Table:
-    one = watch.listing
-    title = f"{one.env} x {one.num_envs}, process {one.pid}: {watch.steps_per_s:,.0f} env-steps/s   {one.command[:60]}"
+    title = f"{watch.env} x {watch.num_envs}, process {watch.pid}: {watch.steps_per_s:,.0f} env-steps/s"
     rows = [dict(zip(_COLUMNS, _cells(worker), strict=True)) for worker in watch.workers]
     has_gpus = any(worker.gpu is not None for worker in watch.workers)
     names = [name for name in _COLUMNS if name != "gpu" or has_gpus]
     for name in _DROPPED:
         if _width_of(names, rows) > width:
             names.remove(name)
-    heading = Text(title, overflow="ellipsis", no_wrap=True)
-    table = Table(title=heading, caption=one.path, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+    heading = Text(f"{title}   {watch.command[:60]}", overflow="ellipsis", no_wrap=True)
+    table = Table(title=heading, caption=watch.path, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
     for name in names:
         table.add_column(name, justify="left" if name == "at" else "right", no_wrap=name != "at")
     for row in rows:
