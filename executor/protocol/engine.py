@@ -22,7 +22,7 @@ from envherd.executor.batches.hand_out import add_side
 from envherd.executor.batches.loans import make_loans
 from envherd.executor.batches.step_data import Draft, PlainIntake, StepBatches
 from envherd.executor.batches.transfer import Mover
-from envherd.executor.monitor.statistics import Statistics, Tally, count
+from envherd.executor.monitor.statistics import Statistics, count
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.call_guard import CallGuard
@@ -311,5 +311,5 @@ class Engine(Calls):
         """Return the statistics so far."""
         flights, loans = self.flights, self.positions.loans
         lent = 0 if loans is None else loans.num_lent
-        tally = Tally(flights.num_errors, flights.losses.num_interrupted, self.ready_at, str(self.plain), lent)
-        return count(self.pool, self.memory, tally)
+        known = {"env_errors": flights.num_errors, "interrupted": flights.losses.num_interrupted}
+        return count(self.pool, self.memory, self.ready_at, **known, frames_lent=lent, path=str(self.plain))
