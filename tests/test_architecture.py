@@ -46,7 +46,7 @@ BUDGET = {
     "workers/testing": 1833,
     "executor/*": 2986,
     "executor/batches": 1681,
-    "executor/cli": 3142,
+    "executor/cli": 3229,
     "executor/cluster": 2135,
     "executor/facades": 508,
     "executor/facades/cleanrl": 186,
@@ -61,7 +61,7 @@ BUDGET = {
     "executor/pools": 5567,
     "executor/protocol": 3345,
     "executor/rollouts": 911,
-    "executor/show": 1125,
+    "executor/show": 2174,
     "executor/simulator": 799,
     "executor/sizing": 1605,
 }
