@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import faulthandler
 import functools
 import importlib
 import mmap
@@ -74,7 +75,8 @@ HANDLED_SIGNALS: tuple[int, ...] = tuple(
 #: Ends a process that does not cooperate.
 SIGKILL: int = getattr(signal, "SIGKILL", signal.SIGTERM)
 #: Makes a worker write its stacks; None where there is no such signal.
-SIGUSR2: int | None = getattr(signal, "SIGUSR2", None)
+SIGUSR2: int | None = getattr(signal, "SIGUSR2", None) if hasattr(faulthandler, "register") else None
+_BLOCKED: set[int] = {signal.SIGINT, *(() if SIGUSR2 is None else (SIGUSR2,))}
 register_at_fork: Callable[..., None] = getattr(os, "register_at_fork", lambda **_: None)
 sched_yield: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -152,11 +154,24 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, SIGKILL)
 
 
-def without_interrupts() -> Callable[[], None]:
-    """Block Ctrl-C in this thread and in processes that it starts; return the function that ends this."""
+def arm_lifeline(fd: int, pid: int) -> None:
+    """Ask the kernel to kill a process, or the group of a negative number, when the other end of a pipe is closed.
+
+    Raises:
+        OSError, AttributeError: this system cannot do so.
+    """
+    if not IS_LINUX:
+        raise OSError(errno.ENOSYS, "this system has no F_SETSIG")
+    fcntl.fcntl(fd, fcntl.F_SETOWN, pid)
+    fcntl.fcntl(fd, F_SETSIG, SIGKILL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def without_signals() -> Callable[[], None]:
+    """Block Ctrl-C and SIGUSR2 in this thread and in processes that it starts; return the function that ends this."""
     if not hasattr(signal, "pthread_sigmask"):
         return lambda: None
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
 
     def let_in() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -164,10 +179,24 @@ def without_interrupts() -> Callable[[], None]:
     return let_in
 
 
-def let_interrupts_in() -> None:
-    """Undo `without_interrupts` in a process that was started meanwhile."""
+def let_signals_in() -> None:
+    """Undo `without_signals` in a process that was started meanwhile."""
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
+
+
+def listen_for_stack_requests(log_fd: int) -> None:
+    """Make SIGUSR2 write the stacks of all threads to a log, also if it had another handler."""
+    if SIGUSR2 is not None:
+        faulthandler.unregister(SIGUSR2)
+        faulthandler.register(SIGUSR2, file=log_fd, all_threads=True)
+
+
+def request_stacks(pid: int) -> bool:
+    """Make a process that listens for requests write its stacks; False where there is no such signal."""
+    if SIGUSR2 is not None:
+        os.kill(pid, SIGUSR2)
+    return SIGUSR2 is not None
 
 
 def waiter(sock: socket.socket) -> Callable[[float | None], object]:
