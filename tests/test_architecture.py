@@ -29,7 +29,7 @@ READERS = {
 #: Lines of Python and C of each sub-package, as `python -m tests.architecture --budget` prints them. Not a limit but a
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
 BUDGET = {
-    "shm/*": 1921,
+    "shm/*": 1954,
     "workers/*": 3163,
     "workers/adapters": 1039,
     "workers/adapters/common": 488,
@@ -42,7 +42,7 @@ BUDGET = {
     "workers/adapters/torchrl": 1884,
     "workers/block": 1764,
     "workers/native": 1582,
-    "workers/process": 1632,
+    "workers/process": 1624,
     "workers/testing": 1833,
     "executor/*": 2986,
     "executor/batches": 1681,
@@ -58,7 +58,7 @@ BUDGET = {
     "executor/machine": 476,
     "executor/monitor": 434,
     "executor/native": 941,
-    "executor/pools": 5567,
+    "executor/pools": 5569,
     "executor/protocol": 3345,
     "executor/rollouts": 911,
     "executor/show": 2174,
