@@ -5,7 +5,6 @@ Guarantees: nothing that the directory names is imported or called, unless the c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -99,8 +98,10 @@ def _replay(options: Replay, data: TensorDictBase, facts: dict[str, Any], made: 
 
 def _difference(step: int, stored: TensorDictBase, found: TensorDictBase, without: set[Any], prefix: str = "") -> str:
     """Return the first leaf of the envs in which two batches `[N]` differ, as text; empty if none does."""
-    for key, value in _tensors(found):
-        if key in without or key in _NOT_COMPARED or key[-2:] in _NOT_COMPARED:
+    for one, value in found.items(include_nested=True, leaves_only=True):
+        key = (one,) if isinstance(one, str) else one
+        is_compared = isinstance(value, torch.Tensor) and not {key, key[-2:]} & _NOT_COMPARED
+        if key in without or not is_compared:
             continue
         name, other = prefix + "/".join(key), stored.get(key, None)
         if not isinstance(other, torch.Tensor) or other.shape != value.shape:
@@ -111,9 +112,3 @@ def _difference(step: int, stored: TensorDictBase, found: TensorDictBase, withou
         if rows:
             return f"{name} of env {rows[0]} at step {step}."
     return ""
-
-
-def _tensors(td: TensorDictBase) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    for key, value in td.items(include_nested=True, leaves_only=True):
-        if isinstance(value, torch.Tensor):
-            yield (key,) if isinstance(key, str) else key, value

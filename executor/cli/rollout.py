@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.batched import BatchedEnv
@@ -109,7 +109,8 @@ def _collect(
     """
     found = Collected(returns=Returns(env.spec, env.num_envs))
     clock, shown = time.perf_counter, 0.0
-    bar = _bar(console)
+    speed = TextColumn("{task.fields[rate]:,.0f} env-steps/s  {task.fields[episodes]} episodes", style="green")
+    bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), speed, console=console)
     task = bar.add_task("steps", total=options.steps, rate=0.0, episodes=0)
     with bar, torch.no_grad():
         root = env.reset()
@@ -138,20 +139,6 @@ def _collect(
                     raise
                 found.failure = error
     return found
-
-
-def _bar(console: Console) -> Progress:
-    steps = "{task.completed:.0f}/{task.total:.0f} steps"
-    speed = "{task.fields[rate]:,.0f} env-steps/s  {task.fields[episodes]} episodes"
-    return Progress(
-        SpinnerColumn(),
-        BarColumn(bar_width=None),
-        TextColumn(steps, table_column=Column(no_wrap=True)),
-        TextColumn(speed, style="green", table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-        console=console,
-        expand=True,
-    )
 
 
 @dataclass(kw_only=True)

@@ -52,14 +52,14 @@ def read_cgroup(root: Path = Path("/")) -> Cgroup:
     )
 
 
-def count_oom_kills(root: Path = Path("/")) -> tuple[int, int | None]:
+def count_oom_kills() -> tuple[int, int | None]:
     """Return how many processes the kernel has killed for lack of memory so far.
 
     Returns:
         `(in this process's own group, on the machine)`; None if the kernel does not report it.
     """
-    own = next(group_folders(root, "memory"), None)
-    lines = (read_word(root / "proc/vmstat") or "").splitlines()
+    own = next(group_folders(Path("/"), "memory"), None)
+    lines = (read_word(Path("/proc/vmstat")) or "").splitlines()
     everywhere = next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
     return 0 if own is None else _oom_kills(own), everywhere
 

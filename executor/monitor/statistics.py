@@ -237,7 +237,8 @@ def count(pool: Pool, memory: MemoryLog, ready_at: float, **of_caller: Any) -> S
                 growth_per_reset=memory.growth_per_reset(worker_id),
             )
         )
-    serving, spares = split(workers, pool.serving)
+    # The counts of an env are those of the worker that serves it, not also those of its spare.
+    spares = sorted((one for one in workers if one.worker_id not in pool.serving), key=lambda one: one.env_ids)
     return Statistics(
         env_steps=int(steps.sum()),
         agent_steps=int((steps * agents).sum()),
@@ -247,22 +248,12 @@ def count(pool: Pool, memory: MemoryLog, ready_at: float, **of_caller: Any) -> S
         steps_per_env=tuple(steps.tolist()),
         resets_per_env=tuple(words["resets"].tolist()),
         wall_s=wall_s,
-        workers=serving,
+        workers=tuple(workers[worker_id] for worker_id in pool.serving),
         recycled=pool.num_recycled,
         resets_ahead=pool.num_ahead,
         resets_missed=pool.num_missed,
-        spares=spares,
+        spares=tuple(replace(one, env_steps=0, resets=0, steps_per_s=0.0) for one in spares),
         **of_caller,
-    )
-
-
-def split(
-    workers: Sequence[WorkerStatistics], serving: Sequence[int]
-) -> tuple[tuple[WorkerStatistics, ...], tuple[WorkerStatistics, ...]]:
-    """Return the serving workers and the spares, in the order of their envs; counts of envs go to the serving ones."""
-    others = sorted((one for one in workers if one.worker_id not in serving), key=lambda one: one.env_ids)
-    return tuple(workers[i] for i in serving), tuple(
-        replace(one, env_steps=0, resets=0, steps_per_s=0.0) for one in others
     )
 
 

@@ -148,7 +148,7 @@ def test_json_values_are_the_figures():
     assert plain["workers"][1] == {
         "worker_id": 1,
         "pid": 222,
-        "env_ids": [2],
+        "env_ids": (2,),
         "busy_share": 0.75,
         "uss_bytes": 20 * MIB,
         "pss_bytes": 26 * MIB,
