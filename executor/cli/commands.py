@@ -27,6 +27,7 @@ from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.show.camera import MediaError
+from envherd.shm import platforms
 from envherd.workers.adapters.named import named_callable
 from envherd.workers.errors import EnvherdError
 
@@ -111,8 +112,7 @@ def started(made: Made, num_envs: int, *, is_drawn: bool = False, cluster: str |
     """
     factory, kwargs = made
     how["env_kwargs"] = kwargs or None
-    has_display = "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ
-    if is_drawn and sys.platform == "linux" and not has_display:
+    if is_drawn and not platforms.has_display() and "MUJOCO_GL" not in os.environ:
         how["options"] = replace(how.get("options") or ExecutorOptions(), env_vars={"MUJOCO_GL": "egl"})
     if cluster is not None:
         from envherd.executor.cluster import RayParallelEnv
