@@ -140,7 +140,7 @@ def _command(pid: int) -> str:
 
 
 def is_of_others(name: str) -> bool:
-    """Return whether a name in /dev/shm is of `multiprocessing`, or has the id of another process that shares memory."""
+    """Return whether a name in /dev/shm is of `multiprocessing`, or has the id of another process."""
     is_ours = name.startswith(f"{NAMES}{os.getpid()}-")
     return name.startswith(("psm_", "sem.mp-", NAMES)) and not is_ours
 

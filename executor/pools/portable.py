@@ -178,10 +178,12 @@ class PortableProcess(WorkerProcess):
     def stack(self) -> str:
         """Return the present Python stacks of the worker's threads; see the table of docs/portable.md."""
         with ignoring_refusals():
-            return request_stacks(
-                self.log_fd, lambda: platforms.request_stacks(self.pid) or self._watch.send_bytes(b"\1")
-            )
+            return request_stacks(self.log_fd, self._request_stacks)
         return "(the worker has gone)"
+
+    def _request_stacks(self) -> None:
+        if not platforms.request_stacks(self.pid):
+            self._watch.send_bytes(b"\1")
 
     def kill(self) -> None:
         """Kill the worker and its envs' processes; safe if it is dead."""
