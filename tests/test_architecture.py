@@ -29,14 +29,14 @@ READERS = {
 #: Lines of Python and C of each sub-package, as `python -m tests.architecture --budget` prints them. Not a limit but a
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
 BUDGET = {
-    "shm/*": 1954,
+    "shm/*": 1995,
     "workers/*": 3163,
     "workers/adapters": 1039,
     "workers/adapters/common": 488,
     "workers/adapters/dm_env": 354,
     "workers/adapters/gymnasium": 1211,
     "workers/adapters/hosts": 598,
-    "workers/adapters/meltingpot": 1512,
+    "workers/adapters/meltingpot": 1511,
     "workers/adapters/pettingzoo": 730,
     "workers/adapters/simulators": 1161,
     "workers/adapters/torchrl": 1884,
@@ -56,12 +56,12 @@ BUDGET = {
     "executor/facades/sb3": 944,
     "executor/facades/torchrl": 1296,
     "executor/machine": 476,
-    "executor/monitor": 425,
+    "executor/monitor": 422,
     "executor/native": 941,
-    "executor/pools": 5569,
+    "executor/pools": 5573,
     "executor/protocol": 3345,
     "executor/rollouts": 911,
-    "executor/show": 2174,
+    "executor/show": 2223,
     "executor/simulator": 799,
     "executor/sizing": 1605,
 }

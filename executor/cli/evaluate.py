@@ -140,7 +140,7 @@ class Evaluate:
                 background = {OTHERS: None} if background_maker is None else background_maker(env)
             return join_policies(None if maker is None else maker(env), env.spec, background, focal)
 
-        found: Evaluations = evaluate(
+        return evaluate(
             None,
             tasks,
             self.episodes,
@@ -157,7 +157,6 @@ class Evaluate:
             videos=self.videos,
             filmed=self.filmed,
         )
-        return found
 
 
 def _player(name: str) -> int | str:

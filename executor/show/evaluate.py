@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from tensordict import TensorDict
@@ -39,15 +39,63 @@ from envherd.workers.options import Infos
 Policies = Policy | Mapping[str | int, Policy | None] | None
 #: A name, a factory, or an executor.
 Env = str | Callable[..., Any] | BatchedEnv
+#: Several, by name or in a list; no executors.
+Tasks = Mapping[str, Any] | list[Any] | tuple[Any, ...]
 #: Seconds for a step and for a reset of an env without `options`, after which the episode counts as failed.
 _TIMEOUT_S = 300.0
 
 
+@overload
+def evaluate(
+    policies: Policies | Mapping[str, Policies],
+    env: Tasks,
+    episodes: int = ...,
+    *,
+    background: Policies = ...,
+    focal: Sequence[int | str] | None = ...,
+    num_envs: int | None = ...,
+    num_workers: int | None = ...,
+    seed: int = ...,
+    max_steps: int | None = ...,
+    primer: Mapping[str, torch.Tensor] | None = ...,
+    options: ExecutorOptions | None = ...,
+    policy_for: Callable[[str, BatchedEnv], Policies] | None = ...,
+    success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None = ...,
+    max_batch: int = ...,
+    out: str | os.PathLike[str] | None = ...,
+    label: str | None = ...,
+    videos: str | os.PathLike[str] | None = ...,
+    filmed: int | Iterable[int] = ...,
+    fps: float = ...,
+) -> Evaluations: ...
+@overload
+def evaluate(
+    policies: Policies | Mapping[str, Policies],
+    env: Env,
+    episodes: int = ...,
+    *,
+    background: Policies = ...,
+    focal: Sequence[int | str] | None = ...,
+    num_envs: int | None = ...,
+    num_workers: int | None = ...,
+    seed: int = ...,
+    max_steps: int | None = ...,
+    primer: Mapping[str, torch.Tensor] | None = ...,
+    options: ExecutorOptions | None = ...,
+    policy_for: Callable[[str, BatchedEnv], Policies] | None = ...,
+    success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None = ...,
+    max_batch: int = ...,
+    out: str | os.PathLike[str] | None = ...,
+    label: str | None = ...,
+    videos: str | os.PathLike[str] | None = ...,
+    filmed: int | Iterable[int] = ...,
+    fps: float = ...,
+) -> Evaluation: ...
 @names_right_keyword
 @without_grad
 def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluation
     policies: Policies | Mapping[str, Policies],
-    env: Env | Mapping[str, Any] | Sequence[Any],
+    env: Env | Tasks,
     episodes: int = 10,
     *,
     background: Policies = None,
@@ -66,7 +114,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     videos: str | os.PathLike[str] | None = None,
     filmed: int | Iterable[int] = 1,
     fps: float = 30.0,
-) -> Any:
+) -> Evaluation | Evaluations:
     """Play episodes, and return success, returns and lengths.
 
     Each worker process has one env at a time. It is built when the worker comes to its task, and dropped after the

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,11 +46,12 @@ from envherd.executor.show.video import Video
 from envherd.shm import platforms
 from envherd.shm.specs import EnvSpec, Key
 from envherd.workers.build import Factory
-from envherd.workers.errors import EnvError, EnvherdError, SpecError, WorkerLost, WorkerTimeout
+from envherd.workers.errors import EnvError, EnvherdError, ResetNeeded, SpecError, WorkerLost, WorkerTimeout
 from envherd.workers.seeding import episode_seed
 
-#: What ends an episode as failed. All other errors end the evaluation: they are of the policy or of the caller.
-_FAULTS = (EnvError, SpecError, WorkerLost, WorkerTimeout)
+#: What ends an episode as failed. All other errors end the evaluation: they are of the policy or of the caller. An env
+#: needs a reset in the middle of an episode if it did not answer in time when another worker of its executor was lost.
+_FAULTS = (EnvError, ResetNeeded, SpecError, WorkerLost, WorkerTimeout)
 _SUCCESS_KEYS = ("success", "is_success")
 
 
@@ -111,7 +112,7 @@ class _Episode:
 
     number: int
     seed: int
-    state: TensorDictBase | None
+    state: TensorDictBase | None = None
     began: float = field(default_factory=time.monotonic)
     length: int = 0
     returns: Any = 0.0
@@ -125,8 +126,7 @@ class _Request(NamedTuple):
     """Envs of one executor that wait for actions."""
 
     part: Part
-    spec: EnvSpec
-    known: set[Key]
+    env: BatchedEnv
     root: TensorDictBase
     episodes: list[_Episode]
     reply: SimpleQueue[Any]
@@ -154,7 +154,7 @@ class Play:
         records: RecordFile,
         prepare: Callable[[str, BatchedEnv], Part],
     ) -> None:
-        self._tasks, self._rules, self._records, self._prepare = tasks, rules, records, prepare
+        self._tasks, self.rules, self._records, self._prepare = tasks, rules, records, prepare
         self._todo = {
             name: deque(number for number in range(rules.episodes) if number not in records.tasks[name].episodes)
             for name in tasks
@@ -183,9 +183,9 @@ class Play:
         An env whose worker is lost, and not replaced, begins no more episodes. If none is left, the other episodes are
         recorded as failed.
         """
-        error = self._play(name, env)
-        while error is not None and (number := self._take(name)) is not None:
-            self._note(name, self._episode(number, None), error)
+        error = _Session(self, name, env, is_own=False).play()
+        while error is not None and (episode := self.take(name)) is not None:
+            self.note(name, episode, error)
 
     def run(self, num_seats: int, options: ExecutorOptions) -> None:
         """Play all episodes, in envs of at most `num_seats` worker processes; an exception closes the envs."""
@@ -231,15 +231,13 @@ class Play:
         """Wait for a seat; call its function, or the policies for the seats that are ready."""
         requests: list[_Request] = []
         item = self._inbox.get()
-        with contextlib.suppress(Empty):
-            while True:
-                if isinstance(item, _Request):
-                    requests.append(item)
-                else:
-                    item()
-                if sum(len(one.episodes) for one in requests) >= self._rules.max_batch:
-                    break
-                item = self._inbox.get_nowait()
+        while item is not None:
+            if isinstance(item, _Request):
+                requests.append(item)
+            else:
+                item()
+            is_full = sum(len(one.episodes) for one in requests) >= self.rules.max_batch
+            item = None if is_full or self._inbox.empty() else self._inbox.get()  # no other thread gets items
         if requests:
             self._act_for(requests)
 
@@ -260,8 +258,8 @@ class Play:
             _seed_torch(episode_seed(episodes[0].seed, 0, episodes[0].length))
             acted = run_policy(first.part.policy, batch)
             written = get_leaf(acted, "next")
-            own = None if written is None else own_leaves(written, first.known)
-            inputs = [leaf.key for leaf in (*first.spec.action, *first.spec.state)]
+            own = None if written is None else own_leaves(written, first.env.engine.known)
+            inputs = [leaf.key for leaf in (*first.env.spec.action, *first.env.spec.state)]
             acted = acted.select(*inputs, strict=False).clone()  # the policy may reuse its memory, as CUDA graphs do
             for row, episode in enumerate(episodes):
                 episode.state = None if own is None else own[row : row + 1].clone()
@@ -269,11 +267,6 @@ class Play:
         for one in requests:
             parts = [row for episode in one.episodes for row in actions[id(episode)]]
             one.reply.put(parts[0] if len(parts) == 1 else torch.cat(parts))
-
-    def _part_of(self, name: str, env: BatchedEnv) -> Part:
-        if name not in self._parts:
-            self._parts[name] = self._prepare(name, env)
-        return self._parts[name]
 
     def _note(self, name: str, episode: _Episode, error: EnvherdError | None) -> None:
         """Record an episode that has ended or failed."""
@@ -291,8 +284,8 @@ class Play:
             error=None if error is None else f"{type(error).__name__}: {error.message}",
             video=None if episode.path is None else str(episode.path),
         )
-        if self._rules.success is not None and error is None:
-            record = replace(record, success=bool(self._rules.success(episode.info, record)), success_once=None)
+        if self.rules.success is not None and error is None:
+            record = replace(record, success=bool(self.rules.success(episode.info, record)), success_once=None)
         self._records.add(name, record)
         if not (self._todo[name] or self._num_seats_at[name] > 1):
             self._parts.pop(name, None)  # a policy of this task alone is not needed any more
@@ -341,7 +334,7 @@ class Play:
     def _build_and_play(self, name: str, options: ExecutorOptions) -> None:
         began, factory = time.monotonic(), self._tasks[name]
         try:
-            env = ParallelEnv(1, factory, num_workers=1, seed=self._rules.seed, options=options)
+            env = ParallelEnv(1, factory, num_workers=1, seed=self.rules.seed, options=options)
         except EnvherdError as error:
             self._fail_task(name, error)
             return
@@ -351,7 +344,7 @@ class Play:
                 self._build_s[name] = time.monotonic() - began
                 is_stopping = self._is_stopping
             if not is_stopping:
-                self._play(name, env)
+                _Session(self, name, env, is_own=True).play()
         finally:
             env.close()  # its memory is free before this seat builds another
             with self._lock:
@@ -363,136 +356,37 @@ class Play:
         with self._lock:
             self._unbuildable.add(name)
             self._num_seats_at[name] -= 1
-            numbers = [] if self._num_seats_at[name] else list(self._todo[name])
-            if numbers:
-                self._todo[name].clear()
-        for number in numbers:
-            self._call(partial(self._note, name, self._episode(number, None), error))
+            is_last = not self._num_seats_at[name]
         self.build_error = self.build_error or error
+        while is_last and (episode := self.take(name)) is not None:
+            self.note(name, episode, error)
 
-    def _play(self, name: str, env: BatchedEnv) -> EnvherdError | None:
-        """Play episodes of a task in the envs of an executor until none is left, or no env that can play them.
-
-        Returns:
-            The latest error of an env.
-        """
-        part: Part = self._call(partial(self._part_of, name, env))
-        camera = Camera(env) if self._rules.videos is not None else None
-        playing: dict[int, _Episode] = {}
-        usable, latest = set(range(env.num_envs)), None
-        while True:
-            begun = {}
-            for env_id in sorted(usable):
-                if env_id not in playing and (number := self._take(name)) is not None:
-                    begun[env_id] = self._episode(number, part.primed)
-            playing |= begun
-            if not playing:
-                return latest
-            try:
-                if begun:
-                    self._begin(name, env, camera, begun)
-                self._step(name, env, camera, part, playing)
-            except _FAULTS as error:
-                self._fail(name, playing, error)
-                latest = error
-                if env in self._envs:
-                    return error  # the seat builds a new env, whatever state this one is in
-                if isinstance(error, (WorkerLost, WorkerTimeout)) and env.options.on_worker_loss == "raise":
-                    usable.difference_update(error.env_ids)
-            finally:
-                if self._is_stopping:
-                    _close_films(playing)
-
-    def _take(self, name: str) -> int | None:
-        with self._lock:
-            return self._todo[name].popleft() if self._todo[name] else None
-
-    def _episode(self, number: int, primed: TensorDictBase | None) -> _Episode:
-        return _Episode(number, episode_seed(self._rules.seed, number, 0), primed)
-
-    def _begin(self, name: str, env: BatchedEnv, camera: Camera | None, begun: dict[int, _Episode]) -> None:
-        """Reset envs, and begin films."""
-        mask = torch.zeros(env.num_envs, dtype=torch.bool)
-        mask[list(begun)] = True
-        seeds = [begun[env_id].seed if env_id in begun else None for env_id in range(env.num_envs)]
-        root = env.reset(TensorDict({"_reset": mask}, [env.num_envs]), seed=seeds)
-        for env_id, episode in begun.items():
-            if camera is not None and episode.number in self._rules.filmed:
-                assert self._rules.videos is not None
-                self._rules.videos.mkdir(parents=True, exist_ok=True)
-                stem = re.sub(r"[^\w.-]+", "_", name)
-                episode.path = self._rules.videos / f"{stem}_episode{episode.number}.mp4"
-                episode.film = Video(episode.path, self._rules.fps)
-                _film(episode, camera, root, env_id, env_id)
-
-    def _step(
-        self, name: str, env: BatchedEnv, camera: Camera | None, part: Part, playing: dict[int, _Episode]
-    ) -> None:
-        """Act once in each env that plays. An episode whose env fails is removed, and then the error is raised."""
-        ids = list(playing)
-        env.send(self._act(part, env, ids, playing), ids, maybe_reset=False)
-        failure: EnvherdError | None = None
-        following: Any = None
-        while ids and following is None:
-            try:
-                following = env.recv(env_ids=ids, with_root=False).get("next")
-            except _FAULTS as error:  # the other envs are still under way
-                self._fail(name, playing, error)
-                ids, failure = [env_id for env_id in ids if env_id in playing], error
-        if following is not None:
-            self._take_in(name, env, camera, part, playing, ids, following)
-        if failure is not None:
-            raise failure
-
-    def _act(self, part: Part, env: BatchedEnv, ids: list[int], playing: dict[int, _Episode]) -> TensorDictBase:
-        episodes, reply = [playing[env_id] for env_id in ids], self._replies.get(threading.get_ident(), SimpleQueue())
-        request = _Request(part, env.spec, env.engine.known, env.current(ids), episodes, reply)
-        if threading.get_ident() in self._replies:
-            self._inbox.put(request)
-        else:
-            self._act_for([request])
-        return self._answer(reply)
-
-    def _take_in(  # noqa: PLR0913, PLR0917  # what a step concerns
-        self,
-        name: str,
-        env: BatchedEnv,
-        camera: Camera | None,
-        part: Part,
-        playing: dict[int, _Episode],
-        ids: list[int],
-        following: TensorDictBase,
-    ) -> None:
-        """Count a step; record the episodes that it ended."""
-        rewards = np.concatenate(
-            [following.get(key).reshape(len(ids), -1).double().numpy(force=True) for key in part.rewards], axis=1
+    def part_of(self, name: str, env: BatchedEnv) -> Part:
+        """Return what acts in a task."""
+        found: Part = self._call(
+            lambda: self._parts.get(name) or self._parts.setdefault(name, self._prepare(name, env))
         )
-        is_over = following.get("done").flatten().tolist()
-        interrupted = following.get("interrupted", None)
-        is_lost = [False] * len(ids) if interrupted is None else interrupted.flatten().tolist()
-        infos = env.infos("next") if env.options.info_policy != "drop" else None
-        for at, env_id in enumerate(ids):
-            episode = playing[env_id]
-            if is_lost[at]:
-                lost = WorkerLost(f"step failed: the worker of env {env_id} was lost, and started anew.")
-                self._fail(name, {env_id: playing.pop(env_id)}, lost)
-                continue
-            episode.length += 1
-            episode.returns = episode.returns + rewards[at]
-            if infos is not None:
-                episode.info = infos[env_id]
-                episode.successes.append(_success_in(episode.info))
-            if episode.film is not None:
-                assert camera is not None
-                _film(episode, camera, following, at, env_id)
-            if is_over[at] or episode.length == self._rules.max_steps:
-                self._episode_s[name] = time.monotonic() - episode.began
-                self._call(partial(self._note, name, playing.pop(env_id), None))
+        return found
 
-    def _fail(self, name: str, playing: dict[int, _Episode], error: EnvherdError) -> None:
-        """Record the episodes of the envs that an error concerns as failed; none twice."""
-        for env_id in [one for one in error.env_ids if one in playing] or ([] if error.env_ids else list(playing)):
-            self._call(partial(self._note, name, playing.pop(env_id), error))
+    def take(self, name: str) -> _Episode | None:
+        """Return the next episode of a task, None for none."""
+        with self._lock:
+            number = self._todo[name].popleft() if self._todo[name] else None
+        return None if number is None else _Episode(number, episode_seed(self.rules.seed, number, 0))
+
+    def note(self, name: str, episode: _Episode, error: EnvherdError | None = None) -> None:
+        """Record an episode that has ended or, with an error, failed."""
+        self._episode_s[name] = time.monotonic() - episode.began
+        self._call(partial(self._note, name, episode, error))
+
+    def act(self, request: _Request) -> TensorDictBase:
+        """Return the actions for a request."""
+        reply = self._replies.get(threading.get_ident())
+        if reply is None:
+            self._act_for([request])
+            return request.reply.get()
+        self._inbox.put(request._replace(reply=reply))
+        return self._answer(reply)
 
     def _call(self, function: Callable[[], Any]) -> Any:
         """Call a function in the caller's thread, and return its result."""
@@ -510,10 +404,130 @@ class Play:
         return answer
 
 
+class _Session:
+    """One executor that plays episodes of one task.
+
+    Args:
+        play: the run.
+        name: of the task.
+        env: the executor.
+        is_own: it is a seat's, which builds another one after an error, whatever state the env is in.
+    """
+
+    def __init__(self, play: Play, name: str, env: BatchedEnv, *, is_own: bool) -> None:
+        self._play, self._name, self._env, self._is_own = play, name, env, is_own
+        self._rules = play.rules
+        self._part = play.part_of(name, env)
+        self._camera = None if self._rules.videos is None else Camera(env)
+        self._playing: dict[int, _Episode] = {}  # by env
+        self._usable = set(range(env.num_envs))
+        self._error: EnvherdError | None = None
+
+    def play(self) -> EnvherdError | None:
+        """Play until no episode is left, or no env that can play one; return the latest error of an env."""
+        try:
+            while not (self._is_own and self._error):
+                begun = self._begin()
+                if not (begun or self._playing):
+                    break
+                try:
+                    if begun:
+                        self._reset(begun)
+                    self._step()
+                except _FAULTS as error:
+                    self._fail(error)
+        finally:
+            for episode in self._playing.values():  # of a run that ends early
+                if episode.film is not None:
+                    episode.film.close()
+        return self._error
+
+    def _begin(self) -> dict[int, _Episode]:
+        begun: dict[int, _Episode] = {}
+        for env_id in sorted(self._usable - self._playing.keys()):
+            if (episode := self._play.take(self._name)) is not None:
+                episode.state = self._part.primed
+                begun[env_id] = episode
+        self._playing |= begun
+        return begun
+
+    def _reset(self, begun: Mapping[int, _Episode]) -> None:
+        """Reset envs, and begin films."""
+        num_envs = self._env.num_envs
+        mask = torch.zeros(num_envs, dtype=torch.bool)
+        mask[list(begun)] = True
+        seeds = [begun[env_id].seed if env_id in begun else None for env_id in range(num_envs)]
+        root = self._env.reset(TensorDict({"_reset": mask}, [num_envs]), seed=seeds)
+        for env_id, episode in begun.items():
+            if self._rules.videos is not None and episode.number in self._rules.filmed:
+                self._rules.videos.mkdir(parents=True, exist_ok=True)
+                stem = re.sub(r"[^\w.-]+", "_", self._name)
+                episode.path = self._rules.videos / f"{stem}_episode{episode.number}.mp4"
+                episode.film = Video(episode.path, self._rules.fps)
+                self._film(episode, root, env_id, env_id)
+
+    def _step(self) -> None:
+        """Act once in each env that plays, and count it. Episodes whose env fails are recorded."""
+        env, ids = self._env, list(self._playing)
+        episodes = [self._playing[env_id] for env_id in ids]
+        actions = self._play.act(_Request(self._part, env, env.current(ids), episodes, SimpleQueue()))
+        env.send(actions, ids, maybe_reset=False)
+        while ids:
+            try:
+                following = env.recv(env_ids=ids, with_root=False).get("next")
+            except _FAULTS as error:  # the other envs are still under way
+                self._fail(error)
+                ids = [env_id for env_id in ids if env_id in self._playing]
+            else:
+                self._count(ids, following)
+                break
+
+    def _count(self, ids: list[int], following: TensorDictBase) -> None:
+        """Count a step; record the episodes that it ended."""
+        rewards = np.concatenate(
+            [following.get(key).reshape(len(ids), -1).double().numpy(force=True) for key in self._part.rewards], axis=1
+        )
+        is_over = following.get("done").flatten().tolist()
+        interrupted = following.get("interrupted", None)
+        is_lost = [False] * len(ids) if interrupted is None else interrupted.flatten().tolist()
+        infos = self._env.infos("next") if self._env.options.info_policy != "drop" else None
+        for at, env_id in enumerate(ids):
+            episode = self._playing[env_id]
+            if is_lost[at]:
+                self._fail(WorkerLost(f"step failed: the worker of env {env_id} was lost.", env_ids=(env_id,)))
+                continue
+            episode.length += 1
+            episode.returns = episode.returns + rewards[at]
+            if infos is not None:
+                episode.info = infos[env_id]
+                episode.successes.append(_success_in(episode.info))
+            self._film(episode, following, at, env_id)
+            if is_over[at] or episode.length == self._rules.max_steps:
+                self._play.note(self._name, self._playing.pop(env_id))
+
+    def _fail(self, error: EnvherdError) -> None:
+        """Record the episodes of the envs that an error concerns as failed."""
+        self._error = error
+        for env_id in error.env_ids or list(self._playing):
+            if env_id in self._playing:
+                self._play.note(self._name, self._playing.pop(env_id), error)
+        if isinstance(error, (WorkerLost, WorkerTimeout)) and self._env.options.on_worker_loss == "raise":
+            self._usable.difference_update(error.env_ids)  # their worker is not replaced
+
+    def _film(self, episode: _Episode, td: TensorDictBase, at: int, env_id: int) -> None:
+        """Add the picture of an env, whose row of the batch is `at`, to the film of its episode, if there is one."""
+        if episode.film is None or self._camera is None:
+            return
+        is_seen = bool(self._camera.key)
+        (frame,) = self._camera.look(td[at : at + 1], [0]) if is_seen else self._camera.look(td, [env_id])
+        if frame is not None:
+            episode.film.add(enlarged(frame))
+
+
 def _seed_torch(seed: int) -> None:
     """Seed torch's generators. `torch.manual_seed` takes 0.5 ms and keeps a stack trace, until CUDA is initialised."""
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         torch.cuda.manual_seed_all(seed)
 
 
@@ -525,19 +539,6 @@ def _success_in(info: Mapping[str, Any]) -> bool | None:
     """Return what an info reports, None without an entry."""
     found = next((info[key] for key in _SUCCESS_KEYS if key in info), None)
     return None if found is None else bool(np.all(found))
-
-
-def _film(episode: _Episode, camera: Camera, td: TensorDictBase, at: int, env_id: int) -> None:
-    """Add the picture of an env, whose row of the batch is `at`."""
-    (frame,) = camera.look(td[at : at + 1], [0]) if camera.key else camera.look(td, [env_id])
-    if frame is not None and episode.film is not None:
-        episode.film.add(enlarged(frame))
-
-
-def _close_films(playing: Mapping[int, _Episode]) -> None:
-    for episode in playing.values():
-        if episode.film is not None:
-            episode.film.close()
 
 
 def _options_of_seats(options: ExecutorOptions, num_seats: int) -> list[ExecutorOptions]:

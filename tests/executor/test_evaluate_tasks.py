@@ -154,7 +154,7 @@ def test_a_task_with_many_episodes_left_gets_another_env():
     play._build_s.update(a=2.0, b=2.0)
     assert play._choose() == "a", "10 s of episodes for two seats"
     for _ in range(8):
-        play._take("a")
+        play.take("a")
     assert play._choose() is None, "2 s of episodes for three seats, and another build takes 2 s"
 
 
