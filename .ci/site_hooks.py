@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: the examples become pages, and links to other files outside of docs/ become their names."""
+"""Hooks of the documentation site: examples become pages, and links to other files outside of docs/ become names."""
 
 from __future__ import annotations
 

@@ -43,12 +43,16 @@ _FACADES = (
 )
 #: Picture -> what it shows, below its title.
 _CAPTIONS = {
-    "bench_ratios": "The throughput of envherd as a multiple of each library's. All panels have the same logarithmic axis; "
-    "left of the line at 1 envherd is slower. Lines on bars: quartiles over the rounds. *Measured ideal* and *serial loop* "
-    "are limits, not libraries: one process per core that steps the same envs and waits for nothing, and a plain loop in "
-    "one process.",
-    "bench_latency": "The share of calls that took at most this long. A first-K call returns when the first half of the envs "
-    "has finished.",
+    "bench_ratios": (
+        "The throughput of envherd as a multiple of each library's. All panels have the same logarithmic axis; left of "
+        "the line at 1 envherd is slower. Lines on bars: quartiles over the rounds. *Measured ideal* and *serial loop* "
+        "are limits, not libraries: one process per core that steps the same envs and waits for nothing, and a plain "
+        "loop in one process."
+    ),
+    "bench_latency": (
+        "The share of calls that took at most this long. A first-K call returns when the first half of the envs has "
+        "finished."
+    ),
 }
 _ON_OTHERS = """\
 The other libraries use one process per env, but PufferLib one per core. envherd uses one worker per core (for no-op

@@ -159,7 +159,7 @@ def _ratios(results: Mapping[str, Any]) -> Figure | None:
             axes.set_xlim(min(ends) / 1.3, 4 * max(ends))
             axes.set_xlabel("times (logarithmic scale)", fontsize=9)
     figure.suptitle(
-        "Throughput of envherd as a multiple of others': light, by processor time; dark, by the clock where that counts",
+        "Throughput of envherd as a multiple of others': light, by processor time; dark, by the clock, where it counts",
         fontsize=11,
     )
     return figure
