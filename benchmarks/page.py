@@ -33,7 +33,7 @@ _TITLES = {
 }
 #: Workloads of the README: synchronous steps, of one run on one machine. It has only the first three of `_OTHERS`.
 _README_WORKLOADS = ("w200", "cartpole")
-_OTHERS = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL, peers.TIANSHOU)
+_OTHERS = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL, peers.TIANSHOU, peers.PUFFERLIB)
 _FACADES = (
     (peers.GYMNASIUM_ASYNC, ours.AS_GYMNASIUM),
     (peers.GYMNASIUM_ASYNC, ours.AS_GYMNASIUM_WIDE),
@@ -55,8 +55,8 @@ _CAPTIONS = {
     ),
 }
 _ON_OTHERS = """\
-The other libraries use one process per env. envherd uses one worker per core (for no-op envs one worker in total, which
-is what `num_workers="auto"` chooses). Median and quartiles over the rounds."""
+The other libraries use one process per env, but PufferLib one per core. envherd uses one worker per core (for no-op
+envs one worker in total, which is what `num_workers="auto"` chooses). Median and quartiles over the rounds."""
 _ON_FACADES = """\
 The facades compared with the classes that they replace: 8 CartPoles whose episodes last about nine steps; one worker,
 as `envherd size` recommends for envs this cheap, unless the row names another number."""

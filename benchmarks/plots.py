@@ -21,6 +21,7 @@ _PEERS = (
     peers.SB3_DUMMY,
     peers.SB3_SUBPROC,
     peers.TIANSHOU,
+    peers.PUFFERLIB,
     peers.TORCHRL_SERIAL,
     peers.TORCHRL_PARALLEL,
     peers.TORCHRL_ASYNC,
@@ -40,6 +41,7 @@ _LINES = {
     peers.SB3_SUBPROC: ("#117733", ":"),
     peers.TORCHRL_PARALLEL: ("#882255", "--"),
     peers.TIANSHOU: ("#332288", "-."),
+    peers.PUFFERLIB: ("#aa4499", ":"),
     bounds.SERIAL: ("#666666", ":"),
 }
 #: Workloads of the summary, and their names there: synchronous steps, of one run on one machine.

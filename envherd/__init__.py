@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from envherd.executor.show.exporting import PrometheusCollector, to_scalars
     from envherd.executor.show.per_player import PerPlayer, RandomPlayer
     from envherd.executor.show.recorder import VideoRecorder
-    from envherd.executor.show.results import Evaluation, Interval
+    from envherd.executor.show.records import EpisodeRecord
+    from envherd.executor.show.results import Evaluation, Evaluations, Interval, Rate
     from envherd.executor.sizing.recommending import recommend
     from envherd.shm.specs import Binary, Box, Discrete, EnvSpec, LeafSpec, MultiDiscrete, OneHot, Unbounded
     from envherd.workers.adapters.base import Adapter
@@ -83,7 +84,9 @@ _HOMES = {
     "EnvherdError": _ERRORS,
     "Episode": "envherd.executor.show.episode_logger",
     "EpisodeLogger": "envherd.executor.show.episode_logger",
+    "EpisodeRecord": "envherd.executor.show.records",
     "Evaluation": "envherd.executor.show.results",
+    "Evaluations": "envherd.executor.show.results",
     "ExecutorOptions": "envherd.executor.options",
     "FactoryError": _ERRORS,
     "InPython": "envherd.workers.interpreters",
@@ -99,6 +102,7 @@ _HOMES = {
     "PettingZooFactory": "envherd.workers.adapters.named",
     "PrometheusCollector": "envherd.executor.show.exporting",
     "RandomPlayer": "envherd.executor.show.per_player",
+    "Rate": "envherd.executor.show.results",
     "RayParallelEnv": "envherd.executor.cluster.env",
     "RemoteRollouts": "envherd.executor.cluster.remote_rollouts",
     "ResetNeeded": _ERRORS,
@@ -148,7 +152,9 @@ __all__ = [
     "EnvherdError",
     "Episode",
     "EpisodeLogger",
+    "EpisodeRecord",
     "Evaluation",
+    "Evaluations",
     "ExecutorOptions",
     "FactoryError",
     "InPython",
@@ -164,6 +170,7 @@ __all__ = [
     "PettingZooFactory",
     "PrometheusCollector",
     "RandomPlayer",
+    "Rate",
     "RayParallelEnv",
     "RemoteRollouts",
     "ResetNeeded",

@@ -33,6 +33,7 @@ NEEDED = {
     "README.md": ("meltingpot", "gymnasium"),
     "docs/checkpoints.md": ("gymnasium", "box2d"),
     "docs/custom_envs.md": ("gymnasium", "old-gym"),
+    "docs/evaluation.md": ("gymnasium",),
     "docs/faq.md": ("gymnasium", "media"),
     "docs/gymnasium.md": ("gymnasium",),
     "docs/logging.md": ("gymnasium", "prometheus"),

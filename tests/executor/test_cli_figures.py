@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from tensordict import TensorDict
 
-from envherd.executor.cli.figures import SCHEMA, Collected, figures, table
 from envherd.executor.cli.returns import Returns
+from envherd.executor.cli.rollout import SCHEMA, Collected, figures, table
 from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv
@@ -101,8 +101,8 @@ def test_table_says_everything():
         "player_0 0.00",
         "player_1 1.00",
         "herd.gif",
-        "130 MiB",
-        "150 MiB",
+        "130.0 MiB",
+        "150.0 MiB",
         "50%",
     ):
         assert expected in text, expected
@@ -149,7 +149,7 @@ def test_json_values_are_the_figures():
     assert plain["workers"][1] == {
         "worker_id": 1,
         "pid": 222,
-        "env_ids": [2],
+        "env_ids": (2,),
         "busy_share": 0.75,
         "uss_bytes": 20 * MIB,
         "pss_bytes": 26 * MIB,
