@@ -46,7 +46,7 @@ BUDGET = {
     "workers/testing": 1833,
     "executor/*": 2991,
     "executor/batches": 1601,
-    "executor/cli": 3117,
+    "executor/cli": 3101,
     "executor/cluster": 2115,
     "executor/facades": 508,
     "executor/facades/cleanrl": 186,
