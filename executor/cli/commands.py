@@ -27,6 +27,7 @@ from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.show.camera import MediaError
+from envherd.shm import platforms
 from envherd.workers.adapters.named import named_callable
 from envherd.workers.errors import EnvherdError
 
@@ -105,20 +106,25 @@ def started(made: Made, num_envs: int, *, is_drawn: bool = False, cluster: str |
     Args:
         made: of the env.
         num_envs: N.
-        is_drawn: the envs will be drawn. Without a display, MuJoCo needs MUJOCO_GL when workers start.
+        is_drawn: the envs will be drawn; see `drawing`.
         cluster: address of the cluster's head, or `auto`; None for this machine.
         **how: further arguments of the executor.
     """
     factory, kwargs = made
     how["env_kwargs"] = kwargs or None
-    has_display = "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ
-    if is_drawn and sys.platform == "linux" and not has_display:
-        how["options"] = replace(how.get("options") or ExecutorOptions(), env_vars={"MUJOCO_GL": "egl"})
+    if is_drawn:
+        how["options"] = drawing(how.get("options") or ExecutorOptions())
     if cluster is not None:
         from envherd.executor.cluster import RayParallelEnv
 
         return RayParallelEnv(num_envs, factory, address=cluster, **how)
     return ParallelEnv(num_envs, factory, **how)
+
+
+def drawing(options: ExecutorOptions) -> ExecutorOptions:
+    """Return options of envs that will be drawn. Without a display, MuJoCo needs MUJOCO_GL when workers start."""
+    has_display = platforms.has_display() or "MUJOCO_GL" in os.environ
+    return options if has_display else replace(options, env_vars={"MUJOCO_GL": "egl"})
 
 
 def policy_maker(name: str | None, option: str = "--policy") -> Callable[[BatchedEnv], Any] | None:

@@ -85,7 +85,7 @@ def parse_size(text: str) -> int:
 
 # ---- options of several commands -------------------------------------------------------------------
 
-_ENV_HELP = (
+ENV_HELP = (
     "meltingpot:NAME, gymnasium:ID, dm_control:DOMAIN/TASK, pettingzoo:ID-OR-MODULE, gymnasium_vec:ID[:ROWS], "
     "envpool:TASK[:ROWS], vmas:SCENARIO[:ROWS], torchrl:MODULE:CALLABLE or python:MODULE:CALLABLE (a callable that "
     "returns an env)."
@@ -95,7 +95,7 @@ _MAX_STEPS_HELP = "Truncate episodes after this number of steps (meltingpot, gym
 _WORKERS_HELP = "Number of worker processes; default: one per usable core."
 _POLICY_HELP = "FACTORY(env) returns the policy; default: random actions."
 
-Env = Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False)]
+Env = Annotated[str, typer.Argument(metavar="ENV", help=ENV_HELP, show_default=False)]
 EnvKwargs = Annotated[dict[str, Any] | None, typer.Option(metavar="JSON", parser=_json_object, help=_ENV_KWARGS_HELP)]
 MaxSteps = Annotated[int | None, typer.Option(min=1, help=_MAX_STEPS_HELP)]
 NumEnvs = Annotated[int, typer.Option(min=1, help="Number of envs.")]

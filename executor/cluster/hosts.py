@@ -44,7 +44,7 @@ from envherd.executor.pools.error_messages import another_spec, merge_answers, n
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.restarts import Restarts
 from envherd.executor.pools.slab_pool import SlabPool
-from envherd.executor.protocol.columns import Places
+from envherd.executor.protocol.positions import Places
 from envherd.shm.interrupts import uninterrupted
 from envherd.shm.slab import Slab, plan_slab
 from envherd.shm.specs import EnvSpec

@@ -1,4 +1,4 @@
-"""The report of a rollout: its returns, figures and table, and its JSON, which docs/cli.md documents."""
+"""The report of a rollout: its returns, figures and table, and its JSON, which docs/reference/json.md documents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv
 
-DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "json.md"
 MIB = 1024**2
 
 WORKERS = (
@@ -134,7 +134,8 @@ def test_many_agents_are_cut_in_the_table_and_all_there_in_the_json():
 
 def test_json_has_exactly_the_documented_keys():
     plain = json.loads(json.dumps(found()))
-    documented = set(re.findall(r"^\| `([a-z_.\[\]]+)` \|", DOCS.read_text(), re.MULTILINE))
+    page = DOCS.read_text().partition("## `envherd size")[0]
+    documented = set(re.findall(r"^\| `([a-z_.\[\]]+)` \|", page, re.MULTILINE))
     keys = set(plain) - {"workers", "memory", "files"}
     keys |= {f"workers[].{key}" for key in plain["workers"][0]}
     keys |= {f"memory.{key}" for key in plain["memory"]}

@@ -88,7 +88,7 @@ ROWS = {f"{row['env']}, {where}": row for where, rows in RESULTS.items() for row
 
 @pytest.mark.parametrize("name", ROWS)
 def test_the_rule_makes_the_published_choices(name):
-    """Each row of docs/sizing.md has the figures of a probe; the sweep has shown the choice to be the fastest."""
+    """Each row of docs/reports/sizing.md has the figures of a probe; by the sweep its choice is the fastest."""
     row, probe = ROWS[name], dict(ROWS[name]["probe"])
     cores = probe.pop("cores")
     assert str(settings_for(measured_of(**probe), cores, Goal(num_envs=8))[0]) == row["chosen"]
