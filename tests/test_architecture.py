@@ -55,7 +55,7 @@ BUDGET = {
     "executor/facades/rllib": 538,
     "executor/facades/sb3": 944,
     "executor/facades/torchrl": 1296,
-    "executor/machine": 476,
+    "executor/machine": 477,
     "executor/monitor": 422,
     "executor/native": 941,
     "executor/pools": 5573,
