@@ -6,7 +6,7 @@ with ParallelEnv(8, make_env, seed=0) as env:
     data = env.rollout(200, policy)
 
 All public names are here; each is imported when it is first used. The facades, which stand for the classes of other
-libraries, are in `envherd.executor.facades`: torchrl, sb3, gymnasium, pettingzoo, rllib, cleanrl and benchmarl. The
+libraries, are modules: `envherd.torchrl`, `sb3`, `gymnasium`, `pettingzoo`, `rllib`, `cleanrl` and `benchmarl`. The
 checks for custom envs are in `envherd.workers.testing`.
 """
 
@@ -130,6 +130,9 @@ _HOMES = {
     "worker": "envherd.workers.current",
 }
 
+#: Modules of facades, imported when they are first used. `dir` leaves them out: each needs an extra.
+_FACADES = ("benchmarl", "cleanrl", "gymnasium", "pettingzoo", "rllib", "sb3", "torchrl")
+
 __all__ = [
     "ActionError",
     "Adapter",
@@ -204,10 +207,12 @@ def __getattr__(name: str) -> Any:
         value: Any = version("envherd")
     elif name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in _FACADES:
+        value = importlib.import_module(f"{__name__}.{name}")
     else:
         import difflib
 
-        similar = [] if name.startswith("_") else difflib.get_close_matches(name, __all__, 1)
+        similar = [] if name.startswith("_") else difflib.get_close_matches(name, (*__all__, *_FACADES), 1)
         advice = f". Did you mean {similar[0]}?" if similar else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
     globals()[name] = value

@@ -305,7 +305,7 @@ def limits(machine: Machine) -> Iterator[Finding]:
 
 def dev_shm(machine: Machine) -> Iterator[Finding]:
     """Check /dev/shm, which envherd does not use but other libraries need."""
-    if not platforms.IS_LINUX:
+    if not platforms.HAS_DEV_SHM:
         return
     total = machine.shm_total or 0
     found = f"{(machine.shm_free or 0) / _MIB:,.0f} of {total / _MIB:,.0f} MiB free" if total else "there is none"

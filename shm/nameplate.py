@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from envherd.shm.interrupts import ignoring_refusals
+from envherd.shm.platforms import user_id
 from envherd.shm.segment import Segment
 
 _TRAILER = struct.Struct("<q8s")
@@ -92,7 +93,7 @@ def find(label: str) -> Iterator[Plate]:
         if not entry.name.isdecimal():
             continue
         with ignoring_refusals():
-            if entry.stat().st_uid == os.getuid():
+            if entry.stat().st_uid == user_id():
                 yield from _of_process(int(entry.name), label)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import faulthandler
 import functools
 import importlib
 import mmap
@@ -50,6 +51,13 @@ def _load_libc() -> Any:
         return _NoLibrary()
 
 
+def _sched_yield() -> Callable[[], None]:
+    with contextlib.suppress(AttributeError, OSError):
+        os.sched_yield()
+        return os.sched_yield
+    return lambda: time.sleep(0)
+
+
 #: Modules, None where they do not exist.
 fcntl, resource, termios = map(_module, ("fcntl", "resource", "termios"))
 libc = _load_libc()
@@ -57,6 +65,9 @@ libc = _load_libc()
 MAP_SHARED: int = getattr(mmap, "MAP_SHARED", 0)
 IS_LINUX = sys.platform == "linux"
 HAS_MEMFD = IS_LINUX and hasattr(os, "memfd_create")
+HAS_DEV_SHM = IS_LINUX
+#: Folder of programs' caches, in the user's folder.
+CACHES = "Library/Caches" if sys.platform == "darwin" else ".cache"
 F_SETSIG = 10  # fcntl.h of Linux; not in python's fcntl module
 #: Flags of sockets. Without the first, sockets must not block by themselves; without the second there is no SIGPIPE, or
 #: Python ignores it.
@@ -74,9 +85,10 @@ HANDLED_SIGNALS: tuple[int, ...] = tuple(
 #: Ends a process that does not cooperate.
 SIGKILL: int = getattr(signal, "SIGKILL", signal.SIGTERM)
 #: Makes a worker write its stacks; None where there is no such signal.
-SIGUSR2: int | None = getattr(signal, "SIGUSR2", None)
+SIGUSR2: int | None = getattr(signal, "SIGUSR2", None) if hasattr(faulthandler, "register") else None
+_BLOCKED: set[int] = {signal.SIGINT, *(() if SIGUSR2 is None else (SIGUSR2,))}
 register_at_fork: Callable[..., None] = getattr(os, "register_at_fork", lambda **_: None)
-sched_yield: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
+sched_yield = _sched_yield()
 
 
 def pread(fd: int, count: int, offset: int) -> bytes:
@@ -91,15 +103,20 @@ def reserve(fd: int, nbytes: int) -> None:
     """Take the pages of a file in memory now, where that is possible.
 
     Raises:
-        OSError: there is not enough.
+        OSError: ENOSPC: there is not enough.
     """
-    if hasattr(os, "posix_fallocate"):
+    try:
         os.posix_fallocate(fd, 0, nbytes)
+    except AttributeError:
+        return
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
 
 
 def usable_cpus() -> tuple[int, ...]:
     """Return the processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
+    with contextlib.suppress(AttributeError, OSError):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
@@ -131,8 +148,15 @@ def open_descriptors() -> int:
 
 def files_limit() -> int | None:
     """Return how many files this process may have open; None without a limit."""
-    limit = None if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return None if resource is None or limit == resource.RLIM_INFINITY else limit
+    with contextlib.suppress(AttributeError, OSError):
+        limit: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return None if limit == resource.RLIM_INFINITY else limit
+    return None
+
+
+def has_display() -> bool:
+    """Return whether OpenGL finds a display by itself."""
+    return not IS_LINUX or "DISPLAY" in os.environ
 
 
 def can_pin() -> bool:
@@ -152,22 +176,45 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, SIGKILL)
 
 
-def without_interrupts() -> Callable[[], None]:
-    """Block Ctrl-C in this thread and in processes that it starts; return the function that ends this."""
-    if not hasattr(signal, "pthread_sigmask"):
-        return lambda: None
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def arm_lifeline(fd: int, pid: int) -> None:
+    """Ask the kernel to kill a process, or the group of a negative number, when the other end of a pipe is closed.
 
-    def let_in() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    Raises:
+        OSError, AttributeError: this system cannot do so.
+    """
+    if not IS_LINUX:
+        raise OSError(errno.ENOSYS, "this system has no F_SETSIG")
+    fcntl.fcntl(fd, fcntl.F_SETOWN, pid)
+    fcntl.fcntl(fd, F_SETSIG, SIGKILL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
 
-    return let_in
+
+def without_signals() -> Callable[[], object]:
+    """Block Ctrl-C and SIGUSR2 in this thread and in processes that it starts; return the function that ends this."""
+    with contextlib.suppress(AttributeError, OSError):
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+        return lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return lambda: None
 
 
-def let_interrupts_in() -> None:
-    """Undo `without_interrupts` in a process that was started meanwhile."""
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+def let_signals_in() -> None:
+    """Undo `without_signals` in a process that was started meanwhile."""
+    with contextlib.suppress(AttributeError, OSError):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
+
+
+def listen_for_stack_requests(log_fd: int) -> None:
+    """Make SIGUSR2 write the stacks of all threads to a log, also if it had another handler."""
+    if SIGUSR2 is not None:
+        faulthandler.unregister(SIGUSR2)
+        faulthandler.register(SIGUSR2, file=log_fd, all_threads=True)
+
+
+def request_stacks(pid: int) -> bool:
+    """Make a process that listens for requests write its stacks; False where there is no such signal."""
+    if SIGUSR2 is not None:
+        os.kill(pid, SIGUSR2)
+    return SIGUSR2 is not None
 
 
 def waiter(sock: socket.socket) -> Callable[[float | None], object]:
@@ -188,6 +235,7 @@ def _try_pidfd() -> None:
 
 
 def _try_semaphore() -> None:
+    _ = importlib.import_module("_multiprocessing").SemLock
     with mmap.mmap(-1, mmap.PAGESIZE) as memory:
         semaphore = (ctypes.c_ubyte * mmap.PAGESIZE).from_buffer(memory)
         is_refused = libc.sem_init(ctypes.byref(semaphore), 1, 0)
@@ -204,6 +252,11 @@ def _try_lifeline() -> None:
     finally:
         os.close(read)
         os.close(write)
+
+
+def _try_waitid() -> None:
+    with contextlib.suppress(ChildProcessError):  # there is none
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
 def _try_proc() -> None:
@@ -226,7 +279,21 @@ _NEEDS: dict[str, Callable[[], None]] = {
     "pidfd_open": _try_pidfd,
     "process-shared semaphores": _try_semaphore,
     "F_SETSIG": _try_lifeline,
+    "waitid": _try_waitid,
     "/proc": _try_proc,
+}
+
+
+#: The names that it needs; what these do cannot be tried without harm.
+_NAMES: dict[Any, str] = {
+    os: "fork setpgid killpg pread getsid getpriority set_blocking O_ASYNC O_CLOEXEC O_NOCTTY O_NONBLOCK",
+    signal: "SIGKILL SIGUSR2 SIGCHLD pidfd_send_signal set_wakeup_fd",
+    select: "poll",
+    socket: "AF_UNIX SOCK_SEQPACKET SCM_RIGHTS MSG_DONTWAIT MSG_NOSIGNAL send_fds recv_fds",
+    fcntl: "F_SETOWN F_DUPFD_CLOEXEC F_ADD_SEALS F_SEAL_SHRINK F_SEAL_GROW F_SEAL_SEAL",
+    mmap: "MAP_SHARED MAP_PRIVATE PROT_READ PROT_WRITE",
+    faulthandler: "register",
+    termios: "TIOCNOTTY",
 }
 
 
@@ -241,4 +308,6 @@ def missing() -> tuple[str, ...]:
             attempt()
         except (AttributeError, OSError):
             lacking.append(name)
+    for module, names in _NAMES.items():
+        lacking += [name for name in names.split() if not hasattr(module, name)]
     return tuple(lacking)

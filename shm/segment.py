@@ -16,6 +16,7 @@ import errno
 import itertools
 import mmap
 import os
+import secrets
 import weakref
 from collections import deque
 from multiprocessing import shared_memory
@@ -32,6 +33,9 @@ from envherd.shm.private_view import PrivateView, open_view
 
 #: Share of the available memory that one segment may take; the rest is for envs and learner.
 ADMISSION_MARGIN = 0.9
+
+#: Begin the names of shared memory, before the owner's process id. macOS allows 30 characters.
+NAMES = "envherd-"
 
 _MFD_NOEXEC_SEAL = 0x8  # linux/memfd.h; kernels before 6.3 answer EINVAL
 _MAP_NORESERVE = 0x4000  # asm-generic/mman.h
@@ -135,7 +139,7 @@ class Segment:
         size = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         admit(size)
         with uninterrupted():
-            memory = _NamedMemory(create=True, size=size)
+            memory = _NamedMemory(f"{NAMES}{os.getpid()}-{secrets.token_hex(4)}", create=True, size=size)
             try:
                 memory.reserve()
             except OSError as error:

@@ -24,6 +24,7 @@ import pytest
 from hypothesis import settings
 
 import envherd.workers.adapters.hosts.light_tensorboard  # noqa: F401  # before a test imports Stable-Baselines3
+from envherd.shm.segment import NAMES
 from tests.scale import IS_FULL
 from tests.script_host import ScriptHost
 
@@ -138,9 +139,15 @@ def _command(pid: int) -> str:
     return "(gone)"
 
 
+def is_of_others(name: str) -> bool:
+    """Return whether a name in /dev/shm is of `multiprocessing`, or has the id of another process."""
+    is_ours = name.startswith(f"{NAMES}{os.getpid()}-")
+    return name.startswith(("psm_", "sem.mp-", NAMES)) and not is_ours
+
+
 def shm_names() -> set[str]:
-    """Return the names in /dev/shm, without those that `multiprocessing` makes (in tests that run now)."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("psm_", "sem.mp-"))}
+    """Return the names in /dev/shm that this process may have made."""
+    return {name for name in os.listdir("/dev/shm") if not is_of_others(name)}
 
 
 def _not_of_others(names: set[str]) -> set[str]:
@@ -149,7 +156,7 @@ def _not_of_others(names: set[str]) -> set[str]:
     The creator of a name is unknown, and other processes (tests that run at the same time) create some too. Mappings
     are compared by inode, because a semaphore is mapped under a temporary name.
     """
-    names = {name for name in names if not name.startswith("sem.mp-")}  # of libraries that use `multiprocessing`
+    names = {name for name in names if not is_of_others(name)}
     if not names:
         return names
     ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}

@@ -27,6 +27,7 @@ from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.show.camera import MediaError
+from envherd.shm import platforms
 from envherd.workers.adapters.named import named_callable
 from envherd.workers.errors import EnvherdError
 
@@ -122,8 +123,8 @@ def started(made: Made, num_envs: int, *, is_drawn: bool = False, cluster: str |
 
 def drawing(options: ExecutorOptions) -> ExecutorOptions:
     """Return options of envs that will be drawn. Without a display, MuJoCo needs MUJOCO_GL when workers start."""
-    has_display = "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ
-    return options if has_display or sys.platform != "linux" else replace(options, env_vars={"MUJOCO_GL": "egl"})
+    has_display = platforms.has_display() or "MUJOCO_GL" in os.environ
+    return options if has_display else replace(options, env_vars={"MUJOCO_GL": "egl"})
 
 
 def policy_maker(name: str | None, option: str = "--policy") -> Callable[[BatchedEnv], Any] | None:

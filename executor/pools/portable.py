@@ -99,7 +99,7 @@ def _prepare_without_script(prepare: Callable[[str], dict[str, Any]], name: str)
 def _start(one: process.BaseProcess) -> None:
     """Start a process that does not run the caller's script, and that Ctrl-C does not reach meanwhile."""
     with _start_lock, uninterrupted():
-        prepare, let_in = spawn.get_preparation_data, platforms.without_interrupts()
+        prepare, let_in = spawn.get_preparation_data, platforms.without_signals()
         spawn.get_preparation_data = functools.partial(_prepare_without_script, prepare)
         own: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001
         is_daemon = own.pop("daemon", None)  # `multiprocessing` refuses daemons' children, which might outlive them
@@ -176,10 +176,14 @@ class PortableProcess(WorkerProcess):
         return self._exit_code
 
     def stack(self) -> str:
-        """Return the present Python stacks of the worker's threads, unless it is stuck in C with the GIL held."""
+        """Return the present Python stacks of the worker's threads; see the table of docs/portable.md."""
         with ignoring_refusals():
-            return request_stacks(self.log_fd, lambda: self._watch.send_bytes(b"\1"))
+            return request_stacks(self.log_fd, self._request_stacks)
         return "(the worker has gone)"
+
+    def _request_stacks(self) -> None:
+        if not platforms.request_stacks(self.pid):
+            self._watch.send_bytes(b"\1")
 
     def kill(self) -> None:
         """Kill the worker and its envs' processes; safe if it is dead."""

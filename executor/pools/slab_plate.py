@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from envherd.shm import nameplate
+from envherd.shm.interrupts import ignoring_refusals
 from envherd.shm.slab import SlabPlan
 
 LABEL = "envherd-slab"
@@ -50,5 +50,7 @@ def show_path(buffer: np.ndarray, path: str) -> None:
 
 
 def namespace() -> str:
-    """Return the name of this process's pid namespace; empty on systems other than Linux."""
-    return os.readlink("/proc/self/ns/pid") if sys.platform == "linux" else ""
+    """Return the name of this process's pid namespace; empty without /proc."""
+    with ignoring_refusals():
+        return os.readlink("/proc/self/ns/pid")
+    return ""

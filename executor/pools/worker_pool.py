@@ -389,7 +389,7 @@ class WorkerPool(SlabPool):
         owing = self._owing()
         self._is_reading = self.supervisor.look(owing)
         if self._overdue is not None:
-            for worker_id, limit_s in self._overdue.look(owing):
+            for worker_id, limit_s in self._overdue.look(w for w in owing if w not in self.supervisor.absent):
                 self.supervisor.give_up_late([worker_id], limit_s)
 
     def _collect(self) -> None:

@@ -40,9 +40,9 @@ from envherd.executor.pools.blueprint import as_factories, draw
 from envherd.executor.pools.preloading import helper_for
 from envherd.executor.pools.variables import gpus_of, variables_of
 from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
-from envherd.executor.show.camera import Camera
+from envherd.executor.show.camera import Camera, enlarged
 from envherd.executor.show.records import EpisodeRecord, RecordFile
-from envherd.executor.show.video import Video, enlarged
+from envherd.executor.show.video import Video
 from envherd.shm import platforms
 from envherd.shm.specs import EnvSpec, Key
 from envherd.workers.build import Factory

@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from envherd import EnvError
-from envherd.executor import ParallelEnv, SerialEnv
+from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import BlockBatch, Row
 
@@ -77,11 +77,13 @@ def _stack(leaf: LeafSpec, values: list[Any]) -> Any:
     return torch.from_numpy(np.stack([np.asarray(value, leaf.dtype) for value in values]))
 
 
+PORTABLE = ExecutorOptions(start_method="portable")
 #: The batches through which this folder runs the contract.
 BATCHES: dict[str, Any] = {
     "block": BlockBatch,
     "serial": partial(ExecutorBatch, SerialEnv),
     "parallel": partial(ExecutorBatch, ParallelEnv),
+    "portable": partial(ExecutorBatch, partial(ParallelEnv, options=PORTABLE)),
 }
 
 

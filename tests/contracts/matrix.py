@@ -8,8 +8,8 @@ from pathlib import Path
 #: Column -> meaning of its cells, for the legend of the page.
 COLUMNS = {
     "contract": "the rules of `envherd.workers.testing` that hold: for a block of envs without an executor, for "
-    "`SerialEnv` and for `ParallelEnv`. Families of which a process can have only one env, or whose envs leave state "
-    "in their process, are checked with `ParallelEnv` only",
+    "`SerialEnv`, and for `ParallelEnv` with its own pool and with the portable pool. Families of which a process can "
+    "have only one env, or whose envs leave state in their process, are checked with `ParallelEnv` only",
     "plain loop": "the transitions of rollouts and single steps that equal, bit for bit, those of the env driven "
     "directly through its own API, with the same seeds and actions",
     "partial resets": "the resets of random envs (or rows) by mask, during and at the end of episodes. All transitions "
@@ -19,6 +19,8 @@ COLUMNS = {
     "seeds": "whether the same seed gives the same data on one worker and on two, and another seed other data",
     "rendering": "height and width of a picture",
     "async": "the transitions of envs that were sent and received one by one, compared as in *plain loop*",
+    "portable": "the transitions of rollouts, single steps and exchanges with the portable pool that equal, bit for "
+    "bit, those with forked workers",
 }
 
 _HEAD = """# Families of envs

@@ -1,4 +1,4 @@
-"""The contract on real envs of every family, through a bare block and through both executors."""
+"""The contract on real envs of every family, through a bare block and through the executors with all pools."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASES = [
     for name, family in FAMILIES.items()
     for how in BATCHES
     if family.is_ordinary or (how == "block" and not family.is_slow and not family.is_only_in_full)
-    if how != "parallel" or name in IN_PROCESSES
+    if how in ("block", "serial") or name in IN_PROCESSES
 ]
 
 

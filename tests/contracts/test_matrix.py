@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from envherd.executor import ParallelEnv, SerialEnv
+from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.batches.random_actions import ActionSampler
 from envherd.workers.testing import Contract
 from tests.contracts.driving import Driven
-from tests.contracts.executor_batch import BATCHES, batch_apart
+from tests.contracts.executor_batch import BATCHES, PORTABLE, batch_apart
 from tests.contracts.families import FAMILIES
 from tests.contracts.family import IS_FULL, Family
 from tests.contracts.matrix import COLUMNS, read_page
@@ -37,12 +37,19 @@ Cell = Callable[[str, str], None]
 
 
 @contextlib.contextmanager
-def opened(family: Family, *, seed: int = ROOT_SEED, num_workers: int = 2, num_envs: int = NUM_ENVS) -> Iterator[Any]:
-    in_workers = IS_FULL or family.needs_worker
+def opened(
+    family: Family,
+    *,
+    seed: int = ROOT_SEED,
+    num_workers: int = 2,
+    num_envs: int = NUM_ENVS,
+    options: ExecutorOptions | None = None,
+) -> Iterator[Any]:
+    in_workers = IS_FULL or family.needs_worker or options is not None
     if family.is_alone:  # one worker per env, and one env in this process
         num_envs = num_workers = min(num_envs, num_workers) if in_workers else 1
     kind: Any = partial(ParallelEnv, num_workers=num_workers) if in_workers else SerialEnv
-    with kind(num_envs, family.make_env, seed=seed) as env:
+    with kind(num_envs, family.make_env, seed=seed, options=options) as env:
         yield env
 
 
@@ -56,7 +63,7 @@ def driven(family: Family, env: Any) -> Iterator[Driven]:
 
 
 def check_contract(family: Family) -> str:
-    everywhere = [BATCHES["parallel"]] if family.needs_worker else BATCHES.values()
+    everywhere = [BATCHES["parallel"], BATCHES["portable"]] if family.needs_worker else BATCHES.values()
     for make_batch in [batch_apart] if family.is_alone else everywhere:
         report = Contract(family.make_env, num_steps=family.num_steps, make_batch=make_batch).check_all()
         assert report.num_ends > 1
@@ -128,6 +135,25 @@ def check_async(family: Family) -> str:
         return f"{batch.exchange(NUM_COMPARED // family.shortening):,} equal transitions"
 
 
+def check_portable(family: Family) -> str:
+    batches: list[list[Any]] = []
+    for options in (None, PORTABLE):
+        with opened(family, options=options) as env:
+            torch.manual_seed(ROOT_SEED)
+            num_steps = NUM_COMPARED // family.shortening // NUM_ENVS // 2
+            rollout = env.rollout(num_steps, break_when_any_done=False)
+            root = env.reset()
+            steps = []
+            for _ in range(num_steps):
+                batch, root = env.step_and_maybe_reset(env.rand_action(root))
+                steps.append(batch)
+            env.send(env.rand_action(root))
+            batches.append([rollout, *steps, env.recv()])
+    for mine, its in zip(*batches, strict=True):
+        assert (mine == its).all()
+    return f"{sum(batch.numel() for batch in batches[0]):,} equal transitions"
+
+
 #: Column -> its check. Rendering runs in workers, because a failing driver may kill its process.
 CHECKS: dict[str, Callable[[Family], str]] = {
     "contract": check_contract,
@@ -137,10 +163,12 @@ CHECKS: dict[str, Callable[[Family], str]] = {
     "partial resets": check_masks,
     "invalid transitions": check_invalid,
     "async": check_async,
+    "portable": check_portable,
 }
 NEEDS_PLAIN = {"plain loop", "partial resets", "invalid transitions", "async"}
-#: The contract is in `test_families`, too, and fewer transitions are counted with the plain loop.
-ONLY_IN_FULL = {"contract", "rendering", "invalid transitions"}
+#: The contract is in `test_families`, too, `test_portable` compares some families, and the plain loop counts fewer
+#: transitions.
+ONLY_IN_FULL = {"contract", "rendering", "invalid transitions", "portable"}
 
 
 def columns_for(family: Family) -> list[str]:
@@ -160,7 +188,9 @@ def test_family(name: str, record_property: Cell) -> None:
     if family.is_only_in_full and not IS_FULL:
         pytest.skip("its envs, or their processes, take long to start: make matrix")
     for column in columns_for(family):
-        if (column == "seeds" and not family.is_seeded) or (column in NEEDS_PLAIN and family.plain is None):
+        if (column in ("seeds", "portable") and not family.is_seeded) or (
+            column in NEEDS_PLAIN and family.plain is None
+        ):
             record_property(column, "-")
             continue
         record_property(column, "FAILED")

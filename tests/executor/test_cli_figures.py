@@ -1,4 +1,4 @@
-"""The report of a rollout: its returns, figures and table, and its JSON, which docs/cli.md documents."""
+"""The report of a rollout: its returns, figures and table, and its JSON, which docs/reference/json.md documents."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import torch
 from rich.console import Console
 from tensordict import TensorDict
 
-from envherd.executor.cli.figures import SCHEMA, Collected, figures, table
 from envherd.executor.cli.returns import Returns
+from envherd.executor.cli.rollout import SCHEMA, figures, table
 from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv
 
-DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "json.md"
 MIB = 1024**2
 
 WORKERS = (
@@ -65,9 +65,9 @@ def following(reward, *, done, interrupted=None, key=("reward",)) -> TensorDict:
 
 def found(statistics: Statistics = STATISTICS, num_agents: int = 2, **changes) -> dict:
     """Return figures."""
-    counted = {"steps_done": 400, "collect_s": 2.0, "keep_s": 0.01, "is_interrupted": True, **changes}
-    collected = Collected(**{"returns": team(num_agents), **counted})
-    plain = figures(REQUESTED, collected, statistics, {"uss": 100 * MIB, "pss": 110 * MIB})
+    returns = changes.pop("returns", None) or team(num_agents)
+    counted = {"steps_done": 400, "collect_s": 2.0, "keep_s": 0.01, "interrupted": True, "error": None, **changes}
+    plain = figures(REQUESTED, counted, returns, statistics, {"uss": 100 * MIB, "pss": 110 * MIB})
     return {**plain, "files": {"gif": "herd.gif"}}
 
 
@@ -101,8 +101,8 @@ def test_table_says_everything():
         "player_0 0.00",
         "player_1 1.00",
         "herd.gif",
-        "130 MiB",
-        "150 MiB",
+        "130.0 MiB",
+        "150.0 MiB",
         "50%",
     ):
         assert expected in text, expected
@@ -111,7 +111,7 @@ def test_table_says_everything():
 
 
 def test_table_tells_of_trouble():
-    text = printed(found(replace(STATISTICS, env_errors=2, worker_losses=1), is_interrupted=False, keep_s=1.5))
+    text = printed(found(replace(STATISTICS, env_errors=2, worker_losses=1), interrupted=False, keep_s=1.5))
     assert re.search(r"env errors\s+│ 2", text)
     assert re.search(r"workers lost\s+│ 1", text)
     assert "400 of 500 (failed) x 3 envs in 2.00 s, and 1.50 s to draw and store" in text
@@ -134,7 +134,8 @@ def test_many_agents_are_cut_in_the_table_and_all_there_in_the_json():
 
 def test_json_has_exactly_the_documented_keys():
     plain = json.loads(json.dumps(found()))
-    documented = set(re.findall(r"^\| `([a-z_.\[\]]+)` \|", DOCS.read_text(), re.MULTILINE))
+    page = DOCS.read_text().partition("## `envherd size")[0]
+    documented = set(re.findall(r"^\| `([a-z_.\[\]]+)` \|", page, re.MULTILINE))
     keys = set(plain) - {"workers", "memory", "files"}
     keys |= {f"workers[].{key}" for key in plain["workers"][0]}
     keys |= {f"memory.{key}" for key in plain["memory"]}
@@ -148,7 +149,7 @@ def test_json_values_are_the_figures():
     assert plain["workers"][1] == {
         "worker_id": 1,
         "pid": 222,
-        "env_ids": [2],
+        "env_ids": (2,),
         "busy_share": 0.75,
         "uss_bytes": 20 * MIB,
         "pss_bytes": 26 * MIB,

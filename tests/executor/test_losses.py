@@ -53,6 +53,12 @@ from tests.gates import Gate, interrupt, wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool]
 
 
+def cuts(td):
+    """Return the envs of a batch, and whether each was interrupted."""
+    is_cut = td["next"].get("interrupted", torch.zeros(len(td), dtype=torch.bool))
+    return td["env_ids"].tolist(), is_cut.flatten().tolist()
+
+
 class FlakyBuild(FaultyEnv):
     """Dies in a step; its first successor's process dies during the build."""
 
@@ -380,7 +386,29 @@ class TestWhatTheCallerHears:
             assert env.recv()["env_ids"].tolist() == [1]
 
 
+class SlowBuild(CountingEnv):
+    """Is built in 1.5 s where a file is."""
+
+    def __init__(self, flag: Path) -> None:
+        super().__init__()
+        time.sleep(1.5 * flag.exists())
+
+
 class TestDeadlines:
+    def test_the_build_of_a_successor_does_not_count_as_its_step(self, tmp_path):
+        """While envs are sent, no call waits that long for it."""
+        flag = tmp_path / "slow"
+        options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=0.5, reset_timeout_s=0.5)
+        make = [functools.partial(SlowBuild, flag), CountingEnv]
+        with ParallelEnv(2, make, num_workers=2, options=options) as env:
+            env.reset()
+            flag.touch()
+            kill(env, 0)
+            env.send(act(env))
+            received = {i: cut for td in (env.recv(1), env.recv(1)) for i, cut in zip(*cuts(td), strict=True)}
+            assert received == {0: True, 1: False}
+            assert env.statistics().worker_losses == 1
+
     def test_ctrl_c_in_an_env_that_hangs_keeps_the_deadline(self, tmp_path):
         gate = Gate(tmp_path)
         make = functools.partial(HaltingEnv, gate, 1)

@@ -22,6 +22,7 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
+from envherd.shm.segment import NAMES
 from envherd.workers.adapters.named import NamedFactory, PettingZooFactory
 from envherd.workers.interpreters import InPython
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, TextEnv
@@ -234,7 +235,7 @@ def test_an_owner_that_ends_leaves_nothing(end, script_host, tmp_path):
 
 def _files():
     names = set(os.listdir("/dev/shm")) | set(os.listdir(tempfile.gettempdir()))
-    return {name for name in names if name.startswith(("psm_", "envherd-log-"))}
+    return {name for name in names if name.startswith((NAMES, "envherd-log-"))}
 
 
 LACKING = Path(__file__).parents[1] / "lacking"

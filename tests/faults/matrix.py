@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from envherd.executor import (
 from envherd.executor.protocol.env_states import FOLLOWS, Event, State
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from envherd.workers.testing.faults import BAD_OBSERVATIONS, DEATHS, EXCEPTIONS, HANGS
+from tests.conftest import shm_names
 
 NUM_ENVS, VICTIM = 3, 1
 #: Numbers of envs in the victim's worker and in the other one.
@@ -99,6 +100,7 @@ def _all_cells() -> list[Cell]:
     cells += [Cell(fault, state, "restart") for fault in (*_ENDS, *HANGS, "stop") for state in mending]
     # the start method affects how workers end, not what envs raise
     cells += [Cell(fault, state, "raise", "spawn") for fault in ("segfault", "kill", "gil") for state in STATES]
+    cells += [replace(cell, start_method="portable") for cell in cells if cell.start_method == "zygote"]
     return [cell for cell in cells if cell.is_possible]
 
 
@@ -137,6 +139,10 @@ QUICK = {
     Cell("gil", "step", "restart"),
     Cell("gil", "reset", "restart"),
     Cell("gil", "sent", "restart"),
+    Cell("segfault", "build", "raise", "portable"),
+    Cell("value_error", "step", "raise", "portable"),
+    Cell("kill", "sent", "raise", "portable"),
+    Cell("gil", "step", "restart", "portable"),
 }
 
 
@@ -171,7 +177,7 @@ def drive(cell: Cell, flag: Path) -> Finding:
         on_worker_loss=cell.policy,  # type: ignore[arg-type]
         step_timeout_s=DEADLINE_S if cell.kind == "hangs" else 30.0,
         reset_timeout_s=DEADLINE_S * 4 if cell.kind == "hangs" else 30.0,
-        build_timeout_s=(12.0 if cell.start_method == "spawn" else 4.0)
+        build_timeout_s=(4.0 if cell.start_method == "zygote" else 12.0)
         if (cell.kind, cell.state) == ("hangs", "build")
         else 60.0,
         close_timeout_s=DEADLINE_S if cell.state == "close" else 5.0,
@@ -382,8 +388,8 @@ def _brief(seen: Any) -> str:
 
 
 def _held() -> tuple[set[str], set[str], set[str]]:
-    """Return this process's descendants, descriptors and the names in /dev/shm."""
-    return _descendants(os.getpid()), set(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+    """Return this process's descendants, descriptors and its names in /dev/shm."""
+    return _descendants(os.getpid()), set(os.listdir("/proc/self/fd")), shm_names()
 
 
 def _descendants(pid: int) -> set[str]:
@@ -403,7 +409,6 @@ def _left(before: tuple[set[str], set[str], set[str]]) -> list[str]:
     while True:
         now = _held()
         found = [f"{kind} {name}" for kind, a, b in zip(("process", "fd", "shm"), before, now) for name in b - a]  # noqa: B905
-        found = [one for one in found if not one.startswith(("shm sem.mp-", "shm psm_"))]  # of tests that run now
         if not found or time.monotonic() > end:
             return found
         time.sleep(0.02)

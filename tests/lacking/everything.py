@@ -1,14 +1,12 @@
 """A user's script for any system: envs in workers, faults, loops and a facade. It has no main guard."""
 
-import importlib
 import os
-import pkgutil
 import tempfile
 from pathlib import Path
 
 import numpy as np
+from everything_imported import import_all
 
-import envherd
 from envherd import AsyncCollector, Collector, ExecutorOptions, ParallelEnv, SerialEnv, WorkerLost, preloaded
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.pools.capsule_file import load_capsule
@@ -16,25 +14,11 @@ from envherd.shm import platforms
 from envherd.workers.adapters.named import NamedFactory
 from envherd.workers.testing import CountingEnv, FaultyEnv
 
-#: Parts that import packages which take long; test_portable.py reads their sources instead.
-HEAVY = ("rllib", "benchmarl", "sb3", "torchrl", "cluster", "meltingpot", "_native", "env_template", "plotting")
-
 
 def check(holds, what):
     """Fail, also under `python -O`."""
     if not holds:
         raise RuntimeError(f"{os.environ['ENVHERD_LACKS']}: {what}")
-
-
-def import_all():
-    """Import the package's modules."""
-    for module in pkgutil.walk_packages(envherd.__path__, "envherd."):
-        if any(name in module.name for name in HEAVY):
-            continue
-        try:
-            importlib.import_module(module.name)
-        except ModuleNotFoundError as error:  # an optional package
-            check(error.name in ("vmas", "envpool", "imageio", "prometheus_client", "matplotlib", "dm_control"), error)
 
 
 check("pidfd_open" in platforms.missing(), platforms.missing())

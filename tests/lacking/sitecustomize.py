@@ -1,8 +1,10 @@
 """Take from this package what another operating system lacks; Python imports this at its start.
 
-`ENVHERD_LACKS` names the system: "windows", "macos", or "sandbox" for a Linux whose calls are refused. The modules of
-envherd get stand-ins of the standard library's modules, without these names. All other modules keep the real ones,
-because the standard library is that of Linux. Workers inherit the variable, and so lack the same.
+`ENVHERD_LACKS` names the system: "windows", "macos", or "sandbox" for a Linux whose calls are refused. Or it lists what
+a Linux lacks: "os.fork" is a name, "os.fork!" a call that is refused, "libc.prctl" and "libc.prctl!" a function of the
+C library, "fcntl" a module, "fcntl.10!" a command of fcntl, "/proc" that folder and /sys. The modules of envherd get
+stand-ins of the standard library's modules, without these names. All other modules keep the real ones, because the
+standard library is that of Linux. Workers inherit the variable, and so lack the same.
 """
 
 import builtins
@@ -43,11 +45,13 @@ LACKING = {
     "sandbox": {},
 }
 MISSING_MODULES = {"windows": {"fcntl", "resource", "termios", "pwd", "grp", "posix"}, "macos": set(), "sandbox": set()}
-PLATFORMS = {"windows": "win32", "macos": "darwin", "sandbox": "linux"}
-#: Functions of C libraries that a system lacks (None), or that answer with an error.
-NO_FUNCTIONS = {"macos": {"sem_clockwait", "prctl", "sem_timedwait"}, "sandbox": set(), "windows": set()}
-#: Calls that a sandbox refuses.
-REFUSED = ("memfd_create", "pidfd_open")
+PLATFORMS = {"windows": "win32", "macos": "darwin"}
+#: More that the systems lack, as in `ENVHERD_LACKS`.
+MORE = {
+    "windows": "/proc libc libc.sem_init!",
+    "macos": "/proc libc.sem_clockwait libc.prctl libc.sem_timedwait libc.sem_init! fcntl.10!",
+    "sandbox": "os.memfd_create! os.pidfd_open! libc.sem_init!",
+}
 #: Modules through which envherd opens files.
 _BETWEEN = ("pathlib", "contextlib", "io", "codecs", "tempfile")
 
@@ -83,26 +87,31 @@ class _Stand(types.ModuleType):
 
 
 class _Library:
-    """The C library of the process, without some functions; `sem_init` answers that there are no such semaphores."""
+    """The C library of the process, without some functions, and with others that answer with an error."""
 
-    def __init__(self, real, lacking):
-        self.__dict__.update(_real=real, _lacking=lacking)
+    def __init__(self, real, lacking, refused):
+        self.__dict__.update(_real=real, _lacking=lacking, _refused=refused)
 
     def __getattr__(self, name):
         if name in self._lacking:
             raise AttributeError(name)
-        if name == "sem_init":
-            return _sem_init
-        return getattr(self._real, name)
+        return _answer_with_error if name in self._refused else getattr(self._real, name)
 
 
-def _sem_init(*_):
+def _answer_with_error(*_):
     ctypes.set_errno(errno.ENOSYS)
     return -1
 
 
 def _refuse(*_args, **_kwargs):
     raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+def _without_commands(function, commands):
+    def checked(fd, command, *args):
+        return _refuse() if command in commands else function(fd, command, *args)
+
+    return checked
 
 
 def _without_proc(function):
@@ -114,11 +123,11 @@ def _without_proc(function):
     return checked
 
 
-def _load_library(system):
+def _load_library(lacking, refused):
     def load(name, *args, **kwargs):
-        if name is None and system == "windows":
+        if name is None and "" in lacking:
             raise TypeError("bad argument type for built-in operation")
-        return _Library(ctypes.CDLL(name, *args, **kwargs), NO_FUNCTIONS[system])
+        return _Library(ctypes.CDLL(name, *args, **kwargs), lacking, refused)
 
     return load
 
@@ -137,30 +146,55 @@ def _take_proc_away():
     return {name: _without_proc(getattr(os, name)) for name in names}
 
 
+def _parse(words):
+    """Return module -> names that it lacks, module -> names that are refused, and modules that are missing."""
+    lacking, refused, missing = {}, {}, set()
+    for word in words:
+        module, dot, name = word.rstrip("!").partition(".")
+        if dot or module == "libc":
+            (refused if word.endswith("!") else lacking).setdefault(module, set()).add(name)
+        elif module != "/proc":
+            missing.add(module)
+    return lacking, refused, missing
+
+
+def _stand_ins(system):
+    """Return module -> its stand-in, and the modules that are missing."""
+    words = MORE.get(system, system).split()
+    lacking, refused, missing = _parse(words)
+    for module, names in LACKING.get(system, {}).items():
+        lacking.setdefault(module, set()).update(names.split())
+    library = _load_library(lacking.pop("libc", set()), refused.pop("libc", set()))
+    replaced = {module: dict.fromkeys(names, _refuse) for module, names in refused.items()}
+    if commands := {int(name) for name in refused.get("fcntl", ()) if name.isdecimal()}:
+        replaced["fcntl"]["fcntl"] = _without_commands(importlib.import_module("fcntl").fcntl, commands)
+    replaced |= {"ctypes": {"CDLL": library}, "sys": {"platform": PLATFORMS.get(system, sys.platform)}}
+    if "/proc" in words:
+        replaced["os"] = {**_take_proc_away(), **replaced.get("os", {})}
+    missing |= MISSING_MODULES.get(system, set())
+    names = {*lacking, *replaced} - missing
+    stands = {
+        name: _Stand(importlib.import_module(name), lacking.get(name, set()), replaced.get(name, {})) for name in names
+    }
+    return stands, missing
+
+
 def take_away(system):
     """Give the modules of envherd stand-ins from now on."""
-    replaced = {"ctypes": {"CDLL": _load_library(system)}, "sys": {"platform": PLATFORMS[system]}, "os": {}}
-    if system == "sandbox":
-        replaced["os"] = dict.fromkeys(REFUSED, _refuse)
-    else:
-        replaced["os"] = _take_proc_away()
-    stands = {}
-    for name in {*LACKING[system], *replaced}:
-        lacking = set(LACKING[system].get(name, "").split())
-        stands[name] = _Stand(importlib.import_module(name), lacking, replaced.get(name, {}))
+    stands, missing = _stand_ins(system)
     really_import, import_module = builtins.__import__, importlib.import_module
 
     def import_(name, space=None, *others, **keywords):
         space = keywords.get("globals", space)
         if space is not None and _is_ours(space.get("__name__") or ""):
-            if name in MISSING_MODULES[system]:
+            if name in missing:
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
             if name in stands:
                 return stands[name]
         return really_import(name, *((space,) if "globals" not in keywords else ()), *others, **keywords)
 
     def imported(name, package=None):
-        if name in MISSING_MODULES[system] and _called_by_us():
+        if name in missing and _called_by_us():
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return import_module(name, package)
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from envherd.shm.platforms import F_SETSIG, SIGKILL, SIGUSR2, fcntl, pread
+from envherd.shm.platforms import arm_lifeline, fcntl, listen_for_stack_requests, pread
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, Storage
 from envherd.shm.socket_bells import SocketBell
@@ -79,7 +79,7 @@ def run(
         bells: `go` and `done`; None for those in the slab.
     """
     faulthandler.enable(file=log_fd, all_threads=True)
-    _listen_for_stack_requests(log_fd)
+    listen_for_stack_requests(log_fd)
     _apply(config)
     try:
         Worker(messages.WorkerChannel(sock), log_fd, lifeline_fd, bells).serve()
@@ -105,13 +105,6 @@ def _detach_from_terminal() -> None:
             file.write(text)
 
 
-def _listen_for_stack_requests(log_fd: int) -> None:
-    """Make SIGUSR2 write the stacks of all threads to the log, even if an env has changed its handler."""
-    if SIGUSR2 is not None:
-        faulthandler.unregister(SIGUSR2)
-        faulthandler.register(SIGUSR2, file=log_fd, all_threads=True)
-
-
 def _out_of_the_way(fd: int) -> int:
     """Move a descriptor beyond the low numbers, which envs may close; leave it if there is no room."""
     try:
@@ -127,9 +120,7 @@ def _arm_lifeline(fd: int) -> int:
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # own file: own F_SETOWN
     os.close(fd)
     own = _out_of_the_way(own)
-    fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(own, F_SETSIG, SIGKILL)
-    fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+    arm_lifeline(own, os.getpid())
     poller = select.poll()
     poller.register(own, select.POLLIN)
     if poller.poll(0):  # the owner died before the line was armed
@@ -229,7 +220,7 @@ class Worker:
             self._block = ThreadedBlock(*parts, self._threads)
         else:
             self._block = AheadBlock(*parts) if message.block.reset_ahead else Block(*parts)
-        _listen_for_stack_requests(self._log_fd)  # an imported package may have replaced the handler
+        listen_for_stack_requests(self._log_fd)  # an imported package may have replaced the handler
         specs = {str(env_id): adapter.spec.to_plain() for env_id, adapter in adapters.items()}
         self._channel.send_plain({"kind": "specs", "specs": specs, "why_python": self._block.why_python()})
 

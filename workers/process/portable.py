@@ -1,9 +1,9 @@
 """The start of a worker that `multiprocessing` has spawned, and the thread that ends it with its owner.
 
 Guarantees:
-- It ends within a second after its owner has ended, with its process group where there are groups. An env that holds
-  Python's GIL in C delays this until it lets go of it.
-- Its stacks can be read while it lets other threads run.
+- It ends within a second after its owner has ended, with its process group where there are groups. On systems other
+  than Linux, an env that holds Python's GIL in C delays this until it lets go of it.
+- Its stacks can be read: where there is SIGUSR2 always, otherwise while it lets other threads run.
 - Environment variables are set before numpy or a package of envs is imported.
 - Ctrl-C does not end it.
 Platforms: all. It is tested on Linux, and there without what macOS and Windows lack.
@@ -46,13 +46,16 @@ def main(
         config: see `executor.pools.worker_process.worker_config`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    platforms.let_interrupts_in()
     with contextlib.suppress(OSError):
         platforms.lead_group()
     log_fd = os.open(log_path, os.O_RDWR | os.O_APPEND | platforms.O_TEMPORARY | platforms.O_BINARY)
     with contextlib.suppress(OSError):  # Windows removes it when it is closed
         os.unlink(log_path)
+    platforms.listen_for_stack_requests(log_fd)
+    platforms.let_signals_in()
     _point_output(log_fd, is_captured=config["output"] == "capture")
+    with contextlib.suppress(OSError, AttributeError):
+        platforms.arm_lifeline(watch.fileno(), -os.getpid())
     threading.Thread(target=_watch, args=(watch, log_fd, os.getppid()), name="envherd-watch", daemon=True).start()
     take_over(config["caller"])
     process.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]  # noqa: SLF001  # envs start some

@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from envherd.shm.platforms import F_SETSIG, fcntl, termios
+from envherd.shm.platforms import arm_lifeline, fcntl, termios
 from envherd.workers.current import MARK, mark_of
 
 _PACKET = 1 << 15  # bytes of the largest packet; a socket's buffer has 208 KiB by default
@@ -108,9 +108,7 @@ def _ended_with_owner(sock: socket.socket) -> Iterator[None]:
     """Make the kernel kill this process if the owner ends during the imports, when nothing reads the socket."""
     fd = sock.fileno()
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(fd, F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_ASYNC)
+    arm_lifeline(fd, os.getpid())
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     if poller.poll(0):  # the owner ended earlier

@@ -24,10 +24,10 @@ import importlib.util
 import os
 import re
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
+from envherd.shm import platforms
 from envherd.workers.errors import FactoryError
 
 #: Runs first in every Lua state, before any of Melting Pot's own code walks a table.
@@ -206,8 +206,7 @@ def _version() -> str:
 
 
 def _cache_folder() -> Path:
-    home = Path.home() / "Library" / "Caches" if sys.platform == "darwin" else Path.home() / ".cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or home) / "envherd"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / platforms.CACHES) / "envherd"
 
 
 def _holds(root: Path, files: dict[str, bytes]) -> bool:
