@@ -61,7 +61,7 @@ BUDGET = {
     "executor/pools": 5573,
     "executor/protocol": 3345,
     "executor/rollouts": 911,
-    "executor/show": 2223,
+    "executor/show": 2227,
     "executor/simulator": 799,
     "executor/sizing": 1605,
 }
