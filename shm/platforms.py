@@ -68,6 +68,7 @@ HAS_MEMFD = IS_LINUX and hasattr(os, "memfd_create")
 HAS_DEV_SHM = IS_LINUX
 #: Folder of programs' caches, in the user's folder.
 CACHES = "Library/Caches" if sys.platform == "darwin" else ".cache"
+_SEMAPHORE_BYTES = 128  # at least those of a sem_t
 F_SETSIG = 10  # fcntl.h of Linux; not in python's fcntl module
 #: Flags of sockets. Without the first, sockets must not block by themselves; without the second there is no SIGPIPE, or
 #: Python ignores it.
@@ -236,11 +237,8 @@ def _try_pidfd() -> None:
 
 def _try_semaphore() -> None:
     _ = importlib.import_module("_multiprocessing").SemLock
-    with mmap.mmap(-1, mmap.PAGESIZE) as memory:
-        semaphore = (ctypes.c_ubyte * mmap.PAGESIZE).from_buffer(memory)
-        is_refused = libc.sem_init(ctypes.byref(semaphore), 1, 0)
-        del semaphore
-    if is_refused:
+    semaphore = ctypes.create_string_buffer(_SEMAPHORE_BYTES)
+    if libc.sem_init(semaphore, 1, 0):
         raise OSError(ctypes.get_errno(), "sem_init failed")
 
 
@@ -294,6 +292,7 @@ _NAMES: dict[Any, str] = {
     mmap: "MAP_SHARED MAP_PRIVATE PROT_READ PROT_WRITE",
     faulthandler: "register",
     termios: "TIOCNOTTY",
+    libc: "mmap munmap sem_init",
 }
 
 
