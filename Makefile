@@ -1,8 +1,9 @@
 # `make rollout` runs a demo; `make test` runs the test suite. Both create `.venv/` first if it is missing.
 
 PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3.12),python3.11)
+SCRIPTS := $(if $(filter Windows_NT,$(OS)),Scripts,bin)
 VENV := .venv
-BIN := $(VENV)/bin
+BIN := $(VENV)/$(SCRIPTS)
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
@@ -18,16 +19,20 @@ ROLLOUT_ENVS ?= 4
 ROLLOUT_STEPS ?= 200
 ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 
-.PHONY: help venv rollout test golden test-quick test-full test-python test-oldest compat matrix faults fuzz soak mutants lint format types examples bench bench-quick docs docs-serve dist clean
+.PHONY: help venv try rollout test golden test-quick test-small test-portable test-newest test-full test-python test-oldest compat matrix faults fuzz soak mutants lint format types examples bench bench-quick docs docs-serve dist wheels clean
 .DELETE_ON_ERROR:
 .SHELLFLAGS := -eu -c
 
 help:
 	@echo "make rollout      run $(ROLLOUT_ENVS) Melting Pot envs in parallel; pictures and data go to rollouts/"
+	@echo "make try          install envherd with Gymnasium only (1 GB, in .venv.small/), check the machine, run CartPole"
 	@echo "make test         run the test suite"
 	@echo "make test-python  run the tests of stepping again, without the C extension"
 	@echo "make test-oldest  run quick tests of the facades with the oldest supported TorchRL, Gymnasium and SB3"
 	@echo "make test-quick   run only fast tests"
+	@echo "make test-small   run the fast tests with Gymnasium only, in .venv.small/"
+	@echo "make test-portable  run the tests of the portable pool: on macOS and Windows for real, on Linux by emulation"
+	@echo "make test-newest  run tests with the newest releases of all libraries, also beyond the upper bounds"
 	@echo "make golden       compare the data of all envs, modes and facades with recorded hashes (or CASES=PATTERN)"
 	@echo "make test-full    run the test suite with long sweeps, trainings and all Melting Pot substrates (an hour or two)"
 	@echo "make matrix       check every family of envs in full (or FAMILY=NAME); writes docs/reports/families.md"
@@ -41,6 +46,7 @@ help:
 	@echo "make bench-quick  compare them with few workloads, in a minute"
 	@echo "make docs         build the documentation site in build/site; warnings are errors (make docs-serve shows the site)"
 	@echo "make dist         build the sdist, and the wheel for this platform; URL=https://... makes their links absolute"
+	@echo "make wheels       build the wheels of a release from the sdist of make dist, in containers"
 	@echo "make lint types examples"
 
 venv: $(STAMP)
@@ -55,6 +61,42 @@ $(STAMP): pyproject.toml setup.py $(wildcard */native/*.[ch]) constraints.txt .c
 	@$(BIN)/python -c "import sys; sys.version_info < (3, 13) or print('left out: dm-control, as labmaze has no wheel for it')"
 	@$(BIN)/python setup.py -q build_ext --inplace || echo "the C extension was not built; everything runs in Python" >&2
 	@touch $@
+
+# A venv with few extras: 1.3 GB instead of 5.5, of which torch is the largest part.
+SMALL := .venv.small
+SMALL_BIN := $(SMALL)/$(SCRIPTS)
+SMALL_STAMP := $(SMALL)/.installed
+define small_venv
+@$(1)/$(SCRIPTS)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
+$(1)/$(SCRIPTS)/python -m pip --disable-pip-version-check install -qq --progress-bar off
+endef
+
+$(SMALL_STAMP): pyproject.toml setup.py $(wildcard */native/*.[ch]) constraints.txt
+	$(call small_venv,$(SMALL)) -c constraints.txt -e ".[gymnasium,dev]"
+	@touch $@
+
+try: $(SMALL_STAMP)
+	$(SMALL_BIN)/envherd doctor
+	$(SMALL_BIN)/envherd rollout CartPole-v1 --envs 4 --steps 200
+
+test-small: $(SMALL_STAMP)
+	$(SMALL_BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder -m "not slow and not full"
+
+# On Linux, tests take away from a script what other systems lack. There the same script runs as it is.
+test-portable: $(SMALL_STAMP)
+ifeq ($(shell uname),Linux)
+	$(SMALL_BIN)/python -m pytest -n $(JOBS) tests/executor/test_portable.py
+else
+	ENVHERD_LACKS=nothing $(SMALL_BIN)/python tests/lacking/everything.py
+endif
+
+# Installs the newest releases, without constraints and upper bounds: what breaks here breaks for users soon.
+NEWEST := .venv.newest
+test-newest:
+	$(call small_venv,$(NEWEST)) -e ".[gymnasium,dev]"
+	$(NEWEST)/$(SCRIPTS)/python -m pip install -qq --upgrade tensordict gymnasium stable-baselines3
+	$(NEWEST)/$(SCRIPTS)/python -m pytest -n $(JOBS) tests/executor/test_stepping.py tests/executor/test_arguments.py \
+		tests/executor/facades tests/workers
 
 rollout: $(STAMP)
 	@mkdir -p $(dir $(ROLLOUT_NAME))
@@ -165,11 +207,18 @@ docs-serve: $(SITE_STAMP)
 
 # The wheel is built from the sdist, so a file that is missing in the sdist breaks the build.
 URL ?=
-dist: export ENVHERD_URL = $(URL)
-dist: $(STAMP)
+dist wheels: export ENVHERD_URL = $(URL)
+BUILDER := .venv.dist
+dist:
 	rm -rf dist
-	$(BIN)/python setup.py -q sdist
-	$(PIP) wheel -q --no-deps -w dist dist/*.tar.gz
+	$(call small_venv,$(BUILDER)) -c constraints.txt setuptools
+	$(BUILDER)/$(SCRIPTS)/python setup.py -q sdist
+	$(BUILDER)/$(SCRIPTS)/python -m pip wheel -q --no-deps -w dist dist/*.tar.gz
+
+# An index takes manylinux wheels only. Needs docker or podman; one wheel for each processor that this machine runs.
+wheels:
+	$(call small_venv,$(BUILDER)) cibuildwheel
+	$(BUILDER)/$(SCRIPTS)/python -m cibuildwheel --output-dir dist dist/*.tar.gz
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

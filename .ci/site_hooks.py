@@ -1,14 +1,44 @@
-"""Hooks of the documentation site: links to files of the repository that are not pages become their names."""
+"""Hooks of the documentation site: examples become pages, and links to other files outside of docs/ become names."""
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
-_OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./((?!images/|reference/)[^)]+)\)")
+from mkdocs.structure.files import File, InclusionLevel
+
+_EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def on_files(files: Any, *, config: Any, **_: Any) -> Any:
+    """Return the site's files, with a page for each example."""
+    for path in sorted(_EXAMPLES.iterdir()):
+        if path.suffix in (".py", ".ipynb"):
+            text = _notebook(path) if path.suffix == ".ipynb" else _block(path.read_text())
+            content = f"# {path.name}\n\nThe file `examples/{path.name}`.\n\n{text}\n"
+            page = File.generated(config, f"examples/{path.name}.md", content=content)
+            page.inclusion = InclusionLevel.NOT_IN_NAV
+            files.append(page)
+    return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Return a page's text without links that leave the folder of the documentation."""
-    is_below = "/" in page.file.src_uri
-    return markdown if is_below else _OUTSIDE.sub(r"\1", markdown)
+    """Return a page's text with links that stay on the site."""
+    up = "../" * page.file.src_uri.count("/")
+    markdown = re.sub(rf"\]\({re.escape(up)}\.\./examples/([\w.]+)\)", rf"]({up}examples/\1.md)", markdown)
+    return re.sub(rf"\[([^\]]+)\]\({re.escape(up)}\.\./(?!\.\./)[^)]+\)", r"\1", markdown)
+
+
+def _block(code: str) -> str:
+    return f"```python\n{code.rstrip()}\n```"
+
+
+def _notebook(path: Path) -> str:
+    """Return the cells of a notebook as Markdown, without their output."""
+    cells = []
+    for cell in json.loads(path.read_text())["cells"]:
+        text = "".join(cell["source"])
+        cells.append(_block(text) if cell["cell_type"] == "code" else text.replace("](../docs/", "](../"))
+    return "\n\n".join(cells)

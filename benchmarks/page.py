@@ -27,12 +27,13 @@ _TITLES = {
     "tiny": "no-op envs, 4 floats",
     "image": "no-op envs, 84x84x4 bytes",
     "w200": "200 µs a step",
+    "cartpole": "CartPole, episodes of about nine steps",
     "spikes": "200 µs, 1 % of steps x 100 (envherd: first-K)",
     "commons_harvest": "Melting Pot commons_harvest, with resets, on another machine (envherd: first-K)",
 }
-#: Workloads of the README, which has only the first three of `_OTHERS`.
-_README_WORKLOADS = ("w200", "commons_harvest")
-_OTHERS = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL, peers.TIANSHOU)
+#: Workloads of the README: synchronous steps, of one run on one machine. It has only the first three of `_OTHERS`.
+_README_WORKLOADS = ("w200", "cartpole")
+_OTHERS = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL, peers.TIANSHOU, peers.PUFFERLIB)
 _FACADES = (
     (peers.GYMNASIUM_ASYNC, ours.AS_GYMNASIUM),
     (peers.GYMNASIUM_ASYNC, ours.AS_GYMNASIUM_WIDE),
@@ -40,9 +41,22 @@ _FACADES = (
     (peers.SB3_SUBPROC, ours.AS_SB3_WIDE),
     (peers.TORCHRL_PARALLEL, ours.AS_TORCHRL),
 )
+#: Picture -> what it shows, below its title.
+_CAPTIONS = {
+    "bench_ratios": (
+        "The throughput of envherd as a multiple of each library's. All panels have the same logarithmic axis; left of "
+        "the line at 1 envherd is slower. Lines on bars: quartiles over the rounds. *Measured ideal* and *serial loop* "
+        "are limits, not libraries: one process per core that steps the same envs and waits for nothing, and a plain "
+        "loop in one process."
+    ),
+    "bench_latency": (
+        "The share of calls that took at most this long. A first-K call returns when the first half of the envs has "
+        "finished."
+    ),
+}
 _ON_OTHERS = """\
-The other libraries use one process per env. envherd uses one worker per core (for no-op envs one worker in total, which
-is what `num_workers="auto"` chooses). Median and quartiles over the rounds."""
+The other libraries use one process per env, but PufferLib one per core. envherd uses one worker per core (for no-op
+envs one worker in total, which is what `num_workers="auto"` chooses). Median and quartiles over the rounds."""
 _ON_FACADES = """\
 The facades compared with the classes that they replace: 8 CartPoles whose episodes last about nine steps; one worker,
 as `envherd size` recommends for envs this cheap, unless the row names another number."""
@@ -88,7 +102,7 @@ def render(results: Mapping[str, Any], pictures: Sequence[str]) -> str:
         "## Targets",
         to_markdown(sheet_of_targets(results)),
         "What stands in the way of those that are not met, and what was tried: [performance](performance.md).",
-        *(f"![{Path(path).stem}]({path})" for path in pictures),
+        *(f"![{Path(path).stem}]({path})\n\n{_CAPTIONS[Path(path).stem]}" for path in pictures),
         "## Workloads",
         *(_section(sheet_of_workload(one)) for one in results.get("workloads", {}).values()),
         "## Starting, waiting, growing",

@@ -17,7 +17,7 @@ from benchmarks.pools import Contender, EndCounter, Job, Pool
 GYMNASIUM_SYNC, GYMNASIUM_ASYNC = "Gymnasium SyncVectorEnv", "Gymnasium AsyncVectorEnv"
 SB3_DUMMY, SB3_SUBPROC = "SB3 DummyVecEnv", "SB3 SubprocVecEnv"
 TORCHRL_SERIAL, TORCHRL_PARALLEL, TORCHRL_ASYNC = "TorchRL SerialEnv", "TorchRL ParallelEnv", "TorchRL AsyncEnvPool"
-TIANSHOU, ENVPOOL = "tianshou ShmemVectorEnv", "EnvPool"
+TIANSHOU, ENVPOOL, PUFFERLIB = "tianshou ShmemVectorEnv", "EnvPool", "PufferLib Multiprocessing"
 
 
 def _gymnasium(kind: str, job: Job) -> Pool:
@@ -135,6 +135,33 @@ def _envpool(job: Job) -> Pool:
     return stepped_arrays(env, job, has_two_flags=True)
 
 
+def _pufferlib(job: Job) -> Pool:
+    """Workers poll a byte each, and a batch is views of the shared memory; ends are followed by a step that resets."""
+    import pufferlib.emulation
+    import pufferlib.vector
+
+    env = pufferlib.vector.make(
+        functools.partial(pufferlib.emulation.GymnasiumPufferEnv, env_creator=job.make_env),
+        backend=pufferlib.vector.Multiprocessing,
+        num_envs=job.num_envs,
+        num_workers=min(job.num_workers, job.num_envs),
+        overwork=True,  # it counts cores without hyperthreads, and refuses more workers
+    )
+    env.async_reset()
+    env.recv()
+    actions = np.arange(job.num_envs) % 2
+    ends = EndCounter()
+
+    def step() -> int:
+        env.send(actions)
+        _, _, terminated, truncated, *_ = env.recv()
+        if job.has_ends:
+            ends.add(terminated | truncated)
+        return job.num_envs
+
+    return Pool(step, env.close, ends.read if job.has_ends else Pool.episodes)
+
+
 def _peer(name: str, build: Any, peer: str, package: str, *, takes_meltingpot: bool = False) -> Contender:
     families = ("gymnasium", "meltingpot") if takes_meltingpot else ("gymnasium",)
     return Contender(name=name, build=build, peer=peer, package=package, families=families)
@@ -149,5 +176,6 @@ CONTENDERS = (
     _peer(TORCHRL_PARALLEL, _torchrl_parallel, "torchrl", "torchrl", takes_meltingpot=True),
     _peer(TORCHRL_ASYNC, _torchrl_async, "torchrl", "torchrl"),
     _peer(TIANSHOU, _tianshou, "tianshou", "tianshou"),
+    _peer(PUFFERLIB, _pufferlib, "pufferlib", "pufferlib"),
     _peer(ENVPOOL, _envpool, "envpool", "envpool"),
 )

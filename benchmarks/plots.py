@@ -21,6 +21,7 @@ _PEERS = (
     peers.SB3_DUMMY,
     peers.SB3_SUBPROC,
     peers.TIANSHOU,
+    peers.PUFFERLIB,
     peers.TORCHRL_SERIAL,
     peers.TORCHRL_PARALLEL,
     peers.TORCHRL_ASYNC,
@@ -28,27 +29,26 @@ _PEERS = (
     bounds.IDEAL,
     bounds.SERIAL,
 )
-_COLORS = {
-    ours.OURS: "#3465a4",
-    ours.ONE: "#00a0b0",
-    ours.AUTO: "#1f8a70",
-    ours.VIEWS: "#729fcf",
-    ours.FIRST_K: "#c2185b",
-    ours.ROLLOUT: "#7a5cc0",
-    ours.WIDE: "#88aadd",
-    peers.GYMNASIUM_ASYNC: "#e07b00",
-    peers.SB3_SUBPROC: "#4e9a06",
-    peers.TORCHRL_PARALLEL: "#b03030",
-    peers.TIANSHOU: "#8f5902",
-    bounds.IDEAL: "#555555",
-    bounds.SERIAL: "#999999",
+#: Contender -> colour and style of its line; envherd's are solid. Colours of Okabe and Ito, which all eyes tell apart.
+_LINES = {
+    ours.OURS: ("#0072b2", "-"),
+    ours.AUTO: ("#009e73", "-"),
+    ours.ONE: ("#56b4e9", "-"),
+    ours.VIEWS: ("#e69f00", "-"),
+    ours.WIDE: ("#7f6000", "-"),
+    ours.FIRST_K: ("#cc79a7", "-"),
+    peers.GYMNASIUM_ASYNC: ("#d55e00", "--"),
+    peers.SB3_SUBPROC: ("#117733", ":"),
+    peers.TORCHRL_PARALLEL: ("#882255", "--"),
+    peers.TIANSHOU: ("#332288", "-."),
+    peers.PUFFERLIB: ("#aa4499", ":"),
+    bounds.SERIAL: ("#666666", ":"),
 }
-#: Workloads of the summary, and their names there.
+#: Workloads of the summary, and their names there: synchronous steps, of one run on one machine.
 _SUMMARY = {
-    "tiny": "envs that cost nothing",
-    "cartpole": "CartPole",
     "w200": "200 µs a step",
-    "commons_harvest": "Melting Pot",
+    "cartpole": "CartPole",
+    "tiny": "no work at all\n(overhead alone)",
 }
 _SUMMARY_PEERS = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL)
 #: Picture of the README -> colours of its text, and of the bars of these peers.
@@ -57,8 +57,10 @@ THEMES = {
     "speed_dark.png": ("#e6edf3", ("#2f6fab", "#5ba3e0", "#b5d8f7")),
 }
 _CPU, _WALL = "#729fcf", "#204a87"
-_DISTRIBUTIONS = ("tiny", "cartpole", "w200", "spikes", "commons_harvest")
+_DISTRIBUTIONS = ("w200", "spikes", "cartpole", "tiny", "commons_harvest")
 _MOST_PANELS_WIDE = 3
+#: Columns of the picture of all ratios.
+_RATIO_COLUMNS = 2
 
 
 def draw_all(results: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -113,9 +115,7 @@ def summary(results: Mapping[str, Any], ink: str, fills: Sequence[str]) -> Figur
                 f"{short(mid)}x", (mid, y), (4, 0), textcoords="offset points", va="center", fontsize=8, color=ink
             )
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    axes.legend(
-        handles.values(), handles, loc="lower right", fontsize=8, labelcolor=ink, frameon=False, title_fontsize=8
-    )
+    axes.legend(handles.values(), handles, loc="upper right", fontsize=8, labelcolor=ink, frameon=False)
     axes.set_xscale("log")
     axes.margins(x=0.14)
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -123,7 +123,8 @@ def summary(results: Mapping[str, Any], ink: str, fills: Sequence[str]) -> Figur
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_yticks(range(len(found)), found, fontsize=9)
     axes.invert_yaxis()
-    axes.set_title("Throughput of envherd as a multiple of other libraries'", fontsize=10, color=ink)
+    axes.set_xlabel("logarithmic scale", fontsize=8, color=ink)
+    axes.set_title("How many times as many synchronous steps per second", fontsize=10, color=ink)
     axes.tick_params(which="both", colors=ink, labelsize=9, length=0)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "left")
@@ -140,39 +141,60 @@ def _ratios(results: Mapping[str, Any]) -> Figure | None:
     shown = {name: found for name, found in shown.items() if found}
     if not shown:
         return None
-    most = max(map(len, shown.values()))
-    figure, grid = _figure(len(shown), 1.3 + 0.32 * most)
-    for axes, (name, found) in zip(grid, shown.items(), strict=True):
-        workload = results["workloads"][name]
-        for row, peer in enumerate(found):
-            one = workload["contenders"][peer]
-            for offset, key, color in ((-0.19, "cpu_ratio", _CPU), (0.19, "wall_ratio", _WALL)):
-                if one.get(key) is None:
-                    continue
-                low, mid, high = one[key]
-                axes.barh(row + offset, mid - 1, 0.36, left=1, color=color)
-                axes.plot([low, high], [row + offset] * 2, color="black", linewidth=0.9)
-                text = f"{short(mid)}x"
-                axes.annotate(
-                    text, (max(high, 1.0), row + offset), (3, 0), textcoords="offset points", va="center", fontsize=7
-                )
-        axes.set_xscale("log")
-        axes.margins(x=0.18)
-        low, high = axes.get_xlim()
-        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 50 * low else (1.0,), numticks=9))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.set_yticks(range(len(found)), found, fontsize=8)
-        axes.set_ylim(most - 0.5, -0.5)  # bars are equally thick in all panels
-        title = textwrap.fill(workload["title"], 44)
-        axes.set_title(f"{title}\n1 = {workload['reference']}", fontsize=9)
-        axes.tick_params(axis="x", labelsize=8)
-        axes.grid(axis="x", alpha=0.3)
+    columns: list[list[str]] = [[] for _ in range(_RATIO_COLUMNS)]
+    heights = [0.0] * _RATIO_COLUMNS
+    for name in sorted(shown, key=lambda one: len(shown[one]), reverse=True):
+        least = heights.index(min(heights))
+        columns[least].append(name)
+        heights[least] += 2 + len(shown[name])
+    figure = Figure(figsize=(13, 0.36 * max(heights) + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    ends = [end for name, found in shown.items() for end in _ends(results["workloads"][name], found)]
+    for part, names in zip(figure.subfigures(1, _RATIO_COLUMNS), columns, strict=True):
+        if names:
+            ratios = [1.4 + len(shown[name]) for name in names]
+            panels = part.subplots(len(names), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+            for axes, name in zip(panels, names, strict=True):
+                _ratio_panel(axes, results["workloads"][name], shown[name])
+            axes.set_xlim(min(ends) / 1.3, 4 * max(ends))
+            axes.set_xlabel("times (logarithmic scale)", fontsize=9)
     figure.suptitle(
-        "How many times the throughput: light, by processor time; dark, by the clock (where it could be)", fontsize=11
+        "Throughput of envherd as a multiple of others': light, by processor time; dark, by the clock, where it counts",
+        fontsize=11,
     )
     return figure
+
+
+def _ends(workload: Mapping[str, Any], found: Sequence[str]) -> list[float]:
+    """Return the ends of the quartiles of a workload."""
+    rows = (workload["contenders"][peer] for peer in found)
+    return [end for row in rows for key in ("cpu_ratio", "wall_ratio") for end in row.get(key) or ()]
+
+
+def _ratio_panel(axes: Any, workload: Mapping[str, Any], found: Sequence[str]) -> None:
+    """Draw the bars of one workload."""
+    for row, peer in enumerate(found):
+        one = workload["contenders"][peer]
+        for offset, key, color in ((-0.19, "cpu_ratio", _CPU), (0.19, "wall_ratio", _WALL)):
+            if one.get(key) is None:
+                continue
+            low, mid, high = one[key]
+            axes.barh(row + offset, mid - 1, 0.36, left=1, color=color)
+            axes.plot([low, high], [row + offset] * 2, color="black", linewidth=0.9)
+            place = (max(high, 1.0), row + offset)
+            axes.annotate(f"{short(mid)}x", place, (3, 0), textcoords="offset points", va="center", fontsize=7)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(numticks=9))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(found)), found, fontsize=8)
+    axes.set_ylim(len(found) - 0.5, -0.5)
+    where = f" (on {workload['measured_on']})" if "measured_on" in workload else ""
+    title = workload["title"].replace(" us ", " µs ")
+    axes.set_title(textwrap.fill(f"{title}{where}; 1 = {workload['reference']}", 64), fontsize=9)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.grid(axis="x", alpha=0.3)
 
 
 def _latency(results: Mapping[str, Any]) -> Figure | None:
@@ -185,18 +207,17 @@ def _latency(results: Mapping[str, Any]) -> Figure | None:
     lines: dict[Any, Any] = {}
     for axes, name in zip(grid, shown, strict=True):
         rows = workloads[name]["contenders"]
-        for contender, color in _COLORS.items():
+        for contender, (color, style) in _LINES.items():
             row = rows.get(contender, {})
-            if row.get("status") == "measured" and contender not in (bounds.IDEAL, ours.ROLLOUT):
-                style = "-" if contender.startswith("envherd") else "--"
-                axes.plot(row["batch_levels"], LEVELS, style, color=color, linewidth=1.4, label=contender)
+            if row.get("status") == "measured":
+                axes.plot(row["batch_levels"], LEVELS, style, color=color, linewidth=1.6, label=contender)
         axes.set_xscale("log")
-        axes.set_ylim(0, 1)
-        axes.set_xlabel("us per call")
+        axes.set_ylim(-0.03, 1.03)  # no line lies on the frame
+        axes.set_xlabel("µs per call (logarithmic scale)")
         axes.set_ylabel("share of calls")
-        axes.set_title(textwrap.fill(workloads[name]["title"], 44), fontsize=9)
+        axes.set_title(textwrap.fill(workloads[name]["title"].replace(" us ", " µs "), 44), fontsize=9)
         axes.grid(alpha=0.3)
         lines.update((line.get_label(), line) for line in axes.get_lines())
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=5, fontsize=8)
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4, fontsize=9)
     figure.suptitle("How long one call takes (first-K calls are for some of the envs)", fontsize=11)
     return figure

@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three envs, few rounds; kept nowhere")
     parser.add_argument("--env", action="append", choices=ENVS, help="only these; results of the others stay")
     parser.add_argument("--render", action="store_true", help="measure nothing: show what was measured before")
-    parser.add_argument("--write", action="store_true", help="write the table to docs/sizing.md")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/reports/sizing.md")
     parser.add_argument("--rounds", type=int, default=8, help="of a sweep, a second for each setting")
     arguments = parser.parse_args()
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -267,7 +267,7 @@ def main() -> None:
         Console(width=150).print(to_rich(sheet))
     if arguments.write:
         lines = [line for sheet in sheets for line in (f"**{sheet.title}**", "", *to_markdown(sheet).split("\n"), "")]
-        write_part(ROOT / "docs" / "sizing.md", "benchmarks/sizing.py", lines[:-1])
+        write_part(ROOT / "docs" / "reports" / "sizing.md", "benchmarks/sizing.py", lines[:-1])
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ _PACKAGES = (
     "stable-baselines3",
     "torchrl",
     "tianshou",
-    "pufferlib",
+    "pufferlib-core",
     "envpool",
     "ray",
     "dm-meltingpot",

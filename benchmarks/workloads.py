@@ -15,7 +15,7 @@ from benchmarks.work import SteadyFactory, iterations_per_us
 ALL = {one.name: one for one in (*bounds.CONTENDERS, *ours.CONTENDERS, *peers.CONTENDERS)}
 PEERS = tuple(dict.fromkeys(one.peer for one in peers.CONTENDERS))
 
-_PROCESSES = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL, peers.TIANSHOU)
+_PROCESSES = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL, peers.TIANSHOU, peers.PUFFERLIB)
 _IN_PROCESS = (peers.GYMNASIUM_SYNC, peers.SB3_DUMMY, peers.TORCHRL_SERIAL)
 _USUAL = (bounds.IDEAL, bounds.SERIAL, ours.OURS, *_PROCESSES)
 _QUICK_LEFT_OUT = (peers.TORCHRL_ASYNC, peers.TORCHRL_SERIAL, peers.SB3_DUMMY, ours.WIDE)

@@ -6,7 +6,7 @@ with ParallelEnv(8, make_env, seed=0) as env:
     data = env.rollout(200, policy)
 
 All public names are here; each is imported when it is first used. The facades, which stand for the classes of other
-libraries, are in `envherd.executor.facades`: torchrl, sb3, gymnasium, pettingzoo, rllib, cleanrl and benchmarl. The
+libraries, are modules: `envherd.torchrl`, `sb3`, `gymnasium`, `pettingzoo`, `rllib`, `cleanrl` and `benchmarl`. The
 checks for custom envs are in `envherd.workers.testing`.
 """
 
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from envherd.executor.show.exporting import PrometheusCollector, to_scalars
     from envherd.executor.show.per_player import PerPlayer, RandomPlayer
     from envherd.executor.show.recorder import VideoRecorder
-    from envherd.executor.show.results import Evaluation, Interval
+    from envherd.executor.show.records import EpisodeRecord
+    from envherd.executor.show.results import Evaluation, Evaluations, Interval, Rate
     from envherd.executor.sizing.recommending import recommend
     from envherd.shm.specs import Binary, Box, Discrete, EnvSpec, LeafSpec, MultiDiscrete, OneHot, Unbounded
     from envherd.workers.adapters.base import Adapter
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from envherd.workers.adapters.registry import register
     from envherd.workers.block.pictures import SmallPictures
     from envherd.workers.current import WorkerInfo, worker
-    from envherd.workers.interpreters import InPython
     from envherd.workers.errors import (
         ActionError,
         Busy,
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         WorkerLost,
         WorkerTimeout,
     )
+    from envherd.workers.interpreters import InPython
 
     __version__: str
 
@@ -83,7 +84,9 @@ _HOMES = {
     "EnvherdError": _ERRORS,
     "Episode": "envherd.executor.show.episode_logger",
     "EpisodeLogger": "envherd.executor.show.episode_logger",
+    "EpisodeRecord": "envherd.executor.show.records",
     "Evaluation": "envherd.executor.show.results",
+    "Evaluations": "envherd.executor.show.results",
     "ExecutorOptions": "envherd.executor.options",
     "FactoryError": _ERRORS,
     "InPython": "envherd.workers.interpreters",
@@ -99,6 +102,7 @@ _HOMES = {
     "PettingZooFactory": "envherd.workers.adapters.named",
     "PrometheusCollector": "envherd.executor.show.exporting",
     "RandomPlayer": "envherd.executor.show.per_player",
+    "Rate": "envherd.executor.show.results",
     "RayParallelEnv": "envherd.executor.cluster.env",
     "RemoteRollouts": "envherd.executor.cluster.remote_rollouts",
     "ResetNeeded": _ERRORS,
@@ -126,6 +130,9 @@ _HOMES = {
     "worker": "envherd.workers.current",
 }
 
+#: Modules of facades, imported when they are first used. `dir` leaves them out: each needs an extra.
+_FACADES = ("benchmarl", "cleanrl", "gymnasium", "pettingzoo", "rllib", "sb3", "torchrl")
+
 __all__ = [
     "ActionError",
     "Adapter",
@@ -145,7 +152,9 @@ __all__ = [
     "EnvherdError",
     "Episode",
     "EpisodeLogger",
+    "EpisodeRecord",
     "Evaluation",
+    "Evaluations",
     "ExecutorOptions",
     "FactoryError",
     "InPython",
@@ -161,6 +170,7 @@ __all__ = [
     "PettingZooFactory",
     "PrometheusCollector",
     "RandomPlayer",
+    "Rate",
     "RayParallelEnv",
     "RemoteRollouts",
     "ResetNeeded",
@@ -197,10 +207,12 @@ def __getattr__(name: str) -> Any:
         value: Any = version("envherd")
     elif name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in _FACADES:
+        value = importlib.import_module(f"{__name__}.{name}")
     else:
         import difflib
 
-        similar = [] if name.startswith("_") else difflib.get_close_matches(name, __all__, 1)
+        similar = [] if name.startswith("_") else difflib.get_close_matches(name, (*__all__, *_FACADES), 1)
         advice = f". Did you mean {similar[0]}?" if similar else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
     globals()[name] = value

@@ -24,7 +24,7 @@ from benchmarl.models import CnnConfig
 from tensordict import TensorDictBase
 from torch import nn
 
-from envherd.executor.facades.benchmarl import installed
+from envherd.benchmarl import installed
 
 NUM_ENVS, NUM_STEPS = 4, 100
 EPOCHS, NUM_MINIBATCHES = 2, 4

@@ -21,7 +21,7 @@ class Drone:
 
     def __init__(self):
         self.state = ctypes.pointer((ctypes.c_double * 2)())  # height, speed
-        self.gusts = ctypes.pointer((ctypes.c_ushort * 3)())  # the library's generator
+        self.gusts = ctypes.pointer((ctypes.c_ushort * 3)())  # a random generator
         self.draw = ctypes.CDLL(None).erand48
         self.draw.restype = ctypes.c_double
 
@@ -34,20 +34,23 @@ class Drone:
 
 
 class DroneAdapter(Adapter):
-    """Adapter for drones: declares the spec, starts episodes, and makes one step per call."""
+    """Adapter for drones: the spec, starts of episodes, one step per call."""
 
     family = "drone"
 
     def __init__(self, env):
         self.env = env
         self.spec = EnvSpec(
-            observation=(LeafSpec(("height",), (1,), "float64"), LeafSpec(("speed",), (1,), "float64")),
+            observation=(
+                LeafSpec(("height",), (1,), "float64"),
+                LeafSpec(("speed",), (1,), "float64"),
+            ),
             action=(LeafSpec(("action",), (), "int64", Discrete(3)),),
             family=self.family,
         )
 
-    def reset(self, seed, options=None, mask=None):  # noqa: ARG002  # used for resets with arguments, and for batches
-        """Start an episode: a seed is for this episode, None continues with the generator."""
+    def reset(self, seed, options=None, mask=None):  # noqa: ARG002  # not used here
+        """Start an episode, with this seed; None continues with the generator."""
         self.num_steps = 0
         self.env.state.contents[:] = [0.0, 0.0]
         if seed is not None:
@@ -55,10 +58,11 @@ class DroneAdapter(Adapter):
         return list(self.env.state.contents)
 
     def step(self, action):
-        """Make one step; return observation and reward in the spec's order, then terminated and truncated."""
+        """Return observation and reward in the spec's order, and the two flags."""
         self.num_steps += 1
         is_flying = self.env.fly(action[0] - 1)
-        return list(self.env.state.contents), [float(is_flying)], not is_flying, self.num_steps == 50
+        seen = list(self.env.state.contents)
+        return seen, [float(is_flying)], not is_flying, self.num_steps == 50
 
 
 def make_drone():

@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 
 from envherd import ExecutorOptions
-from envherd.executor.facades.gymnasium import AsyncVectorEnv
+from envherd.gymnasium import AsyncVectorEnv
 
 NUM_ENVS, NUM_STEPS = 4, 300
 

@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium.spaces import Box, Discrete
 from ray_step import some_cluster  # type: ignore[import-not-found]  # in the same folder
 
-from envherd.executor.cluster import RayParallelEnv
+from envherd import RayParallelEnv
 
 NUM_ENVS, MIN_ENVS, NUM_BATCHES = 6, 3, 40
 

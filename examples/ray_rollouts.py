@@ -18,7 +18,7 @@ from ray_step import some_cluster  # type: ignore[import-not-found]  # in the sa
 from tensordict import TensorDictBase
 from torch import nn
 
-from envherd.executor.cluster import RayParallelEnv
+from envherd import RayParallelEnv
 
 NUM_ENVS, NUM_STEPS, NUM_BATCHES = 8, 64, 12
 

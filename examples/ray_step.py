@@ -17,8 +17,7 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
-from envherd import ParallelEnv
-from envherd.executor.cluster import RayParallelEnv
+from envherd import ParallelEnv, RayParallelEnv
 
 NUM_ENVS, NUM_STEPS = 6, 50
 

@@ -22,7 +22,7 @@ from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.tune.registry import register_env
 
 from envherd import MeltingPotFactory
-from envherd.executor.facades.rllib import MultiAgentEnvRunner
+from envherd.rllib import MultiAgentEnvRunner
 
 NUM_ENVS = 4
 NUM_STEPS = 200

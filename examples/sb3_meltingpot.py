@@ -12,7 +12,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import VecMonitor
 
 from envherd import MeltingPotFactory
-from envherd.executor.facades.sb3 import SubprocVecEnv  # was: from stable_baselines3.common.vec_env import ...
+from envherd.sb3 import SubprocVecEnv  # was: from stable_baselines3.common.vec_env import ...
 
 NUM_ENVS = 2
 NUM_STEPS = 32

@@ -14,7 +14,7 @@ from tensordict.nn import TensorDictModule
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import EnvBase, GymEnv, StepCounter, TransformedEnv
 
-from envherd.executor.facades.torchrl import ParallelEnv  # was: from torchrl.envs import ParallelEnv
+from envherd.torchrl import ParallelEnv  # was: from torchrl.envs import ParallelEnv
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TorchRL deprecates parts of itself as they are imported

@@ -23,7 +23,7 @@ from torchrl.modules import ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from envherd.executor.facades.torchrl import ParallelEnv  # was: from torchrl.envs import ParallelEnv
+from envherd.torchrl import ParallelEnv  # was: from torchrl.envs import ParallelEnv
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TorchRL deprecates parts of itself as they are imported

@@ -158,8 +158,8 @@ class BatchedEnv:
         """Refuse to be called as an env factory: other libraries call objects that they do not recognise as envs."""
         raise TypeError(
             f"calling failed: a {type(self).__name__} is an executor, and no function that makes an env. Where another "
-            f"library takes an env, use its facade: ParallelEnv of envherd.executor.facades.torchrl, SubprocVecEnv of "
-            f"envherd.executor.facades.sb3, or AsyncVectorEnv of envherd.executor.facades.gymnasium."
+            f"library takes an env, use its facade: ParallelEnv of envherd.torchrl, SubprocVecEnv of "
+            f"envherd.sb3, or AsyncVectorEnv of envherd.gymnasium."
         )
 
     def __reduce__(self) -> Any:
@@ -236,11 +236,7 @@ class BatchedEnv:
         """
         if self._fast_step(td) is not None:
             return td
-        need_batch("step", td)
-        with self._guard:
-            next_td, _ = self._engine.step_all(td, Op.STEP)
-            self._join(td, next_td, None)
-            return td
+        return self._step_all("step", td, Op.STEP)[0]
 
     def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Step every env once and reset the envs that ended, in one round trip.
@@ -252,22 +248,21 @@ class BatchedEnv:
         """
         if (pair := self._fast_step_reset(td)) is not None:
             return pair
-        need_batch("step_and_maybe_reset", td)
-        with self._guard:
-            next_td, root = self._engine.step_all(td, Op.STEP_RESET)
-            assert root is not None
-            self._join(td, next_td, root)
-            return td, root
+        return self._step_all("step_and_maybe_reset", td, Op.STEP_RESET)
 
-    def _join(self, td: TensorDictBase, next_td: TensorDictBase, root: TensorDictBase | None) -> None:
-        """Set `next`; a policy's own entries there are kept and copied to the root."""
-        written = get_leaf(td, "next")
-        own = None if written is None else own_leaves(written, self._engine.known)
-        if own is not None:
-            next_td.update(own)
-            if root is not None:
-                root.update(own)
-        set_next(td, next_td)
+    def _step_all(self, call: str, td: TensorDictBase, op: Op) -> tuple[TensorDictBase, Any]:
+        """Make a step that is not plain; a policy's own entries in `next` are kept and copied to the root."""
+        need_batch(call, td)
+        with self._guard:
+            next_td, root = self._engine.step_all(td, op)
+            written = get_leaf(td, "next")
+            own = None if written is None else own_leaves(written, self._engine.known)
+            if own is not None:
+                next_td.update(own)
+                if root is not None:
+                    root.update(own)
+            set_next(td, next_td)
+            return td, root
 
     @names_right_keyword
     def rollout(  # noqa: PLR0913  # the arguments of TorchRL's rollout
@@ -495,7 +490,7 @@ class BatchedEnv:
     def save(self, env_ids: Any = None) -> list[dict[str, Any]]:
         """Return the states of envs now, from which `restore` continues bit for bit.
 
-        Which families can: docs/families.md. `ParallelEnv.branch` copies an env of any other family in memory.
+        Which families can: docs/checkpoints.md. `ParallelEnv.branch` copies an env of any other family in memory.
 
         Args:
             env_ids: the envs; default: all.

@@ -33,7 +33,7 @@ _NAMES_ELSEWHERE = {
     "n_steps": "frames_per_batch",
     "env_fn_kwargs": "env_kwargs",
 }
-_SPACES = "Spaces are attributes of AsyncVectorEnv of envherd.executor.facades.gymnasium."
+_SPACES = "Spaces are attributes of AsyncVectorEnv of envherd.gymnasium."
 _ACTION_SPEC, _OBSERVATION_SPEC = f"Use action_spec. {_SPACES}", f"Use observation_spec. {_SPACES}"
 #: Attribute of envs of Gymnasium, SB3 and TorchRL -> what to use instead.
 _ATTRIBUTES_ELSEWHERE = {

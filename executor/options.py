@@ -116,7 +116,7 @@ class ExecutorOptions:
         reset_ahead: give every env two instances in two processes: while one is stepped, the other is reset for the
             next episode, and takes over at the next reset. The data are the same. Costs twice the processes and twice
             the envs' memory, and uses otherwise idle processors; worth it if resets are long and cores are free. See
-            docs/reset_ahead.md.
+            docs/asynchronous.md.
         env_threads: run each env of a worker on a separate thread, on which it is also built and closed: for envs that
             mostly wait (for a game, a browser, a simulator behind a socket), many of which can then share a process. An
             env that computes, or holds Python's GIL while it waits, still blocks the other envs of its worker: leave

@@ -96,7 +96,7 @@ class ParallelEnv(BatchedEnv):
         asked of the env: it need not be one that `save` can save. Otherwise the effect is that of `restore(save(...))`:
         `current()` returns the source's root for the targets. With equal actions, source and copies return equal data,
         bit for bit, until a reset. The next episode of a target has the number after the source's, and the target's
-        seed of that number. See docs/branching.md.
+        seed of that number. See docs/checkpoints.md.
 
         Args:
             source_id: the env that is copied. It must have been reset; its episode may have ended.

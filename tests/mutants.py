@@ -40,7 +40,7 @@ _LOSSES = (
 )
 #: File -> the test files that should notice a change of it, the likeliest first.
 TESTS = {
-    "executor/protocol/engine.py": (*_STEPS, "executor/test_quick_step.py", *_LOSSES),
+    "executor/protocol/engine.py": (*_STEPS, *_LOSSES),
     "executor/protocol/exchange.py": ("executor/test_exchange.py", *_LOSSES, "executor/test_infos.py"),
     "executor/pools/worker_pool.py": (*_STEPS, *_LOSSES),
     "executor/pools/command_words.py": ("executor/test_command_words.py", *_STEPS, *_LOSSES),
@@ -55,12 +55,10 @@ TESTS = {
     ),
     "executor/protocol/positions.py": (
         *_STEPS,
-        "executor/test_quick_step.py",
         *_LOSSES,
         "executor/test_rollout.py",
     ),
-    "executor/protocol/columns.py": (*_STEPS, "executor/test_quick_step.py", "executor/test_rollout.py"),
-    "executor/protocol/env_batches.py": (*_STEPS, "executor/test_quick_step.py", "executor/test_rollout.py"),
+    "executor/protocol/env_batches.py": (*_STEPS, "executor/test_rollout.py"),
     "executor/protocol/side_data.py": ("executor/test_infos.py", "executor/test_side_actions.py"),
     "executor/rollouts/rollout.py": (
         "executor/test_rollout.py",
@@ -84,10 +82,9 @@ TESTS = {
     "executor/pools/spare_supervisor.py": ("executor/test_reset_ahead.py",),
     "executor/batches/actions.py": (
         "executor/test_intake.py",
-        "executor/test_quick_step.py",
         "executor/test_stepping.py",
     ),
-    "executor/batches/plain_actions.py": ("executor/test_quick_step.py", "executor/test_fast_calls.py"),
+    "executor/batches/step_data.py": ("executor/test_stepping.py", "executor/test_fast_calls.py"),
     "workers/block/block.py": (
         "workers/test_protocol.py",
         "executor/test_stepping.py",
@@ -99,7 +96,6 @@ TESTS = {
     "workers/process/loop.py": ("workers/test_loop.py", "workers/test_ahead.py", *_STEPS, "executor/test_watching.py"),
     "workers/block/slot.py": (
         "workers/test_slot.py",
-        "executor/test_quick_step.py",
         "executor/test_info_leaves.py",
         *_STEPS,
     ),

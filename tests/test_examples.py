@@ -23,6 +23,7 @@ TESTED = {
     "benchmarl_meltingpot",  # run by tests/executor/facades/test_benchmarl.py
     "ctypes_env",
     "custom_env",
+    "evaluate_suite",
     "first_steps",
     "gymnasium_vector_env",
     "meltingpot_ippo",
@@ -56,6 +57,12 @@ def test_no_example_is_forgotten():
 def test_branches_do_better_than_the_same_steps_without(run_example, name, short, number):
     without, with_branches = map(float, re.findall(number, run_example(name, *short)))
     assert with_branches > without
+
+
+@pytest.mark.slow
+def test_evaluate_suite_reports_each_task_and_all(run_example):
+    printed = run_example("evaluate_suite", "--episodes", "3")
+    assert re.search(r"all tasks .*\(\d/9\)", printed)
 
 
 @needs("meltingpot")

@@ -23,7 +23,7 @@ import envherd.executor
 from envherd.executor.facades import needing
 from envherd.workers import errors
 from tests import extras
-from tests.extras import PACKAGES
+from tests.extras import PACKAGES, needs
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -171,7 +171,7 @@ FACADES = [
     ("torchrl", "*", "torchrl", "torchrl"),
     ("pettingzoo", "parallel_env", "pettingzoo", "pettingzoo"),
 ]
-#: Imports all public names without any extra, then each facade without its package.
+#: Imports all public names without any extra, then each facade without its package, at both of its places.
 HIDING = """
 import importlib.machinery, inspect, json, sys
 
@@ -188,11 +188,12 @@ import envherd
 print(len(inspect.getmembers(envherd)))
 for facade, names, package, _ in Finder.facades:
     Finder.hidden = [package]
-    try:
-        exec(f"from envherd.executor.facades.{facade} import {names}")
-        print(facade, "was imported")
-    except ImportError as error:
-        print(facade, error.name, error)
+    for place in ("envherd.executor.facades", "envherd"):
+        try:
+            exec(f"from {place}.{facade} import {names}")
+            print(facade, "was imported")
+        except ImportError as error:
+            print(facade, error.name, error)
 """
 
 
@@ -208,7 +209,26 @@ def test_names_need_no_extra_and_a_facade_without_its_library_names_the_extra():
         f"{facade} {package} importing a facade failed: expected the package {package}, which is not installed. "
         f'Install it: pip install "envherd[{extra}]".'
         for facade, _, package, extra in FACADES
+        for _place in range(2)
     ]
+
+
+@pytest.mark.parametrize("facade", envherd._FACADES)
+def test_a_facade_has_the_same_names_at_both_of_its_places(facade):
+    def names(module: str) -> list[str]:
+        tree = ast.parse(Path(importlib.util.find_spec(module).origin).read_text())
+        return next(ast.literal_eval(one.value) for one in tree.body if ast.unparse(one).startswith("__all__ ="))
+
+    assert names(f"envherd.{facade}") == names(f"envherd.executor.facades.{facade}")
+
+
+@needs("gymnasium")
+def test_a_facade_is_an_attribute_of_the_package_and_hides_no_library():
+    facade = envherd.gymnasium
+    assert facade.AsyncVectorEnv is importlib.import_module("envherd.executor.facades.gymnasium").AsyncVectorEnv
+    assert importlib.import_module("gymnasium").__name__ == "gymnasium"
+    with pytest.raises(AttributeError, match=r"no attribute 'gymnasum'\. Did you mean gymnasium\?"):
+        _ = envherd.gymnasum
 
 
 def test_a_library_that_lacks_a_package_of_its_own_is_not_taken_for_missing():

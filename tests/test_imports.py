@@ -67,7 +67,7 @@ ALLOWED = {
     "benchmarks/torchrl_scripts.py": {"torchrl", "dm_control", "pettingzoo"},
     "benchmarks/faults.py": {"stable_baselines3", "torchrl"},
     "benchmarks/portable.py": {"stable_baselines3"},
-    "benchmarks/peers.py": {"envpool", "stable_baselines3", "tianshou", "torchrl"},
+    "benchmarks/peers.py": {"envpool", "pufferlib", "stable_baselines3", "tianshou", "torchrl"},
     "benchmarks/plots.py": {"matplotlib"},
 }
 #: The parts of each layer, packages and single modules: each imports only itself and earlier parts.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -25,7 +26,7 @@ Call = tuple[str, str]
 
 #: Files of the project that a call touches in the caller's process, and calls of its functions: a receipt, as the lines
 #: of `tests/test_architecture.py` are. No env ends its episode, and there are four envs on one worker.
-TOUCHED = {"plain step": (15, 31), "step": (22, 56), "plain recv": (12, 33), "recv": (21, 68)}
+TOUCHED = {"plain step": (13, 31), "step": (20, 56), "plain recv": (12, 33), "recv": (19, 68)}
 LENGTH = 3
 needs_c = pytest.mark.skipif(native.load() is None, reason="the C extension was not built, or is switched off")
 #: Files of the hops in a worker.
@@ -83,11 +84,12 @@ def stepped(env: Any, *, ends: bool) -> list[Call]:
     return least(tries)
 
 
-def received(env: Any) -> list[Call]:
-    """Return the calls of a `recv` of all envs."""
+def received(env: Any, most: int = 0) -> list[Call]:
+    """Return the calls of a `recv` of all envs; on a busy machine it takes some time until one has `most`."""
     env.reset()
-    tries = []
-    for _ in range(8 * LENGTH):
+    tries: list[list[Call]] = []
+    end = time.monotonic() + 20
+    while len(tries) < 8 * LENGTH or (len(least(tries)) > most > 0 and time.monotonic() < end):
         env.send(env.rand_action())
         tries.append(calls_in(env.recv))
     return least(tries)
@@ -103,6 +105,12 @@ def opened(*, is_plain: bool) -> ParallelEnv:
 def test_the_caller_makes_the_hops_of_a_step_in_this_order(section, is_plain):
     with opened(is_plain=is_plain) as env:
         assert missing(section, stepped(env, ends=True), is_in_worker=False) == []
+
+
+@needs_c
+def test_the_caller_makes_the_hops_of_a_receive_in_this_order():
+    with opened(is_plain=False) as env:
+        assert missing("A receive", received(env), is_in_worker=False) == []
 
 
 def test_the_worker_makes_the_hops_of_a_step_in_this_order():
@@ -121,13 +129,13 @@ def test_a_hop_that_is_not_made_is_noticed():
 @pytest.mark.parametrize("name", TOUCHED)
 def test_calls_touch_no_more_files_than_they_did(name):
     with opened(is_plain=name.startswith("plain")) as env:
-        calls = received(env) if name.endswith("recv") else stepped(env, ends=False)
+        calls = received(env, TOUCHED[name][1]) if name.endswith("recv") else stepped(env, ends=False)
     touched = {file for file, _ in calls}
     assert (len(touched), len(calls)) <= TOUCHED[name], sorted(touched)
     assert len(touched) == TOUCHED[name][0], "lower the number"
 
 
 def test_walks_are_short():
-    plain, general = hops("A plain step"), hops("A step")
-    assert (len(plain), len({file for file, _ in plain})) <= (12, 10)
-    assert len(general) <= 22
+    for section, most, most_files in (("A plain step", 12, 9), ("A step", 18, 14), ("A receive", 12, 7)):
+        found = hops(section)
+        assert (len(found) <= most, len({file for file, _ in found}) <= most_files) == (True, True), section

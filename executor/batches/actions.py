@@ -15,7 +15,7 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from envherd.executor.batches.arguments import MASK_ADVICE
 from envherd.executor.batches.fast_tensordict import IS_AS_EXPECTED
-from envherd.executor.batches.plain_actions import Check, PlainIntake, compile_intake, finite
+from envherd.executor.batches.step_data import Check, PlainIntake, compile_intake, finite
 from envherd.executor.options import ActionCheck
 from envherd.shm.slab import GroupSlab
 from envherd.shm.specs import Binary, Box, Discrete, Key, LeafSpec, MultiDiscrete, OneHot
@@ -136,6 +136,19 @@ class GroupIntake:
             return False
         value = plain.find(td._tensordict)  # noqa: SLF001
         return plain.take_all(value) if rows is None else plain.take_some(value, rows)
+
+    def put(self, td: TensorDictBase, rows: np.ndarray | None = None) -> None:
+        """Check and write a batch, whose leaves all go through the slab; on an error nothing is written.
+
+        Args:
+            td: batch of k.
+            rows: as of `take`.
+
+        Raises:
+            ActionError: see `read`.
+        """
+        if not self.take(td, rows):
+            self.write(self.read(td, rows), rows)
 
     def _compile(self) -> PlainIntake | None:
         if len(self.leaves) != 1 or self.side_leaves:

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 _STEPS = ("step", "step_and_maybe_reset", "send")
 _ADVICE = (
     " Put actions into one: env.current().set('action', torch.as_tensor(actions)). For plain arrays use AsyncVectorEnv "
-    "of envherd.executor.facades.gymnasium."
+    "of envherd.gymnasium."
 )
 MASK_ADVICE = (
     "A mask of the envs to reset goes into one: TensorDict({'_reset': mask}, [num_envs]), a bool for each env."

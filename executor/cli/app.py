@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import inspect
 from importlib import metadata
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import typer
 
-from envherd.executor.cli.bench import Bench
-from envherd.executor.cli.check import Check
 from envherd.executor.cli.doctor import doctor
 from envherd.executor.cli.evaluate import Evaluate
 from envherd.executor.cli.init import init
 from envherd.executor.cli.listing import list_envs
-from envherd.executor.cli.record import Record
-from envherd.executor.cli.replay import Replay
-from envherd.executor.cli.rollout import Rollout
-from envherd.executor.cli.size import Size
-from envherd.executor.cli.top import Top
+from envherd.executor.cli.options import Bench, Check, Command, Record, Replay, Rollout, Size, Top
 
 app = typer.Typer(
     name="envherd",
@@ -29,14 +23,7 @@ app = typer.Typer(
 )
 
 
-class Command(Protocol):
-    """A dataclass whose fields are the options of a command, and whose docstring is its help."""
-
-    def run(self) -> int:
-        """Run the command; return the exit code."""
-
-
-def _add(kind: type[Command]) -> None:
+def _add(kind: type[Command] | type[Evaluate]) -> None:
     """Add the command that a class describes, under the name of the class."""
 
     def run(**options: Any) -> None:

@@ -10,96 +10,76 @@ import random
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import numpy as np
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from envherd.executor.cli.commands import carry_out, noting_interrupt, write_text
+from envherd.executor.cli.env_names import factory_for, full_name
 from envherd.executor.cli.exit_codes import EXIT_FAILED
-from envherd.executor.cli.option_values import EnvKwargs, Json, Quiet
+from envherd.executor.cli.options import Bench
+from envherd.executor.machine.machine import usable_cores
+from envherd.executor.parallel import ParallelEnv
+from envherd.executor.serial import SerialEnv
+from envherd.workers.errors import FactoryError
 
 SCHEMA = "envherd.bench/2"
 #: A function that makes a step of all envs, and one that ends them.
 Started = tuple[Callable[[], object], Callable[[], object]]
 _OURS, _MISSING = "envherd", "not installed"
-_ENV_HELP = "gymnasium:ID, meltingpot:SUBSTRATE, or python:MODULE:CALLABLE (a callable that returns a Gymnasium env)."
-_WORKERS_HELP = "envherd's worker processes; default: one per usable core."
-_QUICK_HELP = "Run 3 rounds of 0.2 s, in place of 5 rounds of 1 s."
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """Compare the speed of an env under envherd, in a serial loop, and under the installed libraries.
+def run(options: Bench) -> int:
+    """Measure every library and print a table; return the exit code."""
+    return carry_out(lambda: _prepare(options), lambda prepared: _work(options, prepared))
 
-    All run the same number of envs with fixed actions, and take turns.
+
+def _prepare(options: Bench) -> dict[str, Callable[[], Started]]:
+    """Return name -> what steps the envs.
+
+    Raises:
+        FactoryError: no such env, or the other libraries do not run its family.
     """
+    kwargs, name = options.env_kwargs, full_name(options.env)
+    factory, family = factory_for(name), name.partition(":")[0]
+    if family not in ("gymnasium", "python", "meltingpot"):
+        raise FactoryError(
+            f"bench failed: expected a Gymnasium env or a Melting Pot substrate, which other libraries also run, "
+            f"got {name}. `envherd size` measures envs of other families."
+        )
+    if family == "meltingpot" and kwargs:
+        raise FactoryError(
+            "bench failed: expected no --env-kwargs with Melting Pot, which TorchRL's env does not take."
+        )
+    make_env = functools.partial(factory, **kwargs) if kwargs else factory
+    return _contenders(family, make_env, options.envs, min(options.envs, options.workers or usable_cores()))
 
-    env: Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP)] = "gymnasium:CartPole-v1"
-    envs: Annotated[int, typer.Option(min=1, help="Number of envs.")] = 8
-    workers: Annotated[int | None, typer.Option(min=1, help=_WORKERS_HELP)] = None
-    quick: Annotated[bool, typer.Option("--quick", help=_QUICK_HELP)] = False
-    env_kwargs: EnvKwargs = None
-    json: Json = None
-    quiet: Quiet = False
 
-    def run(self) -> int:
-        """Measure every library and print a table; return the exit code."""
-        from envherd.executor.cli.commands import carry_out
+def _work(options: Bench, contenders: dict[str, Callable[[], Started]]) -> int:
+    """Measure, print and write; return the exit code."""
+    console = Console(stderr=options.json == "-", quiet=options.quiet)
+    num_rounds, seconds = (3, 0.2) if options.quick else (5, 1.0)
+    with console.status("") as status:
+        rates, failures = _measure(contenders, options.envs, num_rounds, seconds, status.update)
+    found = _summary(rates, failures)
+    console.print(_table(f"{options.env}, {options.envs} envs", found))
+    for name, why in failures.items():
+        if why != _MISSING:
+            Console(stderr=True).print(f"{name}: {why}", style="red", markup=False, soft_wrap=True)
+    plain = {"schema": SCHEMA, "env": options.env, "num_envs": options.envs, "libraries": found}
 
-        return carry_out(self._prepare, self._work)
-
-    def _prepare(self) -> dict[str, Callable[[], Started]]:
-        """Return name -> what steps the envs.
-
-        Raises:
-            FactoryError: no such env, or the other libraries do not run its family.
-        """
-        from envherd.executor.cli.env_names import factory_for, full_name
-        from envherd.executor.machine.machine import usable_cores
-        from envherd.workers.errors import FactoryError
-
-        kwargs, name = self.env_kwargs, full_name(self.env)
-        factory, family = factory_for(name), name.partition(":")[0]
-        if family not in ("gymnasium", "python", "meltingpot"):
-            raise FactoryError(
-                f"bench failed: expected a Gymnasium env or a Melting Pot substrate, which other libraries also run, "
-                f"got {name}. `envherd size` measures envs of other families."
-            )
-        if family == "meltingpot" and kwargs:
-            raise FactoryError(
-                "bench failed: expected no --env-kwargs with Melting Pot, which TorchRL's env does not take."
-            )
-        make_env = functools.partial(factory, **kwargs) if kwargs else factory
-        return _contenders(family, make_env, self.envs, min(self.envs, self.workers or usable_cores()))
-
-    def _work(self, contenders: dict[str, Callable[[], Started]]) -> int:
-        """Measure, print and write; return the exit code."""
-        console = Console(stderr=self.json == "-", quiet=self.quiet)
-        num_rounds, seconds = (3, 0.2) if self.quick else (5, 1.0)
-        with console.status("") as status:
-            rates, failures = _measure(contenders, self.envs, num_rounds, seconds, status.update)
-        found = _summary(rates, failures)
-        console.print(_table(f"{self.env}, {self.envs} envs", found))
-        for name, why in failures.items():
-            if why != _MISSING:
-                Console(stderr=True).print(f"{name}: {why}", style="red", markup=False, soft_wrap=True)
-        plain = {"schema": SCHEMA, "env": self.env, "num_envs": self.envs, "libraries": found}
-        from envherd.executor.cli.commands import write_text
-
-        write_text(self.json, json.dumps(plain, indent=2) + "\n")
-        return EXIT_FAILED if _OURS in failures else 0
+    write_text(options.json, json.dumps(plain, indent=2) + "\n")
+    return EXIT_FAILED if _OURS in failures else 0
 
 
 def _contenders(
     family: str, make_env: Callable[[], Any], num_envs: int, num_workers: int
 ) -> dict[str, Callable[[], Started]]:
     """Return name -> what steps the envs; libraries that fork come first, before this process has more threads."""
-    from envherd.executor.parallel import ParallelEnv
-    from envherd.executor.serial import SerialEnv
-
     many = [make_env] * num_envs
     here = {
         "a serial loop": functools.partial(_loop, many),
@@ -162,7 +142,6 @@ def _gymnasium(kind: str, many: list[Callable[[], Any]]) -> Started:
 
 
 def _sb3(many: list[Callable[[], Any]]) -> Started:
-    import numpy as np
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
     env = SubprocVecEnv(many, start_method="fork")
@@ -202,10 +181,7 @@ def _measure(
     Returns:
         name -> env-steps per second of each round, and name -> why it has none.
     """
-    import torch
-
     import envherd.workers.adapters.hosts.light_tensorboard  # noqa: F401  # keeps SB3, TorchRL from TensorFlow
-    from envherd.executor.cli.commands import noting_interrupt
 
     torch.set_num_threads(1)
     order, rates, failures = random.Random(0), dict[str, list[float]](), dict[str, str]()
@@ -272,8 +248,6 @@ def _summary(rates: dict[str, list[float]], failures: dict[str, str]) -> dict[st
         "status"; and if measured "steps_per_s", the median over the rounds, and "envherd_is", the quartiles of
         envherd's speed divided by this one, round by round (None if envherd failed).
     """
-    import numpy as np
-
     ours, found = rates.get(_OURS), {}
     for name in sorted(rates, key=lambda one: -float(np.median(rates[one]))):
         ratios = None if ours is None else np.quantile(np.divide(ours, rates[name]), (0.25, 0.5, 0.75)).tolist()

@@ -106,19 +106,25 @@ def started(made: Made, num_envs: int, *, is_drawn: bool = False, cluster: str |
     Args:
         made: of the env.
         num_envs: N.
-        is_drawn: the envs will be drawn. Without a display, MuJoCo needs MUJOCO_GL when workers start.
+        is_drawn: the envs will be drawn; see `drawing`.
         cluster: address of the cluster's head, or `auto`; None for this machine.
         **how: further arguments of the executor.
     """
     factory, kwargs = made
     how["env_kwargs"] = kwargs or None
-    if is_drawn and not platforms.has_display() and "MUJOCO_GL" not in os.environ:
-        how["options"] = replace(how.get("options") or ExecutorOptions(), env_vars={"MUJOCO_GL": "egl"})
+    if is_drawn:
+        how["options"] = drawing(how.get("options") or ExecutorOptions())
     if cluster is not None:
         from envherd.executor.cluster import RayParallelEnv
 
         return RayParallelEnv(num_envs, factory, address=cluster, **how)
     return ParallelEnv(num_envs, factory, **how)
+
+
+def drawing(options: ExecutorOptions) -> ExecutorOptions:
+    """Return options of envs that will be drawn. Without a display, MuJoCo needs MUJOCO_GL when workers start."""
+    has_display = platforms.has_display() or "MUJOCO_GL" in os.environ
+    return options if has_display else replace(options, env_vars={"MUJOCO_GL": "egl"})
 
 
 def policy_maker(name: str | None, option: str = "--policy") -> Callable[[BatchedEnv], Any] | None:

@@ -16,8 +16,7 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.show.camera import Camera, MediaError
-from envherd.executor.show.video import enlarged
+from envherd.executor.show.camera import Camera, MediaError, enlarged
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def picture(suffix: str) -> Callable[[Path | None], Path | None]:
@@ -69,9 +72,20 @@ def _json_object(text: str) -> dict[str, Any]:
     return found
 
 
+def parse_size(text: str) -> int:
+    """Return the bytes of a text such as `2GiB`, `512M` or `1.5 g`; the parser of sizes.
+
+    Units are powers of 1000, with an i of 1024.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if match is None or match.group(2) not in _UNITS:
+        raise typer.BadParameter(f"expected a number and a unit, e.g. 256GiB or 512MB, got {text!r}.")
+    return int(float(match.group(1)) * _UNITS[match.group(2)])
+
+
 # ---- options of several commands -------------------------------------------------------------------
 
-_ENV_HELP = (
+ENV_HELP = (
     "meltingpot:NAME, gymnasium:ID, dm_control:DOMAIN/TASK, pettingzoo:ID-OR-MODULE, gymnasium_vec:ID[:ROWS], "
     "envpool:TASK[:ROWS], vmas:SCENARIO[:ROWS], torchrl:MODULE:CALLABLE or python:MODULE:CALLABLE (a callable that "
     "returns an env)."
@@ -81,9 +95,10 @@ _MAX_STEPS_HELP = "Truncate episodes after this number of steps (meltingpot, gym
 _WORKERS_HELP = "Number of worker processes; default: one per usable core."
 _POLICY_HELP = "FACTORY(env) returns the policy; default: random actions."
 
-Env = Annotated[str, typer.Argument(metavar="ENV", help=_ENV_HELP, show_default=False)]
+Env = Annotated[str, typer.Argument(metavar="ENV", help=ENV_HELP, show_default=False)]
 EnvKwargs = Annotated[dict[str, Any] | None, typer.Option(metavar="JSON", parser=_json_object, help=_ENV_KWARGS_HELP)]
 MaxSteps = Annotated[int | None, typer.Option(min=1, help=_MAX_STEPS_HELP)]
+NumEnvs = Annotated[int, typer.Option(min=1, help="Number of envs.")]
 Workers = Annotated[int | None, typer.Option(min=1, help=_WORKERS_HELP)]
 Seed = Annotated[int | None, typer.Option(min=0, help="Root seed; default: drawn and printed.")]
 Policy = Annotated[str | None, typer.Option(metavar="MODULE:FACTORY", help=_POLICY_HELP)]

@@ -5,165 +5,103 @@ Guarantees: nothing that the directory names is imported or called, unless the c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
+import torch
 from rich.console import Console
 from rich.text import Text
+from tensordict import TensorDictBase
 
+from envherd.executor.cli.commands import carry_out, started
+from envherd.executor.cli.env_names import Made, made_for
 from envherd.executor.cli.exit_codes import EXIT_FAILED
-from envherd.executor.cli.option_values import EnvKwargs, Gif, Quiet, Sheet, Workers, picture
-
-if TYPE_CHECKING:
-    import torch
-    from tensordict import TensorDictBase
-
-    from envherd.executor.cli.env_names import Made
-    from envherd.executor.cli.media import Pictures
+from envherd.executor.cli.media import Pictures
+from envherd.executor.cli.options import Replay
+from envherd.executor.cli.rerun import Rerun
+from envherd.executor.cli.storing import StoreError, load_rollout, refuse_code
 
 #: Leaves that two runs cannot have in common.
 _NOT_COMPARED = {("interrupted",), ("episode", "time")}
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """What to run again.
+def run(options: Replay) -> int:
+    """Run a rollout or an episode again; return the exit code."""
+    is_named = options.env is not None or options.trust
+    if options.directory.is_file():
+        rerun = Rerun(options)
+        return carry_out(rerun.prepare, rerun.report, searches_here=is_named)
+    return carry_out(lambda: _prepare(options), lambda prepared: _report(options, *prepared), searches_here=is_named)
 
-    Attributes:
-        data: the batch `[N, T]`.
-        env: the name of the env, from the command line or else from the directory.
-        made: its factory and keyword arguments.
-        seed: the root seed.
+
+def _prepare(options: Replay) -> tuple[TensorDictBase, dict[str, Any], Made, Pictures]:
+    """Check the options before envs start.
+
+    Returns:
+        The stored batch `[N, T]`, its facts, with the env that the command line or else the directory names, the
+        factory and arguments of this env, and the pictures.
+
+    Raises:
+        StoreError: the directory holds no rollout, or names code that the command line does not.
+        FactoryError: no such env.
     """
+    data, facts = load_rollout(options.directory)
+    refuse_code(options.directory, (facts["env"], facts["env_kwargs"]), (options.env, options.env_kwargs))
+    pictures = Pictures(options.gif, options.png, data.shape[1])
+    facts["env"] = facts["env"] if options.env is None else options.env
+    kwargs = facts["env_kwargs"] if options.env_kwargs is None else options.env_kwargs
+    made = made_for(facts["env"], kwargs, facts["max_steps"], with_frames=pictures.are_wanted)
+    return data, facts, made, pictures
 
-    data: TensorDictBase
-    env: str
-    made: Made
-    seed: int
+
+def _report(options: Replay, data: TensorDictBase, facts: dict[str, Any], made: Made, pictures: Pictures) -> int:
+    """Run the rollout again and report; return the exit code."""
+    console, env = Console(quiet=options.quiet), facts["env"]
+    difference = _replay(options, data, facts, made, pictures)
+    for path in pictures.write(f"{env}, again").values():
+        console.print(f"{path} written", highlight=False)
+    if difference:
+        text = Text(f"{env} differs: {difference}", "bold red")
+        Console(stderr=options.quiet).print(text, soft_wrap=True)
+        return EXIT_FAILED
+    same = f"{env}: {data.shape[1]} steps of {data.shape[0]} envs are equal to those stored."
+    console.print(Text(same, "green"), soft_wrap=True)
+    return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Replay:
-    """Repeat the actions of a stored rollout, or of the episode in a crash capsule, from the same seed.
-
-    The exit code of a rollout is 0 if all observations, rewards and flags are equal, and 1 at the first difference.
-    That of a capsule is 0 if the env fails again in the same step and the same way, 1 if anything else happens, and 3
-    if all steps go through. PATH runs no code: an env that it cannot just look up in an installed package must be named
-    by --env.
-    """
-
-    directory: Annotated[
-        Path,
-        typer.Argument(
-            metavar="PATH",
-            help="A folder that `envherd rollout --out DIR` wrote, or a file of ExecutorOptions(capsules=DIR).",
-            show_default=False,
-        ),
-    ]
-    env: Annotated[str | None, typer.Option(metavar="ENV", help="Run this env, in place of the one in PATH.")] = None
-    env_kwargs: EnvKwargs = None
-    workers: Workers = None
-    gif: Gif = None
-    png: Sheet = None
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Run whatever code a capsule names: import its env, load its pickle.")
-    ] = False
-    pdb: Annotated[bool, typer.Option("--pdb", help="Of a capsule: stop in the debugger before the last step.")] = False
-    record: Annotated[
-        Path | None, typer.Option(metavar="PATH", callback=picture(".mp4"), help="Of a capsule: write a video (MP4).")
-    ] = None
-    quiet: Quiet = False
-
-    def run(self) -> int:
-        """Run a rollout or an episode again; return the exit code."""
-        from envherd.executor.cli.commands import carry_out
-
-        if self.directory.is_file():
-            from envherd.executor.cli.rerun import Rerun
-
-            if self.workers or self.gif or self.png:
-                raise typer.BadParameter("expected no --workers, --gif or --png for a capsule, which has one env.")
-            rerun = Rerun(self.directory, self.env, self.env_kwargs, self.trust, self.pdb, self.record, self.quiet)
-            is_named = self.env is not None or self.trust
-            return carry_out(rerun.prepare, rerun.report, searches_here=is_named)
-        if self.trust or self.pdb or self.record:
-            raise typer.BadParameter(f"expected a capsule for --trust, --pdb and --record, got {self.directory}.")
-        return carry_out(self._prepare, lambda prepared: self._report(*prepared), searches_here=self.env is not None)
-
-    def _prepare(self) -> tuple[_Stored, Pictures]:
-        """Check the options before envs start.
-
-        Raises:
-            StoreError: the directory holds no rollout, or names code that the command line does not.
-            FactoryError: no such env.
-        """
-        from envherd.executor.cli.env_names import made_for
-        from envherd.executor.cli.media import Pictures
-        from envherd.executor.cli.storing import load_rollout, refuse_code
-
-        data, facts = load_rollout(self.directory)
-        refuse_code(self.directory, (facts["env"], facts["env_kwargs"]), (self.env, self.env_kwargs))
-        pictures = Pictures(self.gif, self.png, data.shape[1])
-        env = facts["env"] if self.env is None else self.env
-        kwargs = facts["env_kwargs"] if self.env_kwargs is None else self.env_kwargs
-        made = made_for(env, kwargs, facts["max_steps"], with_frames=pictures.are_wanted)
-        return _Stored(data, env, made, facts["seed"]), pictures
-
-    def _report(self, stored: _Stored, pictures: Pictures) -> int:
-        """Run the rollout again and report; return the exit code."""
-        console = Console(quiet=self.quiet)
-        difference = self._replay(stored, pictures, console)
-        for path in pictures.write(f"{stored.env}, again").values():
-            console.print(f"{path} written", highlight=False)
-        if difference:
-            text = Text(f"{stored.env} differs: {difference}", "bold red")
-            Console(stderr=self.quiet).print(text, soft_wrap=True)
-            return EXIT_FAILED
-        same = f"{stored.env}: {stored.data.shape[1]} steps of {stored.data.shape[0]} envs are equal to those stored."
-        console.print(Text(same, "green"), soft_wrap=True)
-        return 0
-
-    def _replay(self, stored: _Stored, pictures: Pictures, console: Console) -> str:
-        """Run the rollout again; return the first difference as text, or an empty string."""
-        import torch
-
-        from envherd.executor.cli.commands import started
-        from envherd.executor.cli.storing import StoreError
-
-        data = stored.data
-        num_envs, num_steps = data.shape[:2]
-        how: dict[str, Any] = {"num_workers": self.workers, "seed": stored.seed}
-        difference = ""
-        with console.status(f"starting {num_envs} envs"):
-            env = started(stored.made, num_envs, is_drawn=pictures.are_wanted, **how)
-        with env, console.status("stepping"), torch.no_grad():
-            inputs = [leaf.key for leaf in (*env.spec.action, *env.spec.state)]
-            if missing := [key for key in inputs if data.get(key, None) is None]:
-                raise StoreError(f"replay failed: expected {missing[0]} in {self.directory}, as {stored.env} takes it.")
-            root = env.reset()
-            pictures.look(env, 0, root)
-            for step in range(num_steps):
-                then = data[:, step]
-                difference = difference or _difference(step, then, root, {*inputs})
-                for key in inputs:
-                    root.set(key, then[key].clone())
-                td, root = env.step_and_maybe_reset(root)
-                difference = difference or _difference(step, then["next"], td["next"], set(), "next/")
-                pictures.look(env, step + 1, td["next"])
-                if difference and not pictures.are_wanted:
-                    break
-        return difference
+def _replay(options: Replay, data: TensorDictBase, facts: dict[str, Any], made: Made, pictures: Pictures) -> str:
+    """Run the rollout again; return the first difference as text, or an empty string."""
+    console, (num_envs, num_steps) = Console(quiet=options.quiet), data.shape[:2]
+    how: dict[str, Any] = {"num_workers": options.workers, "seed": facts["seed"]}
+    difference = ""
+    with console.status(f"starting {num_envs} envs"):
+        env = started(made, num_envs, is_drawn=pictures.are_wanted, **how)
+    with env, console.status("stepping"), torch.no_grad():
+        inputs = [leaf.key for leaf in (*env.spec.action, *env.spec.state)]
+        if missing := [key for key in inputs if data.get(key, None) is None]:
+            raise StoreError(
+                f"replay failed: expected {missing[0]} in {options.directory}, as {facts['env']} takes it."
+            )
+        root = env.reset()
+        pictures.look(env, 0, root)
+        for step in range(num_steps):
+            then = data[:, step]
+            difference = difference or _difference(step, then, root, {*inputs})
+            for key in inputs:
+                root.set(key, then[key].clone())
+            td, root = env.step_and_maybe_reset(root)
+            difference = difference or _difference(step, then["next"], td["next"], set(), "next/")
+            pictures.look(env, step + 1, td["next"])
+            if difference and not pictures.are_wanted:
+                break
+    return difference
 
 
 def _difference(step: int, stored: TensorDictBase, found: TensorDictBase, without: set[Any], prefix: str = "") -> str:
     """Return the first leaf of the envs in which two batches `[N]` differ, as text; empty if none does."""
-    import torch
-
-    for key, value in _tensors(found):
-        if key in without or key in _NOT_COMPARED or key[-2:] in _NOT_COMPARED:
+    for one, value in found.items(include_nested=True, leaves_only=True):
+        key = (one,) if isinstance(one, str) else one
+        is_compared = isinstance(value, torch.Tensor) and not {key, key[-2:]} & _NOT_COMPARED
+        if key in without or not is_compared:
             continue
         name, other = prefix + "/".join(key), stored.get(key, None)
         if not isinstance(other, torch.Tensor) or other.shape != value.shape:
@@ -174,11 +112,3 @@ def _difference(step: int, stored: TensorDictBase, found: TensorDictBase, withou
         if rows:
             return f"{name} of env {rows[0]} at step {step}."
     return ""
-
-
-def _tensors(td: TensorDictBase) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    import torch
-
-    for key, value in td.items(include_nested=True, leaves_only=True):
-        if isinstance(value, torch.Tensor):
-            yield (key,) if isinstance(key, str) else key, value

@@ -14,46 +14,38 @@ import pickle
 import re
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.text import Text
+from tensordict import TensorDictBase
 
+from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.commands import started
-from envherd.executor.cli.env_names import made_for
+from envherd.executor.cli.env_names import Made, made_for
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_NO_FAILURE
+from envherd.executor.cli.options import Replay
 from envherd.executor.cli.storing import has_text, refuse_code
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.capsule_file import Capsule, CapsuleError, load_capsule
 from envherd.executor.pools.capsules import FATAL, OPTIONS, digest
 from envherd.executor.pools.worker_process import describe_exit
 from envherd.executor.serial import SerialEnv
-from envherd.workers.errors import EnvError, EnvherdError, WorkerLost, WorkerTimeout
-
-if TYPE_CHECKING:
-    from tensordict import TensorDictBase
-
-    from envherd.executor.batched import BatchedEnv
-    from envherd.executor.cli.env_names import Made
+from envherd.executor.show.camera import Camera
+from envherd.executor.show.video import Video, require_imageio
+from envherd.workers.errors import EnvError, WorkerLost, WorkerTimeout
 
 _FPS = 20.0
 
 
-@dataclass(frozen=True)
 class Rerun:
-    """The command for one capsule; see `replay.Replay` for its options."""
+    """The command for one capsule."""
 
-    path: Path
-    env: str | None
-    env_kwargs: dict[str, Any] | None
-    trust: bool
-    pdb: bool
-    record: Path | None
-    quiet: bool
+    def __init__(self, options: Replay) -> None:
+        self._options, self._path = options, options.directory
 
     def prepare(self) -> tuple[Capsule, Made, ExecutorOptions]:
         """Read the capsule and find its env; build nothing.
@@ -63,10 +55,10 @@ class Rerun:
                 not.
             FactoryError: no such env.
         """
-        capsule = load_capsule(self.path)
+        capsule = load_capsule(self._path)
         facts = capsule.facts
         if lost := [what for what in facts["missing"] if what in FATAL]:
-            raise CapsuleError(f"replay failed: expected all of the episode, but {self.path} lacks {', '.join(lost)}.")
+            raise CapsuleError(f"replay failed: expected all of the episode, but {self._path} lacks {', '.join(lost)}.")
         try:
             options = ExecutorOptions(
                 **{name: facts["options"][name] for name in OPTIONS},
@@ -74,52 +66,48 @@ class Rerun:
                 check_actions="off",
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise CapsuleError(f"reading {self.path} failed: expected options of an executor, got {error}") from None
-        if self.record is not None:
-            from envherd.executor.show.video import require_imageio
-
+            raise CapsuleError(f"reading {self._path} failed: expected options of an executor, got {error}") from None
+        if self._options.record is not None:
             require_imageio()
         return capsule, self._made(capsule), options
 
     def _made(self, capsule: Capsule) -> Made:
         """Return the factory and its arguments that the command line, or else the capsule, names."""
-        facts, name = capsule.facts, self.env or capsule.facts["env"]
-        kwargs: dict[str, Any] = facts["env_kwargs"] if self.env_kwargs is None else self.env_kwargs
-        if self.trust:
+        facts, name = capsule.facts, self._options.env or capsule.facts["env"]
+        kwargs: dict[str, Any] = facts["env_kwargs"] if self._options.env_kwargs is None else self._options.env_kwargs
+        if self._options.trust:
             sys.path += [folder for folder in facts["search"] if folder not in sys.path]
-        if self.trust and self.env is None and capsule.pickled is not None:
+        if self._options.trust and self._options.env is None and capsule.pickled is not None:
             factory, kwargs = pickle.loads(capsule.pickled)  # which the user trusts
             return pickle.loads(factory), kwargs
         if name is None:
             trusted = ", or --trust, which loads the pickled factory" if capsule.pickled is not None else ""
             raise CapsuleError(
-                f"replay failed: expected the name of an env, but {self.path} has none: its factory was no function of "
-                f"a module. Pass --env MODULE:CALLABLE{trusted}. (Capsules(pickle=True) keeps such factories.)"
+                f"replay failed: expected the name of an env, but {self._path} has none: its factory was no function "
+                f"of a module. Pass --env MODULE:CALLABLE{trusted}. (Capsules(pickle=True) keeps such factories.)"
             )
-        if not self.trust:
+        if not self._options.trust:
             if has_text(facts["reset_options"]):
                 raise CapsuleError(
-                    f"replay failed: expected resets without texts, which may name code, but {self.path} has "
+                    f"replay failed: expected resets without texts, which may name code, but {self._path} has "
                     f"{facts['reset_options']}. If you trust it, pass --trust."
                 )
-            refuse_code(self.path, (name, kwargs), (self.env, self.env_kwargs), self._or_trust)
-        factory, kwargs = made_for(name, kwargs, None, with_frames=self.record is not None)
+            or_trust = f"\nor\n  envherd replay {shlex.quote(str(self._path))} --trust"
+            refuse_code(self._path, (name, kwargs), (self._options.env, self._options.env_kwargs), or_trust)
+        factory, kwargs = made_for(name, kwargs, None, with_frames=self._options.record is not None)
         if name == facts["env"] and facts["fields"]:
             try:
                 factory = replace(factory, **facts["fields"])  # type: ignore[type-var]  # those with fields are
             except TypeError as error:
-                raise CapsuleError(f"reading {self.path} failed: expected options of {name}, got {error}.") from None
+                raise CapsuleError(f"reading {self._path} failed: expected options of {name}, got {error}.") from None
         return factory, kwargs
-
-    @property
-    def _or_trust(self) -> str:
-        return f"\nor\n  envherd replay {shlex.quote(str(self.path))} --trust"
 
     def report(self, prepared: tuple[Capsule, Made, ExecutorOptions]) -> int:
         """Run the episode again and report; return the exit code."""
         capsule, made, options = prepared
-        console = Console(quiet=self.quiet)
-        facts, failure = capsule.facts, _Failure.of_capsule(capsule)
+        console = Console(quiet=self._options.quiet)
+        facts = capsule.facts
+        failure = _in_words(facts["failure"], facts["failure"].get("phase"), facts["num_steps"])
         console.print(
             f"env {facts['env_id']}, episode {facts['episode']}, seed {facts['seed']}, {facts['num_steps']} steps: "
             f"{failure}",
@@ -130,9 +118,9 @@ class Rerun:
         for warning in _warnings(facts):
             console.print(Text(f"note: {warning}", "yellow"), soft_wrap=True)
         found, difference = self._run(capsule, made, options)
-        if self.record is not None:
-            console.print(f"{self.record} written", highlight=False)
-        if found is None:
+        if self._options.record is not None:
+            console.print(f"{self._options.record} written", highlight=False)
+        if not found:
             code, text = EXIT_NO_FAILURE, f"It did not fail: {facts['num_steps']} steps went through."
             if difference:
                 code, text = EXIT_FAILED, f"It did not fail, and differed before: {difference}"
@@ -140,26 +128,32 @@ class Rerun:
             code, text = 0, f"It failed again: {found}"
         else:
             code, text = EXIT_FAILED, f"It failed otherwise: {found}"
-        if code != EXIT_FAILED and difference and found is not None:
+        if code != EXIT_FAILED and difference and found:
             text += f" (But {difference})"
-        where = Console(stderr=self.quiet) if code else console
+        where = Console(stderr=self._options.quiet) if code else console
         where.print(Text(text, "green" if code == 0 else "bold red"), soft_wrap=True)
         return code
 
-    def _run(self, capsule: Capsule, made: Made, options: ExecutorOptions) -> tuple[_Failure | None, str]:
-        """Run the episode again; return how it failed, if it did, and how it differed before, if it did."""
+    def _run(self, capsule: Capsule, made: Made, options: ExecutorOptions) -> tuple[str, str]:
+        """Run the episode again; return how it failed and how it differed before, each empty if it did not."""
         how: dict[str, Any] = {"seed": capsule.facts["root_seed"], "options": options}
-        if self.pdb:
+        if self._options.pdb:
             env: BatchedEnv = SerialEnv(1, made[0], env_kwargs=made[1] or None, **how)
         else:
-            env = started(made, 1, is_drawn=self.record is not None, num_workers=1, **how)
+            env = started(made, 1, is_drawn=self._options.record is not None, num_workers=1, **how)
         with contextlib.ExitStack() as stack, torch.no_grad():
             stack.enter_context(env)
-            episode = _Episode(capsule, env, self.pdb, _camera(env, self.record, stack))
+            video = None
+            if self._options.record is not None:
+                video = stack.enter_context(contextlib.closing(Video(self._options.record, _FPS)))
+            episode = _Episode(capsule, env, self._options.pdb, video)
             try:
-                return None, episode.run()
+                return "", episode.run()
             except (EnvError, WorkerLost, WorkerTimeout) as error:
-                return _Failure.of_error(error, episode.num_steps), episode.difference
+                known = error.context
+                found = {"error": type(error).__name__, "type": known.get("type_name"), "message": known.get("reason")}
+                found["exit_code"] = known.get("exit_code")
+                return _in_words(found, known["phase"], episode.num_steps), episode.difference
 
 
 class _Episode:
@@ -170,8 +164,9 @@ class _Episode:
         difference: what differed before the failure, as text.
     """
 
-    def __init__(self, capsule: Capsule, env: BatchedEnv, stops: bool, look: Callable[[Any], None]) -> None:  # noqa: FBT001
-        self._facts, self._env, self._stops, self._look = capsule.facts, env, stops, look
+    def __init__(self, capsule: Capsule, env: BatchedEnv, stops: bool, video: Video | None) -> None:  # noqa: FBT001
+        self._facts, self._env, self._stops, self._video = capsule.facts, env, stops, video
+        self._camera = Camera(env)
         self.num_steps, self.difference = 0, ""
         leaves = [*env.spec.action, *env.spec.state]
         stored = [(array.shape[1:], str(array.dtype)) for array in capsule.inputs.values()]
@@ -209,47 +204,34 @@ class _Episode:
         pool: Any = self._env.engine.pool
         return _stop_before(call, pool.adapters[0].env, self.num_steps)
 
+    def _look(self, td: TensorDictBase) -> None:
+        if self._video is not None:
+            self._video.add(self._camera.look_at_first(td))
+
     def _digest(self, root: TensorDictBase) -> str:
         spec = self._env.spec
         leaves = [leaf.key for leaf in spec.observation if not leaf.is_side]
         return digest(spec, {key: root.get(key)[0].numpy(force=True) for key in leaves})
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """How an episode failed; equal if it failed in the same step and the same way."""
+def _in_words(facts: Mapping[str, Any], phase: Any, step: int) -> str:
+    """Describe a failure without what may differ from run to run: process ids, addresses, the factory's place.
 
-    step: int
-    phase: str
-    what: str
-
-    def __str__(self) -> str:
-        where = f"in step {self.step}" if self.phase == "step" else "in the reset"
-        return f"{self.what} {where}."
-
-    @classmethod
-    def of_capsule(cls, capsule: Capsule) -> _Failure:
-        stored = {"error": "", "type": "", "message": "", "exit_code": None, "phase": "", **capsule.facts["failure"]}
-        what = _in_words(stored["error"], stored["type"], stored["message"], stored["exit_code"])
-        return cls(capsule.facts["num_steps"], str(stored["phase"]), what)
-
-    @classmethod
-    def of_error(cls, error: EnvherdError, step: int) -> _Failure:
-        context = error.context
-        what = _in_words(
-            type(error).__name__, context.get("type_name"), context.get("reason"), context.get("exit_code")
-        )
-        return cls(step, str(context["phase"]), what)
-
-
-def _in_words(error: Any, kind: Any, message: Any, exit_code: Any) -> str:
-    """Describe a failure without what may differ from run to run: process ids, addresses, the factory's place."""
+    Args:
+        facts: "error", the name of the class; of what an env raised "type" and "message"; of a loss "exit_code".
+        phase: in which it failed.
+        step: in which it failed, from 1.
+    """
+    error, exit_code = facts.get("error", ""), facts.get("exit_code")
     if error == WorkerLost.__name__:
-        return f"{error} ({describe_exit(exit_code if isinstance(exit_code, int) else None)})"
-    if error == WorkerTimeout.__name__:
-        return f"{error} (a hang)"
-    text = re.sub(r"0x[0-9a-fA-F]+", "0x...", str(message).partition(" Built by ")[0])
-    return "".join(one if one.isprintable() else " " for one in f"{error} ({kind}: {text})")
+        what = f"{error} ({describe_exit(exit_code if isinstance(exit_code, int) else None)})"
+    elif error == WorkerTimeout.__name__:
+        what = f"{error} (a hang)"
+    else:
+        message = re.sub(r"0x[0-9a-fA-F]+", "0x...", str(facts.get("message", "")).partition(" Built by ")[0])
+        what = f"{error} ({facts.get('type', '')}: {message})"
+    shown = "".join(one if one.isprintable() else " " for one in what)
+    return f"{shown} in step {step}." if phase == "step" else f"{shown} in the reset."
 
 
 def _warnings(facts: dict[str, Any]) -> list[str]:
@@ -258,23 +240,6 @@ def _warnings(facts: dict[str, Any]) -> list[str]:
     if facts["episode"]:
         found.append("its env had earlier episodes; an env whose state outlives a reset may behave otherwise here.")
     return found
-
-
-def _camera(env: BatchedEnv, path: Path | None, stack: contextlib.ExitStack) -> Callable[[Any], None]:
-    """Return what adds a picture of the env to the film, if one is wanted."""
-    if path is None:
-        return lambda _td: None
-    from envherd.executor.show.camera import Camera
-    from envherd.executor.show.video import Video, enlarged
-
-    camera, video = Camera(env), stack.enter_context(contextlib.closing(Video(path, _FPS)))
-
-    def look(td: TensorDictBase) -> None:
-        frame = camera.look(td)[0]
-        assert frame is not None  # `Camera` has refused envs without pictures
-        video.add(enlarged(frame))
-
-    return look
 
 
 def _stop_before(call: Callable[[], Any], env: Any, step: int) -> Any:

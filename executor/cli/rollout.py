@@ -5,199 +5,255 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-from rich.table import Column
+import torch
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
 
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.cli.commands import carry_out, complain, noting_interrupt, policy_maker, started, write_text
+from envherd.executor.cli.env_names import Made, full_name, made_for
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
-from envherd.executor.cli.option_values import (
-    Env,
-    EnvKwargs,
-    Gif,
-    Json,
-    MaxSteps,
-    Policy,
-    Quiet,
-    Seed,
-    Sheet,
-    Workers,
-    new_folder,
-)
+from envherd.executor.cli.media import Pictures
+from envherd.executor.cli.options import Rollout
+from envherd.executor.cli.returns import Returns
+from envherd.executor.cli.storing import RolloutStore
+from envherd.executor.monitor.statistics import Statistics
+from envherd.executor.show.camera import MediaError
+from envherd.executor.sizing.settings import size_text
+from envherd.workers.errors import EnvherdError
+from envherd.workers.processes import memory_of
 
-if TYPE_CHECKING:
-    from envherd.executor.batched import BatchedEnv
-    from envherd.executor.cli.env_names import Made
-    from envherd.executor.cli.figures import Collected
-    from envherd.executor.cli.media import Pictures
-    from envherd.executor.cli.storing import RolloutStore
-
+SCHEMA = "envherd.rollout/1"
+#: Fields of `WorkerStatistics` in the figures.
+_OF_WORKER = ("worker_id", "pid", "env_ids", "busy_share", "uss_bytes", "pss_bytes")
+#: Agents shown by name in the table; the JSON has all of them.
+_MAX_NAMES = 16
 #: Seconds between updates of the progress bar; few updates, so that they do not slow down fast envs.
 _REFRESH_S = 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rollout:
-    """Run envs in parallel and report speed, returns and memory.
+def run(options: Rollout) -> int:
+    """Run a rollout and report it; return the exit code."""
+    return carry_out(lambda: _prepare(options), lambda prepared: _work(options, *prepared))
 
-    After Ctrl-C, the command reports and writes the steps collected until then. A second Ctrl-C ends it at once.
+
+def _prepare(options: Rollout) -> tuple[Made, Any, Pictures, RolloutStore | None]:
+    """Check the options before envs start.
+
+    Returns:
+        The factory and its arguments, what makes the policy or None, the pictures, and the store or None.
+    """
+    pictures = Pictures(options.gif, options.png, options.steps)
+    made = made_for(options.env, options.env_kwargs, options.max_steps, with_frames=pictures.are_wanted)
+    store = None if options.out is None else RolloutStore(options.out, options.steps)
+    return made, policy_maker(options.policy), pictures, store
+
+
+def _work(options: Rollout, made: Made, make_policy: Any, pictures: Pictures, store: RolloutStore | None) -> int:
+    """Collect, write and report; return the exit code."""
+    console = Console(stderr=options.json == "-", quiet=options.quiet)
+    if make_policy is None:
+        # Without a policy, torch only copies here, and its threads would compete with the workers for cores:
+        # storing 440 MB took 7-16 s with two threads on two busy cores, 1 s with one.
+        torch.set_num_threads(1)
+    with console.status(f"starting {options.envs} envs"):
+        how: dict[str, Any] = {"num_workers": options.workers, "seed": options.seed}
+        env = started(made, options.envs, is_drawn=pictures.are_wanted, cluster=options.cluster, **how)
+    with env:
+        act = env.rand_action if make_policy is None else make_policy(env)
+        collected = _collect(options, env, act, pictures, store, console)
+        memory = memory_of(os.getpid(), is_alone=True)
+        requested = {"env": options.env, "num_envs": options.envs, "num_workers": env.num_workers, "seed": env.seed}
+        found = figures({**requested, "steps": options.steps}, collected, env.statistics(), memory)
+    unwritten: Exception | None = None
+    try:
+        if collected.steps_done:
+            with console.status("writing"):
+                if store is not None:
+                    facts = {"env": full_name(options.env), "env_kwargs": options.env_kwargs or {}, "seed": env.seed}
+                    store.finish({**facts, "max_steps": options.max_steps})
+                    found["files"]["out"] = str(options.out)
+                found["files"] |= pictures.write(options.env)
+    except (MediaError, OSError) as error:  # the figures are reported anyway
+        unwritten = error
+    console.print(table(found))
+    write_text(options.json, json.dumps(found, indent=2) + "\n")
+    failures = [failure for failure in (collected.failure, unwritten) if failure is not None]
+    for failure in failures:
+        complain(Console(stderr=True), failure)
+    if failures:
+        return EXIT_FAILED
+    return EXIT_INTERRUPTED if collected.is_interrupted else 0
+
+
+def _collect(
+    options: Rollout,
+    env: BatchedEnv,
+    act: Callable[[Any], Any],
+    pictures: Pictures,
+    store: RolloutStore | None,
+    console: Console,
+) -> Collected:
+    """Collect the steps. Ctrl-C, or an error after the first step, ends the loop; complete steps are kept.
+
+    Raises:
+        MediaError: pictures are wanted, but no env has one. Raised before the first step.
+        EnvherdError: an env or a worker failed in the first reset or step.
+    """
+    found = Collected(returns=Returns(env.spec, env.num_envs))
+    clock, shown = time.perf_counter, 0.0
+    speed = TextColumn("{task.fields[rate]:,.0f} env-steps/s  {task.fields[episodes]} episodes", style="green")
+    bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), speed, console=console)
+    task = bar.add_task("steps", total=options.steps, rate=0.0, episodes=0)
+    with bar, torch.no_grad():
+        root = env.reset()
+        pictures.look(env, 0, root)
+        with noting_interrupt() as pressed:
+            try:
+                for step in range(1, options.steps + 1):
+                    start = clock()
+                    td, root = env.step_and_maybe_reset(act(root))
+                    stepped = clock()
+                    found.returns.add(td["next"])
+                    if store is not None:
+                        store.add(td)
+                    pictures.look(env, step, td["next"])
+                    found.steps_done = step
+                    found.collect_s += stepped - start
+                    found.keep_s += clock() - stepped
+                    if clock() - shown > _REFRESH_S or step == options.steps:
+                        shown, rate = clock(), step * env.num_envs / found.collect_s
+                        bar.update(task, completed=step, rate=rate, episodes=found.returns.num_episodes)
+                    if pressed:
+                        found.is_interrupted = True
+                        break
+            except EnvherdError as error:
+                if found.steps_done == 0:
+                    raise
+                found.failure = error
+    return found
+
+
+@dataclass(kw_only=True)
+class Collected:
+    """What the loop of a rollout counts.
+
+    Attributes:
+        returns: of the agents.
+        steps_done: completed steps of the whole batch.
+        collect_s: seconds in the policy, in steps and in resets of envs whose episode ended. Excludes the
+            start of workers, the first reset, and `keep_s`.
+        keep_s: seconds for drawing, counting and storing.
+        is_interrupted: Ctrl-C ended the rollout.
+        failure: the error that ended the rollout after at least one step, or None.
     """
 
-    env: Env
-    envs: Annotated[int, typer.Option(min=1, help="Number of envs.")] = 4
-    workers: Workers = None
-    cluster: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Run on the nodes of a Ray cluster: HOST:PORT of its head, or auto."),
-    ] = None
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each env; envs whose episode ends are reset.")] = 200
-    seed: Seed = None
-    policy: Policy = None
-    max_steps: MaxSteps = None
-    env_kwargs: EnvKwargs = None
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", callback=new_folder, help="Write the data: a memory-mapped TensorDict."),
-    ] = None
-    gif: Gif = None
-    png: Sheet = None
-    json: Json = None
-    quiet: Quiet = False
-
-    def run(self) -> int:
-        """Run a rollout and report it; return the exit code."""
-        from envherd.executor.cli.commands import carry_out
-
-        return carry_out(self._prepare, lambda prepared: self._work(*prepared))
-
-    def _prepare(self) -> tuple[Made, Any, Pictures, RolloutStore | None]:
-        """Check the options before envs start.
-
-        Returns:
-            The factory and its arguments, what makes the policy or None, the pictures, and the store or None.
-        """
-        from envherd.executor.cli.commands import policy_maker
-        from envherd.executor.cli.env_names import made_for
-        from envherd.executor.cli.media import Pictures
-        from envherd.executor.cli.storing import RolloutStore
-
-        pictures = Pictures(self.gif, self.png, self.steps)
-        made = made_for(self.env, self.env_kwargs, self.max_steps, with_frames=pictures.are_wanted)
-        store = None if self.out is None else RolloutStore(self.out, self.steps)
-        return made, policy_maker(self.policy), pictures, store
-
-    def _work(self, made: Made, make_policy: Any, pictures: Pictures, store: RolloutStore | None) -> int:
-        """Collect, write and report; return the exit code."""
-        import torch
-
-        from envherd.executor.cli.commands import complain, started, write_text
-        from envherd.executor.cli.env_names import full_name
-        from envherd.executor.cli.figures import figures, table
-        from envherd.executor.show.camera import MediaError
-        from envherd.workers.processes import memory_of
-
-        console = Console(stderr=self.json == "-", quiet=self.quiet)
-        if make_policy is None:
-            # Without a policy, torch only copies here, and its threads would compete with the workers for cores:
-            # storing 440 MB took 7-16 s with two threads on two busy cores, 1 s with one.
-            torch.set_num_threads(1)
-        with console.status(f"starting {self.envs} envs"):
-            how: dict[str, Any] = {"num_workers": self.workers, "seed": self.seed}
-            env = started(made, self.envs, is_drawn=pictures.are_wanted, cluster=self.cluster, **how)
-        with env:
-            act = env.rand_action if make_policy is None else make_policy(env)
-            collected = self._collect(env, act, pictures, store, console)
-            memory = memory_of(os.getpid(), is_alone=True)
-            requested = {"env": self.env, "num_envs": self.envs, "num_workers": env.num_workers, "seed": env.seed}
-            found = figures({**requested, "steps": self.steps}, collected, env.statistics(), memory)
-        unwritten: Exception | None = None
-        try:
-            if collected.steps_done:
-                with console.status("writing"):
-                    if store is not None:
-                        facts = {"env": full_name(self.env), "env_kwargs": self.env_kwargs or {}, "seed": env.seed}
-                        store.finish({**facts, "max_steps": self.max_steps})
-                        found["files"]["out"] = str(self.out)
-                    found["files"] |= pictures.write(self.env)
-        except (MediaError, OSError) as error:  # the figures are reported anyway
-            unwritten = error
-        console.print(table(found))
-        write_text(self.json, json.dumps(found, indent=2) + "\n")
-        failures = [failure for failure in (collected.failure, unwritten) if failure is not None]
-        for failure in failures:
-            complain(Console(stderr=True), failure)
-        if failures:
-            return EXIT_FAILED
-        return EXIT_INTERRUPTED if collected.is_interrupted else 0
-
-    def _collect(
-        self,
-        env: BatchedEnv,
-        act: Callable[[Any], Any],
-        pictures: Pictures,
-        store: RolloutStore | None,
-        console: Console,
-    ) -> Collected:
-        """Collect the steps. Ctrl-C, or an error after the first step, ends the loop; complete steps are kept.
-
-        Raises:
-            MediaError: pictures are wanted, but no env has one. Raised before the first step.
-            EnvherdError: an env or a worker failed in the first reset or step.
-        """
-        import torch
-
-        from envherd.executor.cli.commands import noting_interrupt
-        from envherd.executor.cli.figures import Collected
-        from envherd.executor.cli.returns import Returns
-        from envherd.workers.errors import EnvherdError
-
-        found = Collected(returns=Returns(env.spec, env.num_envs))
-        clock, shown = time.perf_counter, 0.0
-        bar = _bar(console)
-        task = bar.add_task("steps", total=self.steps, rate=0.0, episodes=0)
-        with bar, torch.no_grad():
-            root = env.reset()
-            pictures.look(env, 0, root)
-            with noting_interrupt() as pressed:
-                try:
-                    for step in range(1, self.steps + 1):
-                        start = clock()
-                        td, root = env.step_and_maybe_reset(act(root))
-                        stepped = clock()
-                        found.returns.add(td["next"])
-                        if store is not None:
-                            store.add(td)
-                        pictures.look(env, step, td["next"])
-                        found.steps_done = step
-                        found.collect_s += stepped - start
-                        found.keep_s += clock() - stepped
-                        if clock() - shown > _REFRESH_S or step == self.steps:
-                            shown, rate = clock(), step * env.num_envs / found.collect_s
-                            bar.update(task, completed=step, rate=rate, episodes=found.returns.num_episodes)
-                        if pressed:
-                            found.is_interrupted = True
-                            break
-                except EnvherdError as error:
-                    if found.steps_done == 0:
-                        raise
-                    found.failure = error
-        return found
+    returns: Returns
+    steps_done: int = 0
+    collect_s: float = 0.0
+    keep_s: float = 0.0
+    is_interrupted: bool = False
+    failure: EnvherdError | None = None
 
 
-def _bar(console: Console) -> Progress:
-    steps = "{task.completed:.0f}/{task.total:.0f} steps"
-    speed = "{task.fields[rate]:,.0f} env-steps/s  {task.fields[episodes]} episodes"
-    return Progress(
-        SpinnerColumn(),
-        BarColumn(bar_width=None),
-        TextColumn(steps, table_column=Column(no_wrap=True)),
-        TextColumn(speed, style="green", table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-        console=console,
-        expand=True,
-    )
+def figures(
+    requested: Mapping[str, Any], collected: Collected, done: Statistics, parent: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the figures, ready for `json.dump`.
+
+    Args:
+        requested: "env", "num_envs", "num_workers", "seed" and "steps".
+        collected: by the loop.
+        done: statistics of the executor after the last step.
+        parent: bytes of this process, "uss" (private) and "pss" (with its share of shared memory).
+    """
+    env_steps = collected.steps_done * requested["num_envs"]
+    env_steps_per_s = env_steps / collected.collect_s if collected.collect_s > 0 else 0.0
+    # If the envs run in this process, its memory includes theirs.
+    workers = [] if any(worker.pid == os.getpid() for worker in done.workers) else done.workers
+    return {
+        "schema": SCHEMA,
+        **requested,
+        "steps_done": collected.steps_done,
+        "interrupted": collected.is_interrupted,
+        "error": None if collected.failure is None else str(collected.failure),
+        "collect_s": collected.collect_s,
+        "keep_s": collected.keep_s,
+        "env_steps": env_steps,
+        "env_steps_per_s": env_steps_per_s,
+        "agent_steps_per_s": env_steps_per_s * (done.agent_steps / done.env_steps if done.env_steps else 1),
+        "episodes": collected.returns.num_episodes,
+        "mean_return": collected.returns.means(),
+        "mean_return_is_partial": collected.returns.num_episodes == 0,
+        "resets": done.resets,
+        "env_errors": done.env_errors,
+        "worker_losses": done.worker_losses,
+        "interrupted_rows": done.interrupted,
+        "workers": [{name: getattr(worker, name) for name in _OF_WORKER} for worker in done.workers],
+        "memory": {
+            "workers_uss_bytes": sum(worker.uss_bytes for worker in workers),
+            "workers_pss_bytes": sum(worker.pss_bytes for worker in workers),
+            "parent_uss_bytes": parent["uss"],
+            "parent_pss_bytes": parent["pss"],
+        },
+        "files": {},
+    }
+
+
+def table(found: Mapping[str, Any]) -> RenderableType:
+    """Return the figures as a table for the terminal."""
+    return Group(_summary(found), _workers(found))
+
+
+def _summary(found: Mapping[str, Any]) -> Table:
+    grid = Table(title=Text(found["env"], "bold"), title_justify="left", box=box.ROUNDED, show_header=False)
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    why = "interrupted" if found["interrupted"] else "failed"
+    done, collect_s, keep_s = found["steps_done"], found["collect_s"], found["keep_s"]
+    asked = f" of {found['steps']} ({why})" if done < found["steps"] else ""
+    keep = f", and {keep_s:.2f} s to draw and store" if keep_s > 0.1 * collect_s else ""
+    grid.add_row("env-steps/s", Text(f"{found['env_steps_per_s']:,.0f}", "bold green"))
+    grid.add_row("agent-steps/s", Text(f"{found['agent_steps_per_s']:,.0f}", "bold green"))
+    grid.add_row("steps", f"{done}{asked} x {found['num_envs']} envs in {collect_s:.2f} s{keep}")
+    grid.add_row("episodes", f"{found['episodes']} ended")
+    names = list(found["mean_return"].items())
+    more = f"  and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    returns = "  ".join(f"{name} {mean:.2f}" for name, mean in names[:_MAX_NAMES])
+    grid.add_row("return so far" if found["mean_return_is_partial"] else "mean return", returns + more)
+    troubles = ("env_errors", "env errors"), ("worker_losses", "workers lost"), ("interrupted_rows", "rows interrupted")
+    for key, name in troubles:
+        if found[key]:
+            grid.add_row(name, Text(str(found[key]), "bold red"))
+    grid.add_row("seed", str(found["seed"]))
+    for kind, path in found["files"].items():
+        grid.add_row(kind, Text(path, "cyan"))
+    return grid
+
+
+def _workers(found: Mapping[str, Any]) -> Table:
+    workers, memory = found["workers"], found["memory"]
+    has_own = memory["workers_uss_bytes"] > 0
+    busy = sum(worker["busy_share"] for worker in workers) / max(1, len(workers))
+    grid = Table(box=box.ROUNDED, show_footer=True)
+    grid.add_column("process", "all", no_wrap=True)
+    grid.add_column("envs", str(found["num_envs"]), justify="right")
+    grid.add_column("busy", f"{busy:.0%}", justify="right")
+    for name, kind in (("own memory (USS)", "uss"), ("with shared part (PSS)", "pss")):
+        total = memory[f"workers_{kind}_bytes"] + memory[f"parent_{kind}_bytes"]
+        grid.add_column(name, size_text(total), justify="right")
+    for worker in workers:
+        sizes = (size_text(worker["uss_bytes"]), size_text(worker["pss_bytes"])) if has_own else ("", "")
+        ids = worker["env_ids"]
+        shown = str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}"
+        grid.add_row(f"worker {worker['worker_id']}", shown, f"{worker['busy_share']:.0%}", *sizes)
+    own = (size_text(memory[f"parent_{kind}_bytes"]) for kind in ("uss", "pss"))
+    grid.add_row("parent", "", "", *own, style="dim")
+    return grid

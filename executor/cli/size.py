@@ -2,170 +2,183 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict, replace
+from typing import Any
 
-import typer
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED
-from envherd.executor.cli.option_values import Env, EnvKwargs, Quiet, picture, text_file
+from envherd.executor.cli.commands import carry_out, write_text
+from envherd.executor.cli.env_names import Factory, factory_for
+from envherd.executor.cli.options import Size
+from envherd.executor.machine.gpus import Gpu
+from envherd.executor.machine.machine import Machine, read_machine
+from envherd.executor.sizing.measurement import Measurement
+from envherd.executor.sizing.recommending import Sizing, recommend
+from envherd.executor.sizing.settings import Goal, counted, size_text, time_text
 
-if TYPE_CHECKING:
-    from envherd.executor.cli.env_names import Factory
-    from envherd.executor.machine.machine import Machine
-    from envherd.executor.sizing.recommending import Sizing
-    from envherd.executor.sizing.settings import Goal
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def _size(text: str | None) -> str | None:
-    """Check a size; the callback of options that take one."""
-    if text is not None:
-        parse_size(text)
-    return text
+SCHEMA = "envherd.size/4"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """Measure ENV on this machine and recommend workers, envs and a way to step them, with reasons.
+def run(options: Size) -> int:
+    """Size the env and report it; return the exit code."""
+    return carry_out(lambda: _prepare(options), lambda prepared: _work(options, *prepared))
 
-    The recommendation considers CPU affinity, CPU quota, memory limit, open files and the current load.
-    """
 
-    env: Env
-    envs: Annotated[int | None, typer.Option(min=1, help="Fix the number of envs; default: chosen.")] = None
-    workers: Annotated[int | None, typer.Option(min=1, help="Fix the number of workers; default: chosen.")] = None
-    policy_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds that the policy takes per batch.")] = 0.0
-    target_steps_per_s: Annotated[
-        float | None, typer.Option(min=0.0, help="Recommend the smallest setting with this many env-steps per second.")
-    ] = None
-    episode_steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps of an episode; default: measured. Set it for very long episodes.")
-    ] = None
-    cpus: Annotated[int | None, typer.Option(min=1, help="Plan for a machine with this many cores.")] = None
-    memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", callback=_size, help="Plan for this much available memory, e.g. 256GiB."),
-    ] = None
-    gpu: Annotated[
-        str | None, typer.Option(metavar="SIZE", callback=_size, help="Plan for a GPU with this much memory.")
-    ] = None
-    budget: Annotated[float, typer.Option(min=0.5, help="Maximum seconds of the measurement.")] = 20.0
-    headroom: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the memory to leave free.")] = 0.2
-    env_kwargs: EnvKwargs = None
-    plot: Annotated[
-        Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a chart (PNG).")
-    ] = None
-    json: Annotated[
-        str | None, typer.Option(metavar="PATH", callback=text_file, help="Write the report as JSON; - prints it.")
-    ] = None
-    quiet: Quiet = False
+def _prepare(options: Size) -> tuple[Factory, Goal]:
+    """Check the options before anything is measured; return the factory and the goal."""
+    if options.plot is not None:
+        from envherd.executor.sizing import plotting  # noqa: F401  # its error names the missing package
+    goal = Goal(
+        num_envs=options.envs,
+        num_workers=options.workers,
+        policy_s=options.policy_ms / 1e3,
+        target_steps_per_s=options.target_steps_per_s,
+        episode_steps=options.episode_steps,
+        headroom=options.headroom,
+    )
+    return factory_for(options.env), goal
 
-    def run(self) -> int:
-        """Size the env and report it; return the exit code. `carry_out` handles errors of the env."""
-        try:
-            with Console(stderr=True, quiet=self.quiet).status("starting"), quick_imports():
-                from envherd.executor.cli.commands import carry_out
-                from envherd.executor.sizing import recommending  # noqa: F401  # now, with the rest
-        except KeyboardInterrupt:
-            return EXIT_INTERRUPTED
-        return carry_out(self._prepare, self._work)
 
-    def _prepare(self) -> tuple[Factory, Goal]:
-        """Check the options before anything is measured; return the factory and the goal."""
-        from envherd.executor.cli.env_names import factory_for
-        from envherd.executor.sizing.settings import Goal
-
-        if self.plot is not None:
-            from envherd.executor.sizing import plotting  # noqa: F401  # its error names the missing package
-        goal = Goal(
-            num_envs=self.envs,
-            num_workers=self.workers,
-            policy_s=self.policy_ms / 1e3,
-            target_steps_per_s=self.target_steps_per_s,
-            episode_steps=self.episode_steps,
-            headroom=self.headroom,
+def _work(options: Size, factory: Factory, goal: Goal) -> int:
+    """Size the env and report the result; return the exit code."""
+    console = Console(stderr=options.json == "-", quiet=options.quiet)
+    is_here = options.cpus is None and options.memory is None and options.gpu is None
+    with Console(stderr=True, quiet=options.quiet).status("starting") as status:
+        sizing = recommend(
+            factory,
+            env_kwargs=options.env_kwargs or None,
+            goal=goal,
+            budget_s=options.budget,
+            machine=None if is_here else planned(read_machine(), options.cpus, options.memory, options.gpu),
+            progress=lambda text, share: status.update(f"{text} ({share:.0%} of {options.budget:g} s)"),
         )
-        return factory_for(self.env), goal
+    console.print(table(options.env, sizing))
+    if options.plot is not None:
+        from envherd.executor.sizing.plotting import draw
 
-    def _work(self, prepared: tuple[Factory, Goal]) -> int:
-        """Size the env and report the result; return the exit code."""
-        from envherd.executor.machine.machine import read_machine
-        from envherd.executor.sizing.recommending import recommend
-
-        factory, goal = prepared
-        console = Console(stderr=self.json == "-", quiet=self.quiet)
-        is_here = self.cpus is None and self.memory is None and self.gpu is None
-        with Console(stderr=True, quiet=self.quiet).status("starting") as status:
-            sizing = recommend(
-                factory,
-                env_kwargs=self.env_kwargs or None,
-                goal=goal,
-                budget_s=self.budget,
-                machine=None if is_here else planned(read_machine(), self.cpus, self.memory, self.gpu),
-                progress=lambda text, share: status.update(f"{text} ({share:.0%} of {self.budget:g} s)"),
-            )
-        self._report(sizing, console)
-        return 0
-
-    def _report(self, sizing: Sizing, console: Console) -> None:
-        from envherd.executor.cli.commands import write_text
-        from envherd.executor.cli.sizing_report import plain_report, table
-
-        console.print(table(self.env, sizing))
-        if self.plot is not None:
-            from envherd.executor.sizing.plotting import draw
-
-            draw(self.plot, self.env, sizing)
-            console.print(f"plot: {self.plot}")
-        write_text(self.json, json.dumps(plain_report(self.env, sizing), indent=2) + "\n")
+        draw(options.plot, options.env, sizing)
+        console.print(f"plot: {options.plot}")
+    write_text(options.json, json.dumps(plain_report(options.env, sizing), indent=2) + "\n")
+    return 0
 
 
-@contextlib.contextmanager
-def quick_imports() -> Iterator[None]:
-    """Keep imported objects out of garbage collection: imports take a fifth less time, and the exit a second less."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-def planned(here: Machine, cpus: int | None, memory: str | None, gpu: str | None) -> Machine:
+def planned(here: Machine, cpus: int | None, memory: int | None, gpu: int | None) -> Machine:
     """Return the machine to plan for: this one, with the cores, memory and GPU of the options."""
-    from envherd.executor.machine.gpus import Gpu
-
     machine = here
     if cpus is not None:
         ids = tuple(range(cpus))
         cgroup = replace(machine.cgroup, cpu_quota=None)
         machine = replace(machine, cpus=ids, num_cpus=cpus, physical_cores=cpus, cgroup=cgroup)
     if memory is not None:
-        size = parse_size(memory)
         cgroup = replace(machine.cgroup, memory_limit=None, memory_room=None)
-        machine = replace(machine, memory_total=size, memory_free=size, cgroup=cgroup)
+        machine = replace(machine, memory_total=memory, memory_free=memory, cgroup=cgroup)
     if gpu is not None:
-        machine = replace(machine, gpus=(Gpu("planned", parse_size(gpu), None),))
+        machine = replace(machine, gpus=(Gpu("planned", gpu, None),))
     return machine
 
 
-def parse_size(text: str) -> int:
-    """Return the bytes of a text such as `2GiB`, `512M` or `1.5 g`. Units are powers of 1000, with an i of 1024.
+def table(env: str, sizing: Sizing) -> RenderableType:
+    """Return the report as tables for the terminal."""
+    return Group(_advice(env, sizing), _reasons(sizing), *_runs(sizing))
 
-    Raises:
-        typer.BadParameter: the text is not a number with such a unit.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
-    if match is None or match.group(2) not in _UNITS:
-        raise typer.BadParameter(f"expected a number and a unit, e.g. 256GiB or 512MB, got {text!r}.")
-    return int(float(match.group(1)) * _UNITS[match.group(2)])
+
+def _advice(env: str, sizing: Sizing) -> Table:
+    advice = sizing.advice
+    setting, one = advice.setting, advice.predicted
+    grid = Table(title=Text(env, "bold"), title_justify="left", box=box.ROUNDED, show_header=False)
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    words = str(setting)
+    if not setting.num_workers:
+        envs = counted(setting.num_envs, "env")
+        words = f"{envs} in the caller's process: SerialEnv({setting.num_envs}, make_env)"
+    grid.add_row("run", Text(words, "bold green"))
+    how = "scaled from the probe" if one.is_scaled else "measured"
+    grid.add_row("env-steps/s", f"{one.steps_per_s:,.0f} {how} ({one.batch_s * 1e3:,.2f} ms a batch)")
+    grid.add_row("memory", f"{size_text(one.memory_bytes)} of {size_text(advice.memory_room_bytes)} available")
+    grid.add_row("start-up", f"{one.start_s:,.1f} s")
+    grid.add_row("machine", machine_text(sizing.machine))
+    grid.add_section()
+    for name, value in _measured(sizing.measured):
+        grid.add_row(name, value)
+    return grid
+
+
+def machine_text(machine: Machine) -> str:
+    """Describe the resources that may be used in one line."""
+    parts = [f"{machine.cores:g} of {machine.num_cpus} cores", f"{size_text(machine.memory_available)} memory"]
+    if machine.is_throttled:
+        parts[0] += " (quota)"
+    if machine.cgroup.memory_limit is not None:
+        parts[1] += f" (limit {size_text(machine.cgroup.memory_limit)})"
+    if machine.files_left is not None:
+        parts.append(f"{machine.files_left:,} open files")
+    parts.extend(f"{gpu.name} ({size_text(gpu.memory_bytes)})" for gpu in machine.gpus)
+    return ", ".join(parts)
+
+
+def _measured(measured: Measurement) -> list[tuple[str, str]]:
+    cpu = f"{time_text(measured.cpu_per_step_s)} of processors"
+    if measured.num_threads:
+        cpu += f", {measured.hidden_cpu_share:.0%} in {counted(measured.num_threads, 'further thread')}"
+    memory = (
+        f"{size_text(measured.worker_bytes)} a worker with its first env, "
+        f"{size_text(measured.further_env_bytes)} each further env, {size_text(measured.shared_bytes)} shared by all"
+    )
+    return [
+        ("build", f"{time_text(measured.build_s)} first, {time_text(measured.build_further_s)} further"),
+        ("reset", f"{time_text(measured.first_reset_s)} first, {time_text(measured.reset_median_s)} later"),
+        ("step", f"{time_text(measured.step_median_s)} median, {time_text(measured.step_p99_s)} p99"),
+        ("cpu of a step", cpu),
+        ("memory of envs", memory),
+        ("row of a batch", size_text(measured.row_bytes)),
+    ]
+
+
+def _reasons(sizing: Sizing) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    for index, line in enumerate(sizing.advice.why):
+        grid.add_row("why:" if index == 0 else "", Text(line))
+    return grid
+
+
+def _runs(sizing: Sizing) -> list[RenderableType]:
+    """Return a table of the settings that were run and of `SerialEnv`, then the refused ones with the reasons."""
+    title = Text("compared on this machine", "bold")
+    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
+    for name in ("setting", "env-steps/s", "of best", "busy", "memory", "turns"):
+        grid.add_column(name, justify="left" if name == "setting" else "right", no_wrap=True)
+    for one in sorted((one for one in sizing.runs if one.refusal is None), key=lambda one: -one.relative):
+        grid.add_row(
+            str(one.setting),
+            f"{one.steps_per_s:,.0f}",
+            f"{one.relative:.0%}",
+            f"{one.busy_share:.0%}" if one.rounds else "",
+            size_text(one.memory_bytes),
+            str(one.rounds) if one.rounds else "probe",
+            style="bold" if one.setting == sizing.advice.setting else "",
+        )
+    lines = [f"not run: {one.setting}: {one.refusal.text}" for one in sizing.runs if one.refusal is not None]
+    is_compared = any(one.rounds for one in sizing.runs)
+    return [*([grid] if is_compared else []), *(Text(line, "dim") for line in lines)]
+
+
+def plain_report(env: str, sizing: Sizing) -> dict[str, Any]:
+    """Return the report as documented in docs/sizing.md, ready for `json.dump`."""
+    machine = asdict(sizing.machine)
+    for name in ("cores", "memory_available", "files_left", "processes_left"):
+        machine[name] = getattr(sizing.machine, name)
+    serial = sizing.serial
+    return {
+        "schema": SCHEMA,
+        "env": env,
+        **sizing.advice.to_plain(),
+        "serial": None if serial is None else {"num_envs": serial.setting.num_envs, "steps_per_s": serial.steps_per_s},
+        "settings": [one.to_plain() for one in sizing.runs],
+        "measured": sizing.measured.to_plain(),
+        "machine": machine,
+    }

@@ -21,6 +21,7 @@ from typing import Any
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
 
 from envherd.executor.cli.env_names import is_only_looked_up
+from envherd.executor.pools.capsule_file import is_count, is_line
 
 SCHEMA = "envherd.stored/1"
 #: The file in the directory that is not part of the TensorDict.
@@ -138,17 +139,13 @@ def load_rollout(directory: Path) -> tuple[TensorDictBase, dict[str, Any]]:
         ) from error
 
 
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 #: Fact -> its form, and what checks it.
 _FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "schema": (SCHEMA, lambda value: value == SCHEMA),
-    "env": ("a printable text", lambda value: isinstance(value, str) and value.isprintable()),
+    "env": ("a printable text", is_line),
     "env_kwargs": ("an object", lambda value: isinstance(value, dict)),
-    "max_steps": ("an integer of at least 1 or null", lambda value: value is None or _is_count(value, 1)),
-    "seed": ("an integer of at least 0", lambda value: _is_count(value, 0)),
+    "max_steps": ("an integer of at least 1 or null", lambda value: value is None or is_count(value, 1)),
+    "seed": ("an integer of at least 0", is_count),
 }
 
 

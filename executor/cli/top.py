@@ -6,10 +6,8 @@ import contextlib
 import json
 import sys
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,78 +15,63 @@ from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
+from envherd.executor.cli.options import Top
+from envherd.executor.monitor.statistics import WorkerStatistics
+from envherd.executor.monitor.watching import Watch, plates, stack_of
+from envherd.executor.sizing.settings import size_text, time_text
 from envherd.shm.platforms import missing
-
-if TYPE_CHECKING:
-    from envherd.executor.monitor.statistics import WorkerStatistics
-    from envherd.executor.monitor.watching import Watch
 
 SCHEMA = "envherd.top/2"
 #: Seconds in a phase other than idle after which it is shown in red.
 _LONG_S = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Top:
-    """Watch this user's running executors: speed, load, memory and current command of each worker.
+def run(options: Top) -> int:
+    """Show the running executors; return the exit code."""
+    console = Console()
+    with contextlib.closing(Watcher(options.pid)) as watcher, contextlib.ExitStack() as until_end:
+        if refusal := _refusal(options, watcher.look()):
+            Console(stderr=True).print(f"error: top failed: {refusal}", soft_wrap=True, highlight=False)
+            return EXIT_USAGE
+        live: Live | None = None
+        if not (options.once or options.json):
+            live = until_end.enter_context(Live(console=console, screen=console.is_terminal, auto_refresh=False))
+        try:
+            while True:
+                time.sleep(options.interval)
+                watches = watcher.look()
+                stack = _stack(watches, options.stack)
+                if options.json:
+                    _print_json(options, watches, stack)
+                elif live is None:
+                    console.print(screen(watches, stack, console.width))
+                else:
+                    live.update(screen(watches, stack, console.width), refresh=True)
+                if options.once:
+                    return 0
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
 
-    Ctrl-C ends it.
-    """
 
-    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False
-    json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: one object with --once, otherwise one per line.")
-    ] = False
-    interval: Annotated[float, typer.Option(min=0.1, help="Refresh interval in seconds.")] = 1.0
-    pid: Annotated[int | None, typer.Option(help="Show only the executors of this process.")] = None
-    stack: Annotated[
-        int | None, typer.Option(metavar="WORKER", help="Also show the Python stack of the worker in this row, from 0.")
-    ] = None
+def _refusal(options: Top, watches: list[Watch]) -> str:
+    """Return why there is nothing to show, or an empty string."""
+    if lacks := missing():
+        return f"expected Linux, got a system that lacks: {', '.join(lacks)}."
+    if options.pid is not None and not watches:
+        return f"process {options.pid} runs no executor of this user."
+    num_workers = sum(len(watch.workers) for watch in watches)
+    if options.stack is None or 0 <= options.stack < num_workers:
+        return ""
+    if not num_workers:
+        return f"expected a worker for --stack {options.stack}, got none: no executor with workers is running."
+    return f"expected --stack as a row of the table, 0 to {num_workers - 1}, got {options.stack}."
 
-    def run(self) -> int:
-        """Show the running executors; return the exit code."""
-        console = Console()
-        with contextlib.closing(Watcher(self.pid)) as watcher, contextlib.ExitStack() as until_end:
-            if refusal := self._refusal(watcher.look()):
-                Console(stderr=True).print(f"error: top failed: {refusal}", soft_wrap=True, highlight=False)
-                return EXIT_USAGE
-            live: Live | None = None
-            if not (self.once or self.json):
-                live = until_end.enter_context(Live(console=console, screen=console.is_terminal, auto_refresh=False))
-            try:
-                while True:
-                    time.sleep(self.interval)
-                    watches = watcher.look()
-                    stack = _stack(watches, self.stack)
-                    if self.json:
-                        self._print_json(watches, stack)
-                    elif live is None:
-                        console.print(screen(watches, stack, console.width))
-                    else:
-                        live.update(screen(watches, stack, console.width), refresh=True)
-                    if self.once:
-                        return 0
-            except KeyboardInterrupt:
-                return EXIT_INTERRUPTED
 
-    def _refusal(self, watches: list[Watch]) -> str:
-        """Return why there is nothing to show, or an empty string."""
-        if lacks := missing():
-            return f"expected Linux, got a system that lacks: {', '.join(lacks)}."
-        if self.pid is not None and not watches:
-            return f"process {self.pid} runs no executor of this user."
-        num_workers = sum(len(watch.workers) for watch in watches)
-        if self.stack is None or 0 <= self.stack < num_workers:
-            return ""
-        if not num_workers:
-            return f"expected a worker for --stack {self.stack}, got none: no executor with workers is running."
-        return f"expected --stack as a row of the table, 0 to {num_workers - 1}, got {self.stack}."
-
-    def _print_json(self, watches: list[Watch], stack: str) -> None:
-        plain: dict[str, Any] = {"schema": SCHEMA, "executors": [watch.to_plain() for watch in watches]}
-        plain |= {"stack": stack} if stack else {}
-        sys.stdout.write(json.dumps(plain, indent=2 if self.once else None) + "\n")
-        sys.stdout.flush()
+def _print_json(options: Top, watches: list[Watch], stack: str) -> None:
+    plain: dict[str, Any] = {"schema": SCHEMA, "executors": [watch.to_plain() for watch in watches]}
+    plain |= {"stack": stack} if stack else {}
+    sys.stdout.write(json.dumps(plain, indent=2 if options.once else None) + "\n")
+    sys.stdout.flush()
 
 
 class Watcher:
@@ -100,15 +83,13 @@ class Watcher:
 
     def look(self) -> list[Watch]:
         """Return the activity of each executor since the previous call; that of a new executor is empty."""
-        from envherd.executor.monitor.watching import Watch, listings
-
-        found = {(one.pid, one.inode): one for one in listings() if self._pid is None or one.pid == self._pid}
+        found = {(one.pid, one.inode): one for one in plates() if self._pid is None or one.pid == self._pid}
         for key in [key for key in self._watches if key not in found]:
             self._watches.pop(key).close()
-        for key, listing in found.items():
+        for key, plate in found.items():
             if key not in self._watches:
                 with contextlib.suppress(OSError):  # it closed in the meantime
-                    self._watches[key] = Watch(listing)
+                    self._watches[key] = Watch(plate)
         return [watch.look() for watch in self._watches.values()]
 
     def close(self) -> None:
@@ -119,8 +100,6 @@ class Watcher:
 
 def _stack(watches: list[Watch], row: int | None) -> str:
     """Return the Python stack of the worker in a row of the table; empty without a row, or if there is no such row."""
-    from envherd.executor.monitor.watching import stack_of
-
     workers = [one for watch in watches for one in watch.workers]
     if row is None or not 0 <= row < len(workers):
         return ""
@@ -144,16 +123,15 @@ _DROPPED = ("PSS", "p50", "cpu", "restarts", "reset", "p99", "resets", "wait")
 
 
 def _executor(watch: Watch, width: int) -> Table:
-    one = watch.listing
-    title = f"{one.env} x {one.num_envs}, process {one.pid}: {watch.steps_per_s:,.0f} env-steps/s   {one.command[:60]}"
+    title = f"{watch.env} x {watch.num_envs}, process {watch.pid}: {watch.steps_per_s:,.0f} env-steps/s"
     rows = [dict(zip(_COLUMNS, _cells(worker), strict=True)) for worker in watch.workers]
     has_gpus = any(worker.gpu is not None for worker in watch.workers)
     names = [name for name in _COLUMNS if name != "gpu" or has_gpus]
     for name in _DROPPED:
         if _width_of(names, rows) > width:
             names.remove(name)
-    heading = Text(title, overflow="ellipsis", no_wrap=True)
-    table = Table(title=heading, caption=one.path, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+    heading = Text(f"{title}   {watch.command[:60]}", overflow="ellipsis", no_wrap=True)
+    table = Table(title=heading, caption=watch.path, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
     for name in names:
         table.add_column(name, justify="left" if name == "at" else "right", no_wrap=name != "at")
     for row in rows:
@@ -167,8 +145,6 @@ def _width_of(names: list[str], rows: list[dict[str, Any]]) -> int:
 
 
 def _cells(worker: WorkerStatistics) -> list[Any]:
-    from envherd.executor.cli.sizing_report import size_text
-
     at = worker.phase if worker.phase_env_id is None else f"{worker.phase} of env {worker.phase_env_id}"
     is_long = worker.phase != "idle" and worker.phase_s > _LONG_S
     return [
@@ -179,8 +155,7 @@ def _cells(worker: WorkerStatistics) -> list[Any]:
         f"{worker.busy_share:.0%}",
         f"{worker.reset_share:.0%}",
         f"{worker.wait_share:.0%}",
-        _time(worker.step_p50_s),
-        _time(worker.step_p99_s),
+        *("-" if seconds is None else time_text(seconds) for seconds in (worker.step_p50_s, worker.step_p99_s)),
         f"{worker.resets:,}",
         str(worker.generation),
         size_text(worker.uss_bytes),
@@ -189,9 +164,3 @@ def _cells(worker: WorkerStatistics) -> list[Any]:
         worker.gpu or "-",
         Text(f"{at}, {worker.phase_s:,.1f} s", "bold red" if is_long else ""),
     ]
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{seconds * 1e6:,.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:,.1f} ms"

@@ -10,12 +10,10 @@ Threads: Ray calls `report`, `ping` and `close` in one thread, all other methods
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
 import platform
-import select
 import socket
 import threading
 import time
@@ -46,6 +44,8 @@ from envherd.workers.infos import packer
 from envherd.workers.protocol import RESET, STEP_RESET, Op
 
 _NOBODY = np.zeros(0, np.int64)
+#: Seconds between checks of the parent.
+_PARENT_S = 0.5
 _STREAM = 2**32 - 3  # spawn_key of a host's generators: different from the envs' and from the driver's sampler
 
 
@@ -76,7 +76,7 @@ class NodeHost:
     def __init__(self) -> None:
         _end_with_parent()
         self._policies: dict[int, Any] = {}
-        self._version = self._number = -1
+        self._version = -1
 
     def report(self) -> Report:
         """Return a report on the node, before there are envs."""
@@ -123,11 +123,6 @@ class NodeHost:
     @_returns_errors
     def run(self, order: Order) -> Answer:
         """Carry out an order and wait for all of its answers."""
-        if order.number != self._number:
-            self._latest, self._number = self._carry_out(order), order.number
-        return self._latest
-
-    def _carry_out(self, order: Order) -> Answer:
         engine = self._engine
         ids = engine.all_ids if order.ids is None else order.ids
         is_cut = np.zeros(len(ids), bool)
@@ -333,16 +328,10 @@ def _end_with_parent() -> None:
     with other subreapers it does not, and hosts would stay alive with all their workers.
     """
     parent = os.getppid()
-    with contextlib.suppress(ProcessLookupError):  # it has ended already
-        pidfd = os.pidfd_open(parent)
-        threading.Thread(target=_end_with, args=(pidfd,), name="envherd-parent", daemon=True).start()
-        if os.getppid() == parent:
-            return
-    os._exit(1)
 
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_S)
+        os._exit(1)
 
-def _end_with(pidfd: int) -> None:
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    poller.poll()
-    os._exit(1)
+    threading.Thread(target=watch, name="envherd-parent", daemon=True).start()

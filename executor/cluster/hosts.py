@@ -13,7 +13,6 @@ Guarantees:
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +44,7 @@ from envherd.executor.pools.error_messages import another_spec, merge_answers, n
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.restarts import Restarts
 from envherd.executor.pools.slab_pool import SlabPool
-from envherd.executor.protocol.columns import Places
+from envherd.executor.protocol.positions import Places
 from envherd.shm.interrupts import uninterrupted
 from envherd.shm.slab import Slab, plan_slab
 from envherd.shm.specs import EnvSpec
@@ -60,16 +59,15 @@ _LOOK_S = 1.0
 #: Characters of Ray's error texts that are kept.
 _MAX_LENGTH = 800
 _LOSSES = (WorkerLost, WorkerTimeout)
-_numbers = itertools.count()
 
 
 class Call:
-    """A call of a host's method.
+    """A call of a host's method. An interrupt comes before it is made, or after the host has it among its calls.
 
     Attributes:
         host, method: of which host.
         env_ids: of the batch, int64 `[k]`, which an order concerns; None for another call.
-        ref: Ray's reference of the answer; None until it is sent.
+        ref: Ray's reference of the answer; None if the host was lost before.
         answer: of calls without envs; may be an error.
         is_answered: the answer was taken.
         is_lost: it is that its host was lost.
@@ -80,16 +78,13 @@ class Call:
     is_answered = is_lost = False
 
     def __init__(self, host: Host, method: str, args: tuple[Any, ...], env_ids: np.ndarray | None) -> None:
-        self.host, self.method, self.args, self.env_ids = host, method, args, env_ids
+        self.host, self.method, self.env_ids = host, method, env_ids
         if host.loss is not None:
             self.lose(host.loss)
             return
-        host.calls.append(self)
-        self.send()
-
-    def send(self) -> None:
-        """Send it; again if an interrupt came before the reference was known."""
-        self.ref = self.host.place.call(self.method, *self.args)
+        with uninterrupted():
+            self.ref = host.place.call(method, *args)
+            host.calls.append(self)
 
     def lose(self, loss: EnvherdError) -> None:
         """Answer it by the loss of its host."""
@@ -306,8 +301,6 @@ class Hosts(SlabPool):
         """Send hosts the commands that were written and not sent; those to lost hosts are answered by the loss."""
         is_left = self._words.is_owed()
         for host in self.all:
-            for call in [call for call in host.calls if call.ref is None]:  # broken off
-                call.send() if call.env_ids is not None else host.calls.remove(call)
             for call in host.calls:
                 if call.env_ids is not None:
                     is_left[call.env_ids] = False
@@ -317,7 +310,8 @@ class Hosts(SlabPool):
             elif len(left):
                 ops = self._ops[left]
                 for op in set(ops.tolist()):
-                    self._order(host, op, left[ops == op])
+                    with uninterrupted():  # the extras are sent with the order, or still kept
+                        self._order(host, op, left[ops == op])
 
     def _order(self, host: Host, op: int, env_ids: np.ndarray) -> None:
         first = host.first
@@ -326,7 +320,6 @@ class Hosts(SlabPool):
             extras = []  # of a command that was broken off
         section = "reset_mask" if op == RESET else "input"
         order = Order(
-            number=next(_numbers),
             op=op,
             ids=None if len(env_ids) == len(host.env_ids) else env_ids - first,
             inputs=read(self.slab, self._layout, env_ids, section, first=first),
@@ -399,7 +392,7 @@ class Hosts(SlabPool):
         """Take the answers that are there, at the latest when `count` of some calls, `timeout_s` or a check is due."""
         builds = [host.calls[0] for host in self.all if host.is_building and host.calls]
         limit = _LOOK_S if timeout_s is None else min(_LOOK_S, max(0.0, timeout_s))
-        refs = {call.ref: call for host in self.all for call in host.calls if call.ref is not None}
+        refs = {call.ref: call for host in self.all for call in host.calls}
         watched = [*dict.fromkeys(call.ref for call in (*builds, *calls) if not call.is_answered)]
         ready, _ = ray.wait(watched, num_returns=1 if builds else min(count, len(watched)), timeout=limit)
         if len(ready) < len(refs):

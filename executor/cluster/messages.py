@@ -74,14 +74,12 @@ class Order:
     """A command for some envs.
 
     Attributes:
-        number: of the orders of a driver; one that comes twice is carried out once.
         op: see `workers.protocol`.
         ids: int64 `[k]`, ascending; None for all.
         inputs: of steps; of resets the masks of envs that are batches.
         prepared: side inputs of steps; seeds and options of resets.
     """
 
-    number: int
     op: int
     ids: np.ndarray | None
     inputs: Sequence[Part]

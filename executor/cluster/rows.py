@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from envherd.executor.protocol.columns import Places
+from envherd.executor.protocol.positions import Places
 from envherd.shm.layout import Name
 from envherd.shm.slab import Slab
 

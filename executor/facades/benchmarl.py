@@ -1,12 +1,12 @@
 """BenchMARL's experiments on the executor: it replaces TorchRL's `ParallelEnv` in training.
 
-    from envherd.executor.facades.benchmarl import installed
+    from envherd.benchmarl import installed
 
     with installed(num_processes=4):
         experiment = Experiment(task=MeltingPotTask.COMMONS_HARVEST__OPEN.get_from_yaml(), ...)
     experiment.run()
 
-Experiments that are built inside the block collect with `executor.facades.torchrl.ParallelEnv`, also after the block,
+Experiments that are built inside the block collect with `envherd.torchrl.ParallelEnv`, also after the block,
 if their config sets `parallel_collection` and their task is not a batch itself (VMAS). The env for BenchMARL's
 evaluation stays in its process.
 """

@@ -19,18 +19,14 @@ class Cgroup:
     """The limits of a process's control groups.
 
     Attributes:
-        version: 2, 1, or 0 if there are none.
         cpu_quota: cores, may be fractional; None without a quota.
-        cpus: ids that the cpuset allows, or None if there is no cpuset.
         memory_limit: bytes; None without one.
         memory_room: bytes left below the tightest limit; page cache that can be dropped counts as free.
         oom_kills: processes of the process's own group that the kernel has killed for a memory limit so far.
         pids_room: processes and threads that may still be created; None without a limit.
     """
 
-    version: int = 0
     cpu_quota: float | None = None
-    cpus: tuple[int, ...] | None = None
     memory_limit: int | None = None
     memory_room: int | None = None
     oom_kills: int = 0
@@ -43,17 +39,12 @@ def read_cgroup(root: Path = Path("/")) -> Cgroup:
     Args:
         root: folder that holds `proc` and `sys`.
     """
-    folders = {name: list(group_folders(root, name)) for name in ("cpu", "memory", "cpuset", "pids")}
+    folders = {name: list(group_folders(root, name)) for name in ("cpu", "memory", "pids")}
     memory = read_memory(root)
-    found = [folder for chain in folders.values() for folder in chain]
-    version = 0 if not found else 2 if any((folder / "cgroup.controllers").exists() for folder in found) else 1
     quotas = [quota for quota in map(_cpu_quota, folders["cpu"]) if quota is not None]
     rooms = [room for room in map(_pids_room, folders["pids"]) if room is not None]
-    sets = [cpus for cpus in map(_cpus, folders["cpuset"]) if cpus]
     return Cgroup(
-        version=version,
         cpu_quota=min(quotas, default=None),
-        cpus=sets[0] if sets else None,
         memory_limit=memory.limit,
         memory_room=memory.room,
         oom_kills=_oom_kills(folders["memory"][0]) if folders["memory"] else 0,
@@ -61,26 +52,16 @@ def read_cgroup(root: Path = Path("/")) -> Cgroup:
     )
 
 
-def count_oom_kills(root: Path = Path("/")) -> tuple[int, int | None]:
+def count_oom_kills() -> tuple[int, int | None]:
     """Return how many processes the kernel has killed for lack of memory so far.
 
     Returns:
         `(in this process's own group, on the machine)`; None if the kernel does not report it.
     """
-    own = next(group_folders(root, "memory"), None)
-    lines = (read_word(root / "proc/vmstat") or "").splitlines()
+    own = next(group_folders(Path("/"), "memory"), None)
+    lines = (read_word(Path("/proc/vmstat")) or "").splitlines()
     everywhere = next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
     return 0 if own is None else _oom_kills(own), everywhere
-
-
-def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Return the ids in a kernel's list, e.g. `0-3,8` -> (0, 1, 2, 3, 8)."""
-    ids: list[int] = []
-    for part in text.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            ids.extend(range(int(first), int(last or first) + 1))
-    return tuple(ids)
 
 
 def _cpu_quota(folder: Path) -> float | None:
@@ -91,14 +72,6 @@ def _cpu_quota(folder: Path) -> float | None:
     microseconds = read_count(folder / "cpu.cfs_quota_us")
     every = read_count(folder / "cpu.cfs_period_us")
     return microseconds / every if microseconds and every else None
-
-
-def _cpus(folder: Path) -> tuple[int, ...] | None:
-    for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
-        text = read_word(folder / name)
-        if text:
-            return parse_cpu_list(text)
-    return None
 
 
 def _oom_kills(folder: Path) -> int:

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from envherd.shm.interrupts import ignoring_refusals
@@ -32,11 +32,11 @@ class Gpu:
     free_bytes: int | None
 
 
-def read_gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
+def read_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs that `nvidia-smi` lists and `CUDA_VISIBLE_DEVICES` allows, or torch's if it is imported."""
     if shutil.which("nvidia-smi") is None:
         return _torch_gpus()
-    return parse_smi(_ask(f"--query-gpu={_QUERY}"), environment.get("CUDA_VISIBLE_DEVICES"))
+    return parse_smi(_ask(f"--query-gpu={_QUERY}"), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def parse_smi(text: str, visible: str | None) -> tuple[Gpu, ...]:

@@ -1,7 +1,7 @@
 """The resources that this process may really use, which are often less than those of the machine.
 
 Guarantees: reading changes nothing, starts no process but `nvidia-smi`, and does not raise for values that a kernel or
-container hides: these are None or empty. The readers are pure over `root`.
+container hides: these are None or empty.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from typing import Any
 
 import psutil
 
-from envherd.executor.machine.cgroups import Cgroup, parse_cpu_list, read_cgroup
+from envherd.executor.machine.cgroups import Cgroup, read_cgroup
 from envherd.executor.machine.gpus import Gpu, read_gpus
 from envherd.shm.cgroups import read_word
-from envherd.shm.platforms import bytes_of_disk, open_descriptors, usable_cpus, user_id
+from envherd.shm.platforms import bytes_of_disk, open_descriptors, resource, usable_cpus, user_id
 
 _ROOT = Path("/")
-#: `/proc/self/limits` has these; resource's names for them.
-_LIMIT_NAMES = {"Max open files": "nofile", "Max processes": "nproc", "Max address space": "as"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +29,7 @@ class Machine:
     """The resources that a process may use. Sizes are bytes.
 
     Attributes:
-        cpus: ids of the processors that affinity and cpuset allow.
+        cpus: ids of the processors that affinity allows; the kernel restricts it to the cpuset.
         num_cpus: processors of the machine, allowed or not.
         physical_cores: cores among `cpus`, hyper-threads of one core counted once.
         cgroup: see `Cgroup`.
@@ -100,88 +98,50 @@ def read_machine(root: Path = _ROOT) -> Machine:
     """Read what this process may use.
 
     Args:
-        root: folder that holds `proc`, `sys` and `dev`; a tree of files can represent another machine.
+        root: of the control groups; see `read_cgroup`.
     """
-    cgroup = read_cgroup(root)
-    cpus = allowed_cpus(root, cgroup)
-    memory = read_meminfo(root)
-    shm_total, shm_free = _shm(root)
-    is_live = root == _ROOT
-    if is_live and not memory:  # without /proc
-        there = psutil.virtual_memory()
-        memory = {"MemTotal": there.total, "MemAvailable": there.available}
-    online = parse_cpu_list(read_word(root / "sys/devices/system/cpu/online") or "")
+    cpus, memory = usable_cpus(), psutil.virtual_memory()
+    shm_total, shm_free = bytes_of_disk("/dev/shm")
     return Machine(
         cpus=cpus,
-        num_cpus=len(online) or (os.cpu_count() or 1 if is_live else len(cpus)),
-        physical_cores=_physical_cores(root, cpus),
-        cgroup=cgroup,
-        memory_total=memory.get("MemTotal", 0),
-        memory_free=memory.get("MemAvailable", 0),
+        num_cpus=os.cpu_count() or len(cpus),
+        physical_cores=_physical_cores(cpus),
+        cgroup=read_cgroup(root),
+        memory_total=memory.total,
+        memory_free=memory.available,
         shm_total=shm_total,
         shm_free=shm_free,
-        limits=read_limits(root),
-        open_files=open_descriptors() if is_live else 0,
-        user_threads=_user_threads() if is_live else 0,
-        load=float((read_word(root / "proc/loadavg") or "0").split()[0]),
-        cpu_pressure=_cpu_pressure(root),
-        gpus=read_gpus() if is_live else (),
+        limits=_limits(),
+        open_files=open_descriptors(),
+        user_threads=_user_threads(),
+        load=psutil.getloadavg()[0],
+        cpu_pressure=_cpu_pressure(),
+        gpus=read_gpus(),
     )
 
 
 def usable_cores(root: Path = _ROOT) -> int:
     """Return how many cores this process may use: its affinity, or its cgroup's CPU quota if that is less."""
-    cgroup = read_cgroup(root)
-    allowed = len(allowed_cpus(root, cgroup))
-    return allowed if cgroup.cpu_quota is None else max(1, min(allowed, math.ceil(cgroup.cpu_quota)))
+    allowed, quota = len(usable_cpus()), read_cgroup(root).cpu_quota
+    return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
 
 
-def allowed_cpus(root: Path, cgroup: Cgroup) -> tuple[int, ...]:
-    """Return the processors that affinity and cpuset allow."""
-    if root == _ROOT:
-        return usable_cpus()  # the kernel has restricted them to the cpuset
-    for line in (read_word(root / "proc/self/status") or "").splitlines():
-        if line.startswith("Cpus_allowed_list:"):
-            ids = parse_cpu_list(line.partition(":")[2])
-            return ids if cgroup.cpus is None else tuple(i for i in ids if i in cgroup.cpus)
-    return cgroup.cpus or tuple(range(os.cpu_count() or 1))
+def _limits() -> dict[str, int | None]:
+    """Return the soft limits; empty where the system has none."""
+    if resource is None:
+        return {}
+    names = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "as": resource.RLIMIT_AS}
+    soft = {name: resource.getrlimit(number)[0] for name, number in names.items()}
+    return {name: None if limit == resource.RLIM_INFINITY else limit for name, limit in soft.items()}
 
 
-def read_meminfo(root: Path) -> dict[str, int]:
-    """Return the fields of /proc/meminfo in bytes."""
-    fields = {}
-    for line in (read_word(root / "proc/meminfo") or "").splitlines():
-        name, _, rest = line.partition(":")
-        if rest.split():
-            fields[name] = int(rest.split()[0]) * (1024 if rest.endswith("kB") else 1)
-    return fields
+def _physical_cores(cpus: Iterable[int]) -> int:
+    files = (Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus)
+    return len({read_word(file) or str(file) for file in files})
 
 
-def read_limits(root: Path) -> dict[str, int | None]:
-    """Return the soft limits in /proc/self/limits; None for unlimited."""
-    limits: dict[str, int | None] = {}
-    for line in (read_word(root / "proc/self/limits") or "").splitlines():
-        for prefix, name in _LIMIT_NAMES.items():
-            if line.startswith(prefix):
-                soft = line[len(prefix) :].split()[0]
-                limits[name] = None if soft == "unlimited" else int(soft)
-    return limits
-
-
-def _physical_cores(root: Path, cpus: Iterable[int]) -> int:
-    siblings = set()
-    for cpu in cpus:
-        text = read_word(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        siblings.add(parse_cpu_list(text) if text else (cpu,))
-    return len(siblings)
-
-
-def _shm(root: Path) -> tuple[int | None, int | None]:
-    return bytes_of_disk(str(root / "dev/shm"))
-
-
-def _cpu_pressure(root: Path) -> float | None:
-    for line in (read_word(root / "proc/pressure/cpu") or "").splitlines():
+def _cpu_pressure() -> float | None:
+    for line in (read_word(Path("/proc/pressure/cpu")) or "").splitlines():
         if line.startswith("some "):
             fields = dict(part.split("=") for part in line.split()[1:])
             return float(fields["avg10"]) / 100

@@ -9,11 +9,10 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
-from envherd.executor.monitor.memory_log import MemoryLog
 from envherd.executor.pools.base import Pool, WorkerFigures
 from envherd.shm.slab import NUM_BINS, bin_middle
 from envherd.shm.specs import EnvSpec
@@ -98,11 +97,7 @@ class WorkerStatistics:
             reset_share=min(busy_share, max(0.0, reset_s / span_s)),
             wait_share=1 - busy_share,
             steps_per_s=max(0, env_steps) / span_s,
-            uss_bytes=figures.uss_bytes,
-            pss_bytes=figures.pss_bytes,
-            cpu_s=figures.cpu_s,
-            cpu=figures.cpu,
-            gpu=figures.gpu,
+            **figures._asdict(),
         )
 
 
@@ -150,22 +145,25 @@ class Statistics:
     path: str = ""
 
 
-class Tally(NamedTuple):
-    """Counts of the caller's side.
+class MemoryLog:
+    """How workers' private memory grows with the resets of their envs, from the samples so far."""
 
-    Attributes:
-        env_errors: exceptions of envs.
-        interrupted: rows that a loss has ended.
-        ready_at: monotonic seconds.
-        path: see `Statistics`.
-        frames_lent: to the caller now.
-    """
+    def __init__(self) -> None:
+        # Worker -> generation, and resets and bytes of the first and of the latest sample.
+        self._samples: dict[int, tuple[int, tuple[int, int], tuple[int, int]]] = {}
 
-    env_errors: int
-    interrupted: int
-    ready_at: float
-    path: str
-    frames_lent: int = 0
+    def note(self, worker_id: int, generation: int, resets: int, num_bytes: int) -> None:
+        """Keep a sample of a worker: the number of its resets and its bytes. Samples of predecessors are dropped."""
+        kept, sample = self._samples.get(worker_id), (resets, num_bytes)
+        if kept is None or kept[0] != generation:
+            self._samples[worker_id] = generation, sample, sample
+        elif resets > kept[2][0]:
+            self._samples[worker_id] = generation, kept[1], sample
+
+    def growth_per_reset(self, worker_id: int) -> float | None:
+        """Return bytes per reset between the first and the latest sample; None if there was no reset in between."""
+        _, (first_resets, first_bytes), (resets, num_bytes) = self._samples.get(worker_id, (0, (0, 0), (0, 0)))
+        return None if resets == first_resets else (num_bytes - first_bytes) / (resets - first_resets)
 
 
 def read_workers(
@@ -213,11 +211,18 @@ def quantile(bins: np.ndarray, share: float) -> float | None:
     return float(_MIDDLES[min(index, NUM_BINS - 1)])
 
 
-def count(pool: Pool, memory: MemoryLog, tally: Tally) -> Statistics:
-    """Read the counters of a pool and the memory of its processes (recorded in `memory`)."""
+def count(pool: Pool, memory: MemoryLog, ready_at: float, **of_caller: Any) -> Statistics:
+    """Read the counters of a pool and the memory of its processes.
+
+    Args:
+        pool: of the executor.
+        memory: where the memory is recorded.
+        ready_at: monotonic seconds.
+        **of_caller: the fields of `Statistics` that the pool does not know.
+    """
     figures = pool.figures()
     words = {name: array.copy() for name, array in pool.slab.words.items()}
-    wall_s = max(time.monotonic() - tally.ready_at, 1e-9)
+    wall_s = max(time.monotonic() - ready_at, 1e-9)
     agents = np.array([num_agents(spec) for spec in pool.specs])
     steps = words["env_steps"]
     workers = []
@@ -232,35 +237,23 @@ def count(pool: Pool, memory: MemoryLog, tally: Tally) -> Statistics:
                 growth_per_reset=memory.growth_per_reset(worker_id),
             )
         )
-    serving, spares = split(workers, pool.serving)
+    # The counts of an env are those of the worker that serves it, not also those of its spare.
+    spares = sorted((one for one in workers if one.worker_id not in pool.serving), key=lambda one: one.env_ids)
     return Statistics(
         env_steps=int(steps.sum()),
         agent_steps=int((steps * agents).sum()),
         resets=int(words["resets"].sum()),
         episodes=int(words["ends"].sum()),
-        env_errors=tally.env_errors,
         worker_losses=pool.num_losses,
-        interrupted=tally.interrupted,
         steps_per_env=tuple(steps.tolist()),
         resets_per_env=tuple(words["resets"].tolist()),
         wall_s=wall_s,
-        workers=serving,
+        workers=tuple(workers[worker_id] for worker_id in pool.serving),
         recycled=pool.num_recycled,
         resets_ahead=pool.num_ahead,
         resets_missed=pool.num_missed,
-        spares=spares,
-        frames_lent=tally.frames_lent,
-        path=tally.path,
-    )
-
-
-def split(
-    workers: Sequence[WorkerStatistics], serving: Sequence[int]
-) -> tuple[tuple[WorkerStatistics, ...], tuple[WorkerStatistics, ...]]:
-    """Return the serving workers and the spares, in the order of their envs; counts of envs go to the serving ones."""
-    others = sorted((one for one in workers if one.worker_id not in serving), key=lambda one: one.env_ids)
-    return tuple(workers[i] for i in serving), tuple(
-        replace(one, env_steps=0, resets=0, steps_per_s=0.0) for one in others
+        spares=tuple(replace(one, env_steps=0, resets=0, steps_per_s=0.0) for one in spares),
+        **of_caller,
     )
 
 

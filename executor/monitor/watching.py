@@ -12,8 +12,7 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,76 +29,30 @@ from envherd.shm.nameplate import Plate
 _STACK_WAIT_S = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Listing:
-    """A running executor.
-
-    Attributes:
-        pid: process that made it.
-        made_at: seconds since the epoch.
-        command: the command line of that process.
-        env: family of its envs.
-        blocks: env ids of each worker.
-        gpus: of each worker, None where none was given.
-        slab_path: where the slab can be opened.
-        inode: of the slab; identifies it.
-        path: which calls are made in C; see `Statistics.path`. Empty if nobody has written it.
-        words: word -> (offset in bytes, length).
-        nbytes: of the part of the slab that holds the words.
-    """
-
-    pid: int
-    made_at: float
-    command: str
-    env: str
-    blocks: tuple[tuple[int, ...], ...]
-    gpus: tuple[str | None, ...]
-    path: str
-    slab_path: str
-    inode: int
-    words: Mapping[str, tuple[int, int]]
-    nbytes: int
-
-    @property
-    def num_envs(self) -> int:
-        """The number of envs; with resets ahead, two workers have each."""
-        return len({env_id for block in self.blocks for env_id in block})
+def plates() -> list[Plate]:
+    """Return the nameplates of this user's running executors, the oldest first."""
+    return sorted(filter(_is_of_executor, nameplate.find(LABEL)), key=lambda one: one.content["made_at"])
 
 
-def listings() -> Iterator[Listing]:
-    """Yield this user's running executors, the oldest first."""
-    found = [listing for plate in nameplate.find(LABEL) if (listing := _listed(plate)) is not None]
-    yield from sorted(found, key=lambda one: one.made_at)
-
-
-def _listed(plate: Plate) -> Listing | None:
-    """Return the listing in a nameplate; None if it is of another process, version or container."""
-    content = plate.content
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError), ignoring_refusals():
-        if content["schema"] != SCHEMA or content["pid"] != plate.pid or content["namespace"] != namespace():
-            return None
-        command = Path(f"/proc/{plate.pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
-        return Listing(
-            pid=plate.pid,
-            made_at=float(content["made_at"]),
-            command=command.decode(errors="replace"),
-            env=str(content["env"]),
-            blocks=tuple(tuple(map(int, block)) for block in content["blocks"]),
-            gpus=tuple(None if gpu is None else str(gpu) for gpu in content["gpus"]),
-            path=str(content.get("path", "")).strip(),
-            slab_path=plate.path,
-            inode=plate.inode,
-            words={name: (int(offset), int(length)) for name, (offset, length) in content["words"].items()},
-            nbytes=int(content["nbytes"]),
-        )
-    return None
+def _is_of_executor(plate: Plate) -> bool:
+    """Return whether a nameplate is of its process, of this version and of this container."""
+    expected = {"schema": SCHEMA, "pid": plate.pid, "namespace": namespace()}
+    return all(plate.content.get(name) == value for name, value in expected.items())
 
 
 class Watch:
     """Reads one executor; `look` compares it with the previous reading.
 
+    Args:
+        plate: of the executor; see `plates`.
+
     Attributes:
-        listing: of the executor.
+        pid: process that made it.
+        command: the command line of that process.
+        env: family of its envs.
+        num_envs: number of envs; with resets ahead, two workers have each.
+        path: which calls are made in C; see `Statistics.path`. Empty if nobody has written it.
+        slab_path: where the slab was opened.
         workers: at the latest reading; their shares and rates are those of the time since the reading before it.
         span_s: seconds between these readings.
 
@@ -107,20 +60,24 @@ class Watch:
         OSError: the executor has ended.
     """
 
-    def __init__(self, listing: Listing) -> None:
-        self.listing = listing
-        fd = os.open(listing.slab_path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, plate: Plate) -> None:
+        content = plate.content
+        command = Path(f"/proc/{plate.pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
+        self.command, self.path = command.decode(errors="replace"), content.get("path", "").strip()
+        fd = os.open(plate.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if os.fstat(fd).st_ino != listing.inode:
-                raise OSError(f"the executor of process {listing.pid} has gone")
-            self._map = mmap.mmap(fd, listing.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            if os.fstat(fd).st_ino != plate.inode:
+                raise OSError(f"the executor of process {plate.pid} has gone")
+            self._map = mmap.mmap(fd, content["nbytes"], mmap.MAP_SHARED, mmap.PROT_READ)
         finally:
             os.close(fd)
-        self._words = {
-            name: np.frombuffer(self._map, np.int64, length, offset) for name, (offset, length) in listing.words.items()
-        }
+        self.pid, self.slab_path, self.env, self._made_at = plate.pid, plate.path, content["env"], content["made_at"]
+        self._blocks, self._gpus = content["blocks"], content["gpus"]
+        self.num_envs = len({env_id for block in self._blocks for env_id in block})
+        words = content["words"].items()
+        self._words = {name: np.frombuffer(self._map, np.int64, length, offset) for name, (offset, length) in words}
         self._read_ns = time.monotonic_ns()
-        self.workers = read_workers(self._words, listing.blocks, self._read_ns)
+        self.workers = read_workers(self._words, self._blocks, self._read_ns)
         self.span_s = 0.0
 
     def close(self) -> None:
@@ -133,8 +90,8 @@ class Watch:
         """Read the executor; return this object."""
         now_ns = time.monotonic_ns()
         self.span_s, self._read_ns = max(1e-9, (now_ns - self._read_ns) / 1e9), now_ns
-        pairs = zip(self.workers, read_workers(self._words, self.listing.blocks, now_ns), strict=True)
-        both = zip(pairs, self.listing.gpus, strict=True)
+        pairs = zip(self.workers, read_workers(self._words, self._blocks, now_ns), strict=True)
+        both = zip(pairs, self._gpus, strict=True)
         self.workers = tuple(_between(*pair, self.span_s, gpu) for pair, gpu in both)
         return self
 
@@ -147,12 +104,12 @@ class Watch:
     def to_plain(self) -> dict[str, Any]:
         """Return it as documented in docs/sizing.md."""
         return {
-            "pid": self.listing.pid,
-            "command": self.listing.command,
-            "env": self.listing.env,
-            "path": self.listing.path,
-            "num_envs": self.listing.num_envs,
-            "running_s": time.time() - self.listing.made_at,
+            "pid": self.pid,
+            "command": self.command,
+            "env": self.env,
+            "path": self.path,
+            "num_envs": self.num_envs,
+            "running_s": time.time() - self._made_at,
             "span_s": self.span_s,
             "steps_per_s": self.steps_per_s,
             "workers": [asdict(worker) for worker in self.workers],

@@ -92,38 +92,40 @@ def _array(data: bytes, shape: Sequence[int], dtype: str) -> np.ndarray:
     return np.frombuffer(data, kind).reshape(shape).copy()
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def is_count(value: Any, least: int = 0) -> bool:
+    """Return whether a value of a file is an integer of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _is_leaf(value: Any) -> bool:
     if not (isinstance(value, list) and len(value) == 3 and isinstance(value[2], str)):
         return False
     key, shape, _ = value
-    return isinstance(key, list) and all(isinstance(part, str) for part in key) and all(map(_is_count, shape))
+    return isinstance(key, list) and all(isinstance(part, str) for part in key) and all(map(is_count, shape))
 
 
-def _is_line(value: Any) -> bool:
+def is_line(value: Any) -> bool:
+    """Return whether a value of a file is a text that a terminal can show."""
     return isinstance(value, str) and value.isprintable()
 
 
 #: Fact -> whether a value can be one.
 _FORMS: dict[str, Callable[[Any], bool]] = {
     "schema": lambda value: value == SCHEMA,
-    "env": lambda value: value is None or _is_line(value),
+    "env": lambda value: value is None or is_line(value),
     "env_kwargs": lambda value: isinstance(value, dict),
     "fields": lambda value: isinstance(value, dict),
-    "search": lambda value: isinstance(value, list) and all(map(_is_line, value)),
-    "missing": lambda value: isinstance(value, list) and all(map(_is_line, value)),
+    "search": lambda value: isinstance(value, list) and all(map(is_line, value)),
+    "missing": lambda value: isinstance(value, list) and all(map(is_line, value)),
     "options": lambda value: isinstance(value, dict),
     "reset_options": lambda value: value is None or isinstance(value, dict),
     "failure": lambda value: isinstance(value, dict),
-    "root_seed": _is_count,
-    "env_id": _is_count,
-    "episode": _is_count,
-    "seed": lambda value: value is None or _is_count(value),
-    "num_steps": _is_count,
-    "observation": lambda value: value is None or _is_line(value),
+    "root_seed": is_count,
+    "env_id": is_count,
+    "episode": is_count,
+    "seed": lambda value: value is None or is_count(value),
+    "num_steps": is_count,
+    "observation": lambda value: value is None or is_line(value),
     "inputs": lambda value: isinstance(value, list) and all(map(_is_leaf, value)),
 }
 

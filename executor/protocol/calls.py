@@ -6,22 +6,51 @@ import contextlib
 import operator
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from envherd.executor.batches.hand_out import Leaves
 from envherd.executor.batches.random_actions import ActionSampler
-from envherd.executor.monitor.memory_log import MemoryLog
+from envherd.executor.monitor.statistics import MemoryLog
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.env_states import EnvStates, Event
-from envherd.executor.protocol.received import Received
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 from envherd.workers.errors import Busy
 from envherd.workers.seeding import as_root_seed
+
+_version = operator.attrgetter("_version")  # counts writes
+
+
+class Received(NamedTuple):
+    """The batch that the latest `recv` returned.
+
+    Attributes:
+        ids: its `env_ids`, which the caller may have changed since.
+        env_ids: the same, unchanged.
+        leaves: of its `next`; None if they are not the envs' present roots.
+        num_writes: torch's number of writes to these leaves when it was received.
+        stamp: numbers of the latest command and of losses; if these have changed, `leaves` are outdated.
+    """
+
+    ids: torch.Tensor
+    env_ids: np.ndarray
+    leaves: Leaves | None
+    num_writes: int
+    stamp: tuple[int, int]
+
+    def is_of(self, env_ids: Any) -> bool:
+        """Return whether an object is `ids`, with the values that they had."""
+        return env_ids is self.ids and self.ids.numpy().tobytes() == self.env_ids.tobytes()
+
+
+def num_writes(leaves: Leaves) -> int:
+    """Return how often torch has written to some tensors in place."""
+    return sum(map(_version, leaves))
 
 
 class Rolling:

@@ -20,14 +20,14 @@ from envherd.executor.batches.actions import GroupIntake
 from envherd.executor.batches.fast_tensordict import set_leaf
 from envherd.executor.batches.hand_out import add_side
 from envherd.executor.batches.loans import make_loans
-from envherd.executor.batches.plain_actions import PlainIntake
+from envherd.executor.batches.step_data import Draft, PlainIntake, StepBatches
 from envherd.executor.batches.transfer import Mover
-from envherd.executor.monitor.statistics import Statistics, Tally, count
+from envherd.executor.monitor.statistics import Statistics, count
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.protocol.calls import Calls
-from envherd.executor.protocol.env_batches import Draft, EnvBatches, StepBatches
+from envherd.executor.protocol.env_batches import EnvBatches
 from envherd.executor.protocol.env_states import Event, State
 from envherd.executor.protocol.flight import Flight, Flights
 from envherd.executor.protocol.plain import what_is_plain
@@ -55,6 +55,8 @@ class Engine(Calls):
         side: the envs' values outside the slab.
         batches: makes batches of the rows.
         flights: all commands.
+        write_inputs: `(batch, env_ids=None)`: checks and writes its actions, for all envs or for some. On an error
+            nothing is written.
         plain: which calls are made in C.
         side_inputs: env id -> the inputs of its latest step that did not go through the slab, one per side leaf.
         flights_type: of `flights`.
@@ -79,6 +81,9 @@ class Engine(Calls):
         self.batches = EnvBatches(self.positions, self.side, device, mover=mover, is_copy=copy)
         self._intakes = [self._make_intake(group) for group in range(len(pool.slab.groups))]
         self._intake = self._intakes[0] if len(self._intakes) == 1 else None
+        self.write_inputs: Callable[..., None] = self._write_unlike_inputs
+        if self._intake is not None and not self._intake.side_leaves:  # one group: rows are ids
+            self.write_inputs = self._intake.put
         recyclable = pool.recyclable if options.recycles else None
         recycler = None if recyclable is None else Recycler(recyclable, self.positions, self.side, options, self.memory)
         self.flights = self.flights_type(pool, self.positions, self.side, options, recycler)
@@ -101,28 +106,21 @@ class Engine(Calls):
 
     # ---- inputs ------------------------------------------------------------------------------
 
-    def write_inputs(self, td: TensorDictBase, env_ids: np.ndarray | None = None) -> None:
-        """Check and write the actions of a batch, for all envs or for some; on an error nothing is written."""
-        if self._intake is None:
-            self._write_mixed_inputs(td, self.all_ids if env_ids is None else env_ids)
-            return
-        if self._intake.take(td, env_ids):  # one group: rows are ids
-            return
-        values, side = self._intake.read(td, env_ids), self._intake.read_side(td, env_ids)
-        self._intake.write(values, env_ids)
-        if side:
-            self._send_side_inputs(self.all_ids if env_ids is None else env_ids, side)
-
-    def _write_mixed_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
+    def _write_unlike_inputs(self, td: TensorDictBase, env_ids: np.ndarray | None = None) -> None:
+        """As `write_inputs`, for envs of several kinds, or with inputs that do not go through the slab."""
+        env_ids = self.all_ids if env_ids is None else env_ids
         checked = []
-        for position, env_id in enumerate(env_ids.tolist()):
-            group, row = self.positions.places.pairs[env_id]
-            intake, rows, own = self._intakes[group], np.array([row]), td[position].unsqueeze(0)
-            checked.append((intake, intake.read(own, rows), rows, intake.read_side(own, rows)))
-        for env_id, (intake, values, rows, side) in zip(env_ids, checked, strict=True):
+        for group in dict.fromkeys(self.positions.places.group_of[env_ids].tolist()):
+            intake = self._intakes[group]
+            members = (self.positions.places.group_of[env_ids] == group).nonzero()[0]
+            own = td if len(members) == len(env_ids) else td[members.tolist()]
+            ids = env_ids[members]
+            rows = self.positions.places.row_of[ids]
+            checked.append((intake, ids, rows, intake.read(own, rows), intake.read_side(own, rows)))
+        for intake, ids, rows, values, side in checked:
             intake.write(values, rows)
             if side:
-                self._send_side_inputs([env_id], side)
+                self._send_side_inputs(ids, side)
 
     def _send_side_inputs(self, env_ids: Iterable[int], side: list[list[Any]]) -> None:
         for env_id, values in zip(map(int, env_ids), side, strict=True):
@@ -313,5 +311,5 @@ class Engine(Calls):
         """Return the statistics so far."""
         flights, loans = self.flights, self.positions.loans
         lent = 0 if loans is None else loans.num_lent
-        tally = Tally(flights.num_errors, flights.losses.num_interrupted, self.ready_at, str(self.plain), lent)
-        return count(self.pool, self.memory, tally)
+        known = {"env_errors": flights.num_errors, "interrupted": flights.losses.num_interrupted}
+        return count(self.pool, self.memory, self.ready_at, **known, frames_lent=lent, path=str(self.plain))

@@ -20,10 +20,10 @@ from envherd.executor.batches.fast_tensordict import Make, maker
 from envherd.executor.batches.hand_out import GroupBatch, Shell
 from envherd.executor.batches.reused_memory import ReusedMemory, splitter
 from envherd.executor.pools.fast_commands import NativeExchange
+from envherd.executor.protocol.calls import Received, num_writes
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_states import NEXT, Event
 from envherd.executor.protocol.exchange import ENV_IDS
-from envherd.executor.protocol.received import Received, num_writes
 from envherd.shm.layout import Layout, Name, lay_out
 from envherd.shm.slab import input_leaves, next_leaves, root_leaves
 from envherd.shm.specs import LeafSpec

@@ -18,8 +18,8 @@ from envherd.executor.protocol.flight import Flight
 from envherd.workers.protocol import RING, STEP_RESET, Op, pack
 
 if TYPE_CHECKING:
+    from envherd.executor.batches.step_data import StepBatches
     from envherd.executor.protocol.engine import Engine
-    from envherd.executor.protocol.env_batches import StepBatches
 
 #: `td -> (next, root)`, or None if the step was not made.
 FastStep = Callable[[TensorDictBase], tuple[TensorDictBase, TensorDictBase | None] | None]

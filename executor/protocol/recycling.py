@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from envherd.executor.monitor.memory_log import MemoryLog
+from envherd.executor.monitor.statistics import MemoryLog
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import RecyclablePool
 from envherd.executor.protocol.positions import Positions

@@ -28,8 +28,8 @@ from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import stack_groups
 from envherd.executor.batches.transfer import as_array
 from envherd.executor.progress import counted
-from envherd.executor.protocol.columns import storage_columns
 from envherd.executor.protocol.fast_step import compile_command
+from envherd.executor.protocol.positions import storage_columns
 from envherd.executor.rollouts.policy_state import Carried, leaf_keys, run_policy
 from envherd.executor.rollouts.stepwise import StepwiseRun
 from envherd.executor.rollouts.storage import Lease, StorageShelf

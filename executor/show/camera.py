@@ -10,6 +10,9 @@ from tensordict import TensorDictBase
 from envherd.executor.batched import BatchedEnv
 from envherd.shm.specs import EnvSpec, Key
 
+#: Longest side of an enlarged frame.
+_SMALL_PX = 320
+
 
 class MediaError(RuntimeError):
     """A picture could not be made: for example, a package is missing, or no env has a picture."""
@@ -58,6 +61,18 @@ class Camera:
             )
         self._has_looked = True
         return seen if self._agent is None else [frame[self._agent] for frame in seen]
+
+    def look_at_first(self, td: TensorDictBase) -> np.ndarray:
+        """Return the picture of the first env, enlarged; see `look`."""
+        frame = self.look(td, [0])[0]
+        assert frame is not None  # `look` has refused envs without pictures
+        return enlarged(frame)
+
+
+def enlarged(frame: np.ndarray, height: int = _SMALL_PX, width: int = _SMALL_PX) -> np.ndarray:
+    """Return a frame `[H, W, 3]`, enlarged by the largest whole factor with which it fits a height and a width."""
+    factor = max(1, min(height // frame.shape[0], width // frame.shape[1]))
+    return frame if factor == 1 else frame.repeat(factor, 0).repeat(factor, 1)
 
 
 def _agents_key(spec: EnvSpec, agent: int) -> Key:

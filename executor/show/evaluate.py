@@ -1,107 +1,212 @@
-"""`evaluate`: plays whole episodes with the passed policies and records the returns of the players.
+"""`evaluate`: plays a fixed set of whole episodes of one task or of several, and returns returns, lengths and success.
 
-Guarantees: the episodes depend only on the seed, the number of envs and the policies, if env and policies are
-deterministic. The number of workers does not matter. Each env plays an equal share of the episodes, so that short
-episodes do not count more than long ones. An episode that the loss of a worker interrupted does not count: the env
-plays another one.
+Guarantees: the set of episodes and their seeds are fixed before the first one begins, so short episodes do not count
+more than long ones. Each episode counts once: as ended, or as failed. If envs and policies are deterministic, the
+results depend on the seed and on them, and not on the number of workers, nor on whether the run was killed and
+continued.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 
-import numpy as np
 import torch
+from tensordict import TensorDict
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.batches.arguments import as_count
-from envherd.executor.collector import Collector
+from envherd.executor.batches.arguments import as_count, need_callables
+from envherd.executor.batches.grad_mode import without_grad
+from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.parallel import ParallelEnv
-from envherd.executor.policy import Policy
-from envherd.executor.pools.blueprint import checked_options
+from envherd.executor.policy import Placed, Policy
+from envherd.executor.pools.blueprint import checked_options, choose_workers
 from envherd.executor.show.per_player import OTHERS, PerPlayer, choose_policies
-from envherd.executor.show.results import Evaluation
+from envherd.executor.show.playing import Part, Play, RandomActions, Rules
+from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile, fingerprint
+from envherd.executor.show.results import Evaluation, Evaluations
+from envherd.executor.show.video import require_imageio
+from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
-from envherd.workers.block.episode_leaves import return_key
+from envherd.workers.adapters.named import FAMILIES, NamedFactory
+from envherd.workers.options import Infos
 
 #: One policy for all players, or a dict of policies by player, role and "*"; see `PerPlayer`.
 Policies = Policy | Mapping[str | int, Policy | None] | None
-#: Steps of each env in a batch. More steps spread the cost of a batch; fewer use less memory.
-_NUM_STEPS = 50
+#: A name, a factory, or an executor.
+Env = str | Callable[..., Any] | BatchedEnv
+#: Several, by name or in a list; no executors.
+Tasks = Mapping[str, Any] | list[Any] | tuple[Any, ...]
+#: Seconds for a step and for a reset of an env without `options`, after which the episode counts as failed.
+_TIMEOUT_S = 300.0
 
 
+@overload
+def evaluate(
+    policies: Policies | Mapping[str, Policies],
+    env: Tasks,
+    episodes: int = ...,
+    *,
+    background: Policies = ...,
+    focal: Sequence[int | str] | None = ...,
+    num_envs: int | None = ...,
+    num_workers: int | None = ...,
+    seed: int = ...,
+    max_steps: int | None = ...,
+    primer: Mapping[str, torch.Tensor] | None = ...,
+    options: ExecutorOptions | None = ...,
+    policy_for: Callable[[str, BatchedEnv], Policies] | None = ...,
+    success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None = ...,
+    max_batch: int = ...,
+    out: str | os.PathLike[str] | None = ...,
+    label: str | None = ...,
+    videos: str | os.PathLike[str] | None = ...,
+    filmed: int | Iterable[int] = ...,
+    fps: float = ...,
+) -> Evaluations: ...
+@overload
+def evaluate(
+    policies: Policies | Mapping[str, Policies],
+    env: Env,
+    episodes: int = ...,
+    *,
+    background: Policies = ...,
+    focal: Sequence[int | str] | None = ...,
+    num_envs: int | None = ...,
+    num_workers: int | None = ...,
+    seed: int = ...,
+    max_steps: int | None = ...,
+    primer: Mapping[str, torch.Tensor] | None = ...,
+    options: ExecutorOptions | None = ...,
+    policy_for: Callable[[str, BatchedEnv], Policies] | None = ...,
+    success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None = ...,
+    max_batch: int = ...,
+    out: str | os.PathLike[str] | None = ...,
+    label: str | None = ...,
+    videos: str | os.PathLike[str] | None = ...,
+    filmed: int | Iterable[int] = ...,
+    fps: float = ...,
+) -> Evaluation: ...
+@names_right_keyword
+@without_grad
 def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluation
-    policies: Policies,
-    env: str | Callable[..., Any] | BatchedEnv,
+    policies: Policies | Mapping[str, Policies],
+    env: Env | Tasks,
     episodes: int = 10,
     *,
     background: Policies = None,
     focal: Sequence[int | str] | None = None,
-    num_envs: int = 4,
+    num_envs: int | None = None,
     num_workers: int | None = None,
     seed: int = 0,
     max_steps: int | None = None,
     primer: Mapping[str, torch.Tensor] | None = None,
     options: ExecutorOptions | None = None,
-) -> Evaluation:
-    """Play episodes and return the returns of each player.
+    policy_for: Callable[[str, BatchedEnv], Policies] | None = None,
+    success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None = None,
+    max_batch: int = 1,
+    out: str | os.PathLike[str] | None = None,
+    label: str | None = None,
+    videos: str | os.PathLike[str] | None = None,
+    filmed: int | Iterable[int] = 1,
+    fps: float = 30.0,
+) -> Evaluation | Evaluations:
+    """Play episodes, and return success, returns and lengths.
+
+    Each worker process has one env at a time. It is built when the worker comes to its task, and dropped after the
+    task's last episode, so that at most `num_workers` envs are alive. An episode whose env raises, breaks its spec,
+    dies or exceeds a limit of `options` is recorded as failed, and its env is built anew. A task whose env cannot be
+    built is recorded as failed as a whole.
 
     Args:
-        policies: of the focal players: one policy for all, or a dict by player, role and "*", or a `PerPlayer` for all
-            players. None draws random actions. `PerPlayer` calls the policies.
-        env: name of a Melting Pot substrate or scenario, which is built `deterministic` and without the world view; or
-            a factory of any env with one group of players; or an executor with `episode_statistics`. `evaluate` resets
-            the envs of an executor and leaves it open. With `background`, a named scenario keeps its roles, and the
-            background policies replace its bots.
-        episodes: number of episodes.
+        policies: one policy for all tasks and players; or a dict by player, role and "*" (see `PerPlayer`); or, with
+            several tasks, a dict by task of these. None draws random actions.
+        env: a factory of any env, or a name: that of a Melting Pot substrate or scenario, which is built
+            `deterministic` and without the world view, or FAMILY:NAME, such as "gymnasium:CartPole-v1". A dict of them
+            by task, or a list. Or an executor: `evaluate` resets its envs and leaves it open. With `background`, a
+            named scenario keeps its roles, and the background policies replace its bots.
+        episodes: number of episodes of each task. Episode i has the seed of the first episode of env i in an executor
+            with this root seed.
         background: policies of the players that are not focal, likewise; `{"*": None}` draws random actions.
         focal: names or indices of the focal players; None for those of the scenario, or all.
-        num_envs: number of envs that play at once; at most `episodes`. Ignored with an executor.
-        num_workers: worker processes; see `ParallelEnv`. Not with an executor.
-        seed: root seed of the envs (an executor keeps its own), and of torch's generator during the evaluation.
-        max_steps: truncate episodes after this number of steps; only with a name.
-        primer: by key, the recurrent state of one player at the beginning of an episode.
-        options: of the executor that `evaluate` makes. Not with an executor.
+        num_envs: at most this number of envs play at once. Ignored with an executor.
+        num_workers: worker processes, with one env each; None for one per usable core. Not with an executor.
+        seed: root seed of the episodes (an executor keeps its own), and of torch's generator during the evaluation.
+        max_steps: truncate episodes after this number of steps.
+        primer: by key, the recurrent state of one player (or of an env of one agent) at the beginning of an episode.
+        options: of the workers. By default a step and a reset may take 300 s. Not with an executor.
+        policy_for: in place of `policies`: called with a task's name and an executor of its envs (read its spec; do not
+            step it), it returns the policies of the task, which are released after the task.
+        success: called with the info of an episode's last step and its record; returns whether it was a success. None
+            reads `info["success"]` or `info["is_success"]`.
+        max_batch: call a policy for at most this number of envs, of those that are ready. With 1, the results do not
+            depend on which envs were ready. More is faster with a policy on a GPU.
+        out: path of a JSON file that keeps the episodes that have been played. If it exists, the run continues from it.
+            A larger `episodes` and other tasks add to it.
+        label: of the policies in `out`; None for their names and, of modules, the hash of their parameters. A file of
+            another label is refused.
+        videos: folder of films, `TASK_episodeI.mp4`.
+        filmed: with `videos`, the number of the first episodes of each task that are filmed, or their numbers.
+        fps: steps per second of video.
+
+    Returns:
+        An `Evaluation`; for a dict or list of tasks, `Evaluations`.
 
     Raises:
-        ValueError: the envs are batches themselves or have no players, a player has no policy, or `background` is
-            passed although all players are focal, `max_steps` with a factory, or settings of an executor with one.
-        FactoryError: the models of a scenario's bots are not installed.
+        ValueError: the envs are batches themselves, a player has no policy, `background` is passed although all players
+            are focal, settings of an executor with one, or `out` is a file of other policies or of another seed.
+        EnvherdError: no env of any task could be built.
+        MediaError: the envs have no pictures, or `envherd[media]` is not installed.
     """
-    episodes = as_count("evaluate", "episodes", episodes)
-    num_envs = as_count("evaluate", "num_envs", num_envs)
-    max_steps = as_count("evaluate", "max_steps", max_steps, or_none=True)
-    seed = as_count("evaluate", "seed", seed, least=0)
-    options = None if options is None else checked_options(options)
+    rules = Rules(
+        episodes=as_count("evaluate", "episodes", episodes),
+        seed=as_count("evaluate", "seed", seed, least=0),
+        max_steps=as_count("evaluate", "max_steps", max_steps, or_none=True),
+        max_batch=as_count("evaluate", "max_batch", max_batch),
+        success=success,
+        videos=None if videos is None else Path(videos),
+        filmed=frozenset(range(filmed) if isinstance(filmed, int) else filmed),
+        fps=fps,
+    )
+    num_envs = as_count("evaluate", "num_envs", num_envs, or_none=True)
+    need_callables("evaluate", success=success, policy_for=policy_for)
+    if videos is not None:
+        require_imageio()
     if primer is not None and not isinstance(primer, Mapping):
         raise TypeError(f"evaluate failed: expected primer as a dict of tensors by key or None, got {primer!r}.")
-    with _opened(env, episodes, background is not None, num_envs, num_workers, seed, max_steps, options) as executor:
-        spec = executor.spec
-        if spec.batch_shape:
-            raise ValueError(
-                f"evaluate failed: expected envs of one row, got {spec.family} envs of {[*spec.batch_shape]}."
-            )
-        if not spec.groups:
-            raise ValueError(
-                f"evaluate failed: expected envs with players, as those of Melting Pot and PettingZoo, got "
-                f"{spec.family} envs of one agent. `envherd rollout` reports their returns, as does "
-                f"ExecutorOptions(episode_statistics=True)."
-            )
-        everyone = PerPlayer({OTHERS: None}, spec)
-        names, roles = everyone.names, everyone.roles
-        is_focal = _focal(focal, spec.metadata.get("is_focal"), names)
-        policy = _joined(policies, background, is_focal, executor)
-        primed = None if primer is None else policy.primer(executor.num_envs, **primer)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            returns, lengths = _play(executor, policy, primed, episodes)
-        name = str(spec.metadata.get("name") or spec.family)
-        return Evaluation(name, executor.seed, names, roles, is_focal, returns, lengths)
+    tasks = _tasks(env, has_background=background is not None)
+    executor = env if isinstance(env, BatchedEnv) else None
+    if executor is not None:
+        _refuse_settings(num_workers=num_workers, options=options)
+        rules = replace(rules, seed=executor.seed)
+    choice = _Choice(policies, policy_for, background, focal, primer, tuple(tasks))
+    played_by = choice.settings() if label is None else {"label": label}
+    settings = {"seed": rules.seed, "max_steps": max_steps, **played_by}
+    records = RecordFile(out, settings, tuple(tasks))
+
+    def prepare(name: str, built: BatchedEnv) -> Part:
+        part, records.tasks[name].cast = choice.part_of(name, built)
+        return part
+
+    play = Play(tasks, rules, records, prepare)
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]  # torch's
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            if executor is not None:
+                play.play_in(next(iter(tasks)), executor)
+            elif play.num_left:
+                most = min(play.num_left, num_envs or play.num_left)
+                chosen = default_options() if options is None else _with_infos(options)
+                play.run(choose_workers(most, num_workers), chosen)
+    finally:
+        records.write()
+    if play.build_error is not None and all(records.tasks[name].cast is None for name in tasks):
+        raise play.build_error
+    return _results(env, tasks, rules, records)
 
 
 def for_evaluation(factory: MeltingPotFactory, *, has_background: bool) -> MeltingPotFactory:
@@ -113,37 +218,123 @@ def for_evaluation(factory: MeltingPotFactory, *, has_background: bool) -> Melti
     return replace(factory, world_rgb=False, deterministic=True, bots=bots)
 
 
-@contextlib.contextmanager
-def _opened(  # noqa: PLR0913, PLR0917  # the arguments of `evaluate`
-    env: Any,
-    episodes: int,
-    has_background: bool,  # noqa: FBT001
-    num_envs: int,
-    num_workers: int | None,
-    seed: int,
-    max_steps: int | None,
-    options: ExecutorOptions | None,
-) -> Iterator[BatchedEnv]:
-    """Yield the caller's executor, or make one and close it at the end."""
-    if isinstance(env, BatchedEnv):
-        if not env.options.episode_statistics:
+def _results(env: Any, tasks: Mapping[str, Any], rules: Rules, records: RecordFile) -> Evaluation | Evaluations:
+    """Return the results of a run that is complete, and write them."""
+    found = {}
+    for name in tasks:
+        one = records.tasks[name]
+        played = [one.episodes[number] for number in range(rules.episodes)]
+        found[name] = Evaluation.of(one.cast or Cast(env=name), rules.seed, played)
+    all_of_them = Evaluations(found)
+    records.write(all_of_them.to_dict())
+    return all_of_them if isinstance(env, (Mapping, list, tuple)) else next(iter(found.values()))
+
+
+def _tasks(env: Any, *, has_background: bool) -> dict[str, Any]:
+    """Return the tasks by name, with their factories, or with an executor."""
+    if not isinstance(env, (Mapping, list, tuple)):
+        return {env if isinstance(env, str) else "env": _factory(env, has_background=has_background)}
+    pairs = [*env.items()] if isinstance(env, Mapping) else [(_name(one, i), one) for i, one in enumerate(env)]
+    names = [str(name) for name, _ in pairs]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"evaluate failed: expected tasks of different names, got {names or 'none'}. Pass a dict by name."
+        )
+    tasks = {str(name): _factory(one, has_background=has_background) for name, one in pairs}
+    for name, one in tasks.items():
+        if isinstance(one, BatchedEnv):
+            raise TypeError(f"evaluate failed: expected a factory or a name for task {name!r}, got an executor.")
+    return tasks
+
+
+def _name(env: Any, index: int) -> str:
+    return env if isinstance(env, str) else f"task_{index}"
+
+
+def _factory(env: Any, *, has_background: bool) -> Any:
+    """Return the factory that a name stands for; anything else is returned itself."""
+    if not isinstance(env, str):
+        return env
+    family, _, rest = env.partition(":")
+    if family in FAMILIES and family != "meltingpot":
+        kind = FAMILIES[family].factory
+        return NamedFactory(family, rest) if kind is None else kind(rest)
+    return for_evaluation(MeltingPotFactory(rest or env), has_background=has_background)
+
+
+def _refuse_settings(**settings: Any) -> None:
+    if passed := [name for name, value in settings.items() if value is not None]:
+        raise ValueError(f"evaluate failed: expected no {' or '.join(passed)} with an executor, which has its own.")
+
+
+def default_options() -> ExecutorOptions:
+    """Return the options of workers without `options`."""
+    return ExecutorOptions(infos="plain", step_timeout_s=_TIMEOUT_S, reset_timeout_s=_TIMEOUT_S)
+
+
+def _with_infos(options: ExecutorOptions) -> ExecutorOptions:
+    """Return options with which infos can be read."""
+    options = checked_options(options)
+    return options if options.info_policy != "drop" else replace(options, infos=Infos("plain", options.info_keys))
+
+
+class _Choice:
+    """Who plays: the arguments of `evaluate` that concern policies."""
+
+    def __init__(
+        self,
+        policies: Any,
+        policy_for: Callable[[str, BatchedEnv], Policies] | None,
+        background: Policies,
+        focal: Sequence[int | str] | None,
+        primer: Mapping[str, torch.Tensor] | None,
+        tasks: tuple[str, ...],
+    ) -> None:
+        if policy_for is not None and policies is not None:
+            raise ValueError("evaluate failed: expected policies=None with policy_for, got both. Leave one out.")
+        self._policies, self._policy_for, self._background, self._focal = policies, policy_for, background, focal
+        self._primer = primer
+        self._is_by_task = isinstance(policies, Mapping) and set(policies).issuperset(tasks)
+        self._placed: dict[int, Placed] = {}
+
+    def settings(self) -> dict[str, Any]:
+        """Return plain data that differs between choices."""
+        focal = None if self._focal is None else [str(one) for one in self._focal]
+        found = {"background": fingerprint(self._background), "focal": focal}
+        if self._is_by_task:
+            return found | {f"policies of {name}": fingerprint(one) for name, one in self._policies.items()}
+        return found | {"policies": fingerprint(self._policies if self._policy_for is None else self._policy_for)}
+
+    def part_of(self, name: str, env: BatchedEnv) -> tuple[Part, Cast]:
+        """Return what acts in a task's envs, and who plays there."""
+        spec = env.spec
+        if spec.batch_shape:
             raise ValueError(
-                "evaluate failed: expected an executor with options=ExecutorOptions(episode_statistics=True), got one "
-                "without. Make it so, or pass the factory."
+                f"evaluate failed: expected envs of one row, got {spec.family} envs of {[*spec.batch_shape]}."
             )
-        ignored = {"num_workers": num_workers, "max_steps": max_steps, "options": options}
-        if passed := [name for name, value in ignored.items() if value is not None]:
-            raise ValueError(f"evaluate failed: expected no {' or '.join(passed)} with an executor, which has its own.")
-        yield env
-        return
-    if isinstance(env, str):
-        env = for_evaluation(MeltingPotFactory(env, max_steps=max_steps), has_background=has_background)
-    elif max_steps is not None:
-        raise ValueError("evaluate failed: expected max_steps with the name of a substrate alone, got a factory.")
-    options = replace(options or ExecutorOptions(), episode_statistics=True)
-    count = min(num_envs, episodes)
-    with ParallelEnv(count, env, num_workers=num_workers, seed=seed, options=options) as executor:
-        yield executor
+        policies = self._policies[name] if self._is_by_task else self._policies
+        if self._policy_for is not None:
+            policies = self._policy_for(name, env)
+        title = str(spec.metadata.get("name") or spec.family)
+        policy = join_policies(policies, spec, self._background, self._focal)
+        if isinstance(policy, PerPlayer):
+            is_focal = _focal(self._focal, spec.metadata.get("is_focal"), policy.names)
+            cast = Cast(env=title, players=policy.names, roles=policy.roles, is_focal=is_focal)
+            primed = None if self._primer is None else policy.primer(1, **self._primer)
+            return Part(self._place(policy), primed, [(*policy.group, "reward")]), cast
+        count = sum(math.prod(leaf.shape) for leaf in spec.reward)
+        names = ("agent",) if count == 1 else tuple(f"agent_{i}" for i in range(count))  # a reward of several numbers
+        cast = Cast(env=title, players=names, roles=("default",) * count, is_focal=(True,) * count)
+        primed = None
+        if self._primer is not None:
+            primed = TensorDict({key: value.unsqueeze(0) for key, value in self._primer.items()}, [1])
+        return Part(self._place(policy), primed, [leaf.key for leaf in spec.reward]), cast
+
+    def _place(self, policy: Policy) -> Placed:
+        """Return a policy with the device of its inputs; one object for one policy, so that its tasks share batches."""
+        if self._policy_for is not None:
+            return Placed(policy)
+        return self._placed.setdefault(id(policy), Placed(policy))
 
 
 def _focal(
@@ -158,11 +349,20 @@ def _focal(
     return tuple(name in chosen or player in chosen for player, name in enumerate(names))
 
 
-def _joined(policies: Policies, background: Policies, is_focal: tuple[bool, ...], executor: BatchedEnv) -> PerPlayer:
-    """Return one policy that acts for all players."""
+def join_policies(
+    policies: Policies, spec: EnvSpec, background: Policies = None, focal: Sequence[int | str] | None = None
+) -> Policy:
+    """Return one policy that acts for all players, a `PerPlayer`; or that of an env of one agent.
+
+    Raises:
+        ValueError: a player has no policy, or there are background policies or focal players where there must be none.
+    """
+    if not spec.groups:
+        return _single(policies, spec, background=background, focal=focal)
+    everyone = PerPlayer({OTHERS: None}, spec)
+    is_focal = _focal(focal, spec.metadata.get("is_focal"), everyone.names)
     if isinstance(policies, PerPlayer) and background is None:
         return policies
-    everyone = PerPlayer({OTHERS: None}, executor.spec)
     mine = [player for player, focal in enumerate(is_focal) if focal]
     others = [player for player, focal in enumerate(is_focal) if not focal]
     if (background is None) != (not others):
@@ -176,31 +376,27 @@ def _joined(policies: Policies, background: Policies, is_focal: tuple[bool, ...]
         for given, players in ((policies, mine), (background, others))
         for player, policy in choose_policies(_by_name(given), everyone.names, everyone.roles, players).items()
     }
-    return PerPlayer(chosen, executor.spec)
+    return PerPlayer(chosen, spec)
+
+
+def _single(policies: Any, spec: EnvSpec, **of_players: Any) -> Policy:
+    """Return the policy of envs of one agent."""
+    if passed := [name for name, value in of_players.items() if value is not None]:
+        raise ValueError(
+            f"evaluate failed: expected no {' or '.join(passed)} for envs of one agent, got {spec.family} envs without "
+            f"players."
+        )
+    if policies is None:
+        return RandomActions(spec)
+    if isinstance(policies, (Mapping, PerPlayer)) or not callable(policies):
+        raise TypeError(
+            f"evaluate failed: expected a callable or None as the policy of {spec.family} envs of one agent (or a dict "
+            f"of them by task), got {policies!r}."
+        )
+    return policies
 
 
 def _by_name(policies: Policies) -> Mapping[str | int, Policy | None]:
     if isinstance(policies, PerPlayer):
         return {player: part.policy for part in policies.parts for player in part.players}
     return policies if isinstance(policies, Mapping) else {OTHERS: policies}
-
-
-def _play(env: BatchedEnv, policy: PerPlayer, primer: Any, episodes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the returns `[E, P]` and lengths `[E]` of episodes: the first of each env, then the second ones, ..."""
-    key = ("next", *return_key((*policy.group, "reward")))
-    shares = [len(range(env_id, episodes, env.num_envs)) for env_id in range(env.num_envs)]
-    found: list[list[tuple[np.ndarray, int]]] = [[] for _ in shares]
-    num_steps = env.num_envs * _NUM_STEPS
-    for data in Collector(env, policy, frames_per_batch=num_steps, primer=primer, close_env=False):
-        following = data.get("next")
-        counts = following.get("done").clone()
-        if (interrupted := following.get("interrupted", None)) is not None:
-            counts &= ~interrupted
-        for env_id, step in counts.flatten(1).nonzero().tolist():
-            sums = data.get(key)[env_id, step].double().flatten().numpy(force=True)
-            found[env_id].append((sums.copy(), int(following.get(("episode", "length"))[env_id, step])))
-        if all(len(mine) >= share for mine, share in zip(found, shares, strict=True)):
-            break
-    rounds = range(math.ceil(episodes / env.num_envs))
-    kept = [found[env_id][turn] for turn in rounds for env_id, share in enumerate(shares) if turn < share]
-    return np.stack([sums for sums, _ in kept]), np.array([length for _, length in kept], np.int64)

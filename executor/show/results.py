@@ -1,26 +1,37 @@
-"""The result of an evaluation: the return of each player in each episode, and measures computed from these.
+"""The results of an evaluation: returns, lengths and success of episodes, and measures computed from these.
 
 - Per-capita return: the mean over players of their returns in an episode. Melting Pot uses that of the focal players
   as score (Agapiou et al. 2022, "Melting Pot 2.0", arXiv:2211.13746).
 - Collective return: the sum over all players.
 - Equality: one minus the Gini coefficient of the returns, `1 - sum_ij |R_i - R_j| / (2 P sum_i R_i)` (Perolat et al.
   2017, "A multi-agent reinforcement learning model of common-pool resource appropriation", arXiv:1707.06600).
+- Success: the share of episodes, with the score interval of Wilson (1927, "Probable inference, the law of succession,
+  and statistical inference"), which Brown, Cai and DasGupta (2001, "Interval estimation for a binomial proportion")
+  recommend for few episodes.
 
-Confidence intervals are those of the mean over episodes, from a percentile bootstrap with a fixed seed. They are too
-narrow for a few episodes, and undefined for one.
+Confidence intervals of means are from a percentile bootstrap over episodes (Efron 1979) with a fixed seed. They are too
+narrow for a few episodes, and undefined for one. Over several tasks, episodes are drawn anew within each task (the
+stratified bootstrap of Agarwal et al. 2021, "Deep reinforcement learning at the edge of the statistical precipice",
+arXiv:2108.13264).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from envherd.executor.show.records import Cast, EpisodeRecord
+
 SCHEMA = "envherd.evaluation/1"
+SUITE_SCHEMA = "envherd.evaluations/1"
 _NUM_RESAMPLES = 10_000
+#: The 97.5 % quantile of the standard normal distribution.
+_Z = 1.959963984540054
 
 
 class Interval(NamedTuple):
@@ -45,14 +56,57 @@ class Interval(NamedTuple):
         return f"{self.mean:.2f}" + ("" if math.isnan(self.low) else f" [{self.low:.2f}, {self.high:.2f}]")
 
 
-def interval_of(values: np.ndarray) -> Interval:
-    """Return the mean of values `[E]`, one per episode, and its interval; NaNs are left out."""
-    counted = values[~np.isnan(values)]
-    if len(counted) < 2:
-        return Interval(float(counted.mean()) if len(counted) else math.nan, math.nan, math.nan, len(counted))
-    drawn = np.random.default_rng(0).integers(0, len(counted), (_NUM_RESAMPLES, len(counted)))
-    low, high = np.percentile(counted[drawn].mean(1), [2.5, 97.5])
-    return Interval(float(counted.mean()), float(low), float(high), len(counted))
+class Rate(NamedTuple):
+    """A share of episodes with its 95 % confidence interval (Wilson's score interval).
+
+    Attributes:
+        rate: NaN without episodes.
+        low: likewise.
+        high: likewise.
+        num_successes: number of episodes that succeeded.
+        num_episodes: of these episodes.
+    """
+
+    rate: float
+    low: float
+    high: float
+    num_successes: int
+    num_episodes: int
+
+    def __str__(self) -> str:
+        """Return the rate, the interval in brackets, and the two numbers."""
+        if not self.num_episodes:
+            return "undefined"
+        numbers = f"({self.num_successes}/{self.num_episodes})"
+        return f"{self.rate:.2f} [{self.low:.2f}, {self.high:.2f}] {numbers}"
+
+
+def rate_of(num_successes: int, num_episodes: int) -> Rate:
+    """Return a success rate and its interval."""
+    if not num_episodes:
+        return Rate(math.nan, math.nan, math.nan, 0, 0)
+    rate, spread = num_successes / num_episodes, _Z**2 / num_episodes
+    middle = (rate + spread / 2) / (1 + spread)
+    half = math.sqrt(rate * (1 - rate) * spread + spread**2 / 4) / (1 + spread)
+    return Rate(rate, max(0.0, middle - half), min(1.0, middle + half), num_successes, num_episodes)
+
+
+def interval_of(*tasks: np.ndarray) -> Interval:
+    """Return the mean of values `[E]`, one per episode, and its interval; NaNs are left out.
+
+    Args:
+        *tasks: the values of each task. The mean over tasks is that of the tasks' means.
+    """
+    counted = [values[~np.isnan(values)] for values in tasks]
+    counted = [values for values in counted if len(values)]
+    number = sum(map(len, counted))
+    mean = float(np.mean([values.mean() for values in counted])) if counted else math.nan
+    if number < 2 or number == len(counted):
+        return Interval(mean, math.nan, math.nan, number)
+    rng = np.random.default_rng(0)
+    drawn = [values[rng.integers(0, len(values), (_NUM_RESAMPLES, len(values)))].mean(1) for values in counted]
+    low, high = np.percentile(np.mean(drawn, axis=0), [2.5, 97.5])
+    return Interval(mean, float(low), float(high), number)
 
 
 def equality_of(returns: np.ndarray) -> np.ndarray:
@@ -69,16 +123,18 @@ def equality_of(returns: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Returns of whole episodes.
+    """Episodes of one task. Those that failed are in `failures`, and count for nothing else, except where it says so.
 
     Attributes:
         env: its name.
         seed: the root seed of the episodes.
-        players: their names.
+        players: their names; "agent" in an env of one agent.
         roles: one per player.
         is_focal: one per player; the others are background players.
         returns: float64 `[E, P]`.
         lengths: int64 `[E]`, in steps.
+        episodes: records of all E episodes that ended, in order.
+        failures: records of the episodes that failed: their env raised or broke its spec, or its worker was lost.
     """
 
     env: str
@@ -88,11 +144,56 @@ class Evaluation:
     is_focal: tuple[bool, ...]
     returns: np.ndarray
     lengths: np.ndarray
+    episodes: tuple[EpisodeRecord, ...] = ()
+    failures: tuple[EpisodeRecord, ...] = ()
+
+    @classmethod
+    def of(cls, cast: Cast, seed: int, records: Sequence[EpisodeRecord]) -> Evaluation:
+        """Return the results of a task."""
+        ended = tuple(one for one in records if one.error is None)
+        returns = np.array([one.returns for one in ended], np.float64).reshape(-1, len(cast.players))
+        lengths = np.array([one.length for one in ended], np.int64)
+        failures = tuple(one for one in records if one.error is not None)
+        return cls(cast.env, seed, cast.players, cast.roles, cast.is_focal, returns, lengths, ended, failures)
 
     @property
     def num_episodes(self) -> int:
-        """Number of episodes, E."""
+        """Number of episodes that ended, E."""
         return len(self.returns)
+
+    @property
+    def num_failed(self) -> int:
+        """Number of episodes that failed."""
+        return len(self.failures)
+
+    @property
+    def success(self) -> Rate | None:
+        """Share of the episodes that ended which were successful in their last step; None if no env reports it.
+
+        Some envs report success only where there is one. So an episode without the entry counts as not successful if
+        another episode of the task has it.
+        """
+        return self._rate(lambda one: one.success)
+
+    @property
+    def success_once(self) -> Rate | None:
+        """Likewise, of the episodes that were successful in any step."""
+        return self._rate(lambda one: one.success_once)
+
+    @property
+    def success_of_all(self) -> Rate | None:
+        """Likewise as `success`, of all episodes: those that failed count as not successful."""
+        found = self.success
+        return None if found is None else rate_of(found.num_successes, found.num_episodes + self.num_failed)
+
+    def _rate(self, success_of: Callable[[EpisodeRecord], bool | None]) -> Rate | None:
+        found = [success_of(one) for one in self.episodes]
+        return None if all(one is None for one in found) else rate_of(sum(map(bool, found)), len(found))
+
+    @cached_property
+    def length(self) -> Interval:
+        """Mean length of the episodes, in steps."""
+        return interval_of(self.lengths.astype(float))
 
     @cached_property
     def focal_per_capita(self) -> Interval:
@@ -136,19 +237,84 @@ class Evaluation:
             "env": self.env,
             "seed": self.seed,
             "episodes": self.num_episodes,
+            "failed": self.num_failed,
+            "success": _plain(self.success),
+            "success_once": _plain(self.success_once),
+            "success_of_all": _plain(self.success_of_all),
+            "length": _plain(self.length),
             "focal_per_capita": _plain(self.focal_per_capita),
-            "background_per_capita": None if self.background_per_capita is None else _plain(self.background_per_capita),
+            "background_per_capita": _plain(self.background_per_capita),
             "collective": _plain(self.collective),
             "equality": _plain(self.equality),
-            "by_role": [{"role": role, "focal": focal, **_plain(one)} for (role, focal), one in self.by_role.items()],
+            "by_role": [{"role": role, "focal": focal, **_numbers(one)} for (role, focal), one in self.by_role.items()],
             "by_player": [
-                {"player": name, "role": role, "focal": focal, **_plain(one)}
+                {"player": name, "role": role, "focal": focal, **_numbers(one)}
                 for (name, one), role, focal in zip(self.by_player.items(), self.roles, self.is_focal, strict=True)
             ],
             "returns": self.returns.tolist(),
             "lengths": self.lengths.tolist(),
+            "failures": [asdict(one) for one in self.failures],
         }
 
 
-def _plain(interval: Interval) -> dict[str, Any]:
-    return {name: None if math.isnan(value) else value for name, value in interval._asdict().items()}
+@dataclass(frozen=True)
+class Evaluations:
+    """The results of several tasks.
+
+    Attributes:
+        tasks: name -> results.
+    """
+
+    tasks: dict[str, Evaluation]
+
+    def __getitem__(self, name: str) -> Evaluation:
+        """Return the results of a task."""
+        return self.tasks[name]
+
+    @property
+    def num_failed(self) -> int:
+        """Number of episodes that failed."""
+        return sum(one.num_failed for one in self.tasks.values())
+
+    @property
+    def success(self) -> Rate | None:
+        """Share of the episodes of all tasks that report success, each episode counted once; see `Evaluation`."""
+        return self._rate([one.success for one in self.tasks.values()])
+
+    @property
+    def success_of_all(self) -> Rate | None:
+        """Likewise with the failed episodes, also of tasks none of whose episodes ended."""
+        found = self.success
+        ended = [one for one in self.tasks.values() if one.success is None and one.num_episodes]
+        failed = self.num_failed - sum(one.num_failed for one in ended)  # tasks that report no success do not count
+        return None if found is None else rate_of(found.num_successes, found.num_episodes + failed)
+
+    @staticmethod
+    def _rate(rates: Sequence[Rate | None]) -> Rate | None:
+        known = [one for one in rates if one is not None]
+        found = (sum(one.num_successes for one in known), sum(one.num_episodes for one in known))
+        return rate_of(*found) if known else None
+
+    @cached_property
+    def focal_per_capita(self) -> Interval:
+        """Mean over tasks of the return per capita of the focal players (of the return, with one agent)."""
+        return interval_of(*(one.returns[:, list(one.is_focal)].mean(1) for one in self.tasks.values()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the measures over all tasks, and those of each task, as plain data for `json.dump`."""
+        return {
+            "schema": SUITE_SCHEMA,
+            "failed": self.num_failed,
+            "success": _plain(self.success),
+            "success_of_all": _plain(self.success_of_all),
+            "focal_per_capita": _plain(self.focal_per_capita),
+            "tasks": {name: one.to_dict() for name, one in self.tasks.items()},
+        }
+
+
+def _plain(measure: Interval | Rate | None) -> dict[str, Any] | None:
+    return None if measure is None else _numbers(measure)
+
+
+def _numbers(measure: Interval | Rate) -> dict[str, Any]:
+    return {name: None if math.isnan(value) else value for name, value in measure._asdict().items()}

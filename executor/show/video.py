@@ -9,9 +9,6 @@ import numpy as np
 
 from envherd.executor.show.camera import MediaError
 
-#: Longest side of an enlarged frame.
-_SMALL_PX = 320
-
 
 class Video:
     """Writes frames to an MP4 file, one by one."""
@@ -29,12 +26,6 @@ class Video:
         """Add a frame, uint8 `[H, W, 3]`."""
         height, width = (side - side % 2 for side in frame.shape[:2])
         self._writer.append_data(np.ascontiguousarray(frame[:height, :width]))
-
-
-def enlarged(frame: np.ndarray, height: int = _SMALL_PX, width: int = _SMALL_PX) -> np.ndarray:
-    """Return a frame `[H, W, 3]`, enlarged by the largest whole factor with which it fits a height and a width."""
-    factor = max(1, min(height // frame.shape[0], width // frame.shape[1]))
-    return frame if factor == 1 else frame.repeat(factor, 0).repeat(factor, 1)
 
 
 def require_imageio() -> Any:

@@ -22,7 +22,7 @@ from tensordict import TensorDictBase
 from envherd.executor.batches.actions import has_true
 from envherd.executor.batches.fast_tensordict import set_leaf, set_next
 from envherd.executor.batches.hand_out import Leaves
-from envherd.executor.monitor.statistics import Statistics, Tally, count
+from envherd.executor.monitor.statistics import Statistics, count
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.error_messages import env_error, log_notice
 from envherd.executor.pools.serial_pool import SerialPool
@@ -349,7 +349,8 @@ class SimulatorEngine(Calls):
 
     def statistics(self) -> Statistics:
         """Return the statistics so far."""
-        return count(self.pool, self.memory, Tally(self._num_errors, 0, self.ready_at, str(self.plain)))
+        known = {"env_errors": self._num_errors, "interrupted": 0, "path": str(self.plain)}
+        return count(self.pool, self.memory, self.ready_at, **known)
 
 
 class SimulatorExchange(Exchange):

@@ -17,8 +17,8 @@ from tensordict import TensorDict
 
 from envherd.executor.batches.actions import to_numpy
 from envherd.executor.batches.hand_out import Leaves, Shell
+from envherd.executor.protocol.calls import num_writes
 from envherd.executor.protocol.env_batches import entry
-from envherd.executor.protocol.received import num_writes
 from envherd.shm.slab import next_leaves, root_leaves
 from envherd.shm.specs import EnvSpec, Key, LeafSpec
 from envherd.workers.errors import SpecError

@@ -35,22 +35,8 @@ _START_SHARE = 0.5
 _PATIENCE_FACTOR, _PATIENCE_S = 10.0, 20.0
 
 
-class _Candidate:
-    """A setting, its turns, and why it is not run (any more). Both modes of the same envs share one driver."""
-
-    def __init__(self, setting: Setting, refusal: Refusal | None) -> None:
-        self.setting, self.refusal = setting, refusal
-        self.turns: list[Turn] = []
-        self.driver: Driver | None = None
-
-    def close(self) -> None:
-        """Close the executor, if there is one; it may have been closed before."""
-        if self.driver is not None:
-            self.driver.close()
-
-
 class Confirmation:
-    """Runs settings of an env in rounds.
+    """Runs settings of an env in rounds. Both modes of the same envs have one executor, and fail together.
 
     Args:
         subject: the env.
@@ -64,7 +50,9 @@ class Confirmation:
         self._began, self._end = budget
         self._progress = progress
         self._span_s = _THROTTLED_SPAN_S if limits.machine.is_throttled else _SPAN_S
-        self._candidates: list[_Candidate] = []
+        self._refusals: dict[Setting, Refusal | None] = {}
+        self._turns: dict[Setting, list[Turn]] = {}
+        self._drivers: dict[tuple[int, int, bool], Driver] = {}  # those that have not failed
         self._error: Exception | None = None
 
     def run(self, settings: Mapping[Setting, Refusal | None]) -> tuple[Run, ...]:
@@ -81,52 +69,48 @@ class Confirmation:
         """
         with contextlib.ExitStack() as stack:  # closes all executors, even if one raises
             for setting, refusal in settings.items():
-                one = _Candidate(setting, refusal)
-                stack.callback(one.close)
-                if refusal is None:
-                    self._start(one)
-                self._candidates.append(one)
+                self._refusals[setting], self._turns[setting] = refusal, []
+                if refusal is None and _executor(setting) not in self._drivers:
+                    self._start(setting, stack)
             for number in range(1, NUM_ROUNDS + 1):
                 self._show(f"round {number}")
-                for one in self._alive:
-                    self._run_turn(one)
+                for setting in self._alive:
+                    self._run_turn(setting)
                 if time.monotonic() > self._end:
                     break
-        if not self._alive:
-            assert self._error is not None
-            raise self._error
-        return self._runs()
+            if not self._alive:
+                assert self._error is not None
+                raise self._error
+            return self._runs()
 
     @property
-    def _alive(self) -> list[_Candidate]:
-        return [one for one in self._candidates if one.refusal is None]
+    def _alive(self) -> list[Setting]:
+        return [setting for setting, refusal in self._refusals.items() if refusal is None]
 
     def _show(self, text: str) -> None:
         spent_s = time.monotonic() - self._began
         self._progress(text, min(1.0, spent_s / max(self._end - self._began, 1e-9)))
 
-    def _start(self, one: _Candidate) -> None:
-        setting = one.setting
-        same = [other for other in self._alive if _executor(other.setting) == _executor(setting)]
-        if same:
-            one.driver = same[0].driver
-            return
-        one.refusal = self._refusal_now(setting)
-        if one.refusal is not None:
+    def _start(self, setting: Setting, stack: contextlib.ExitStack) -> None:
+        self._refusals[setting] = self._refusal_now(setting)
+        if self._refusals[setting] is not None:
             return
         start_s = self._limits.start_s(setting)
         self._show(f"starting {setting}" + (f", about {start_s:,.0f} s" if start_s > _LONG_START_S else ""))
         begin = functools.partial(self._subject.start, setting, self._patience_s(setting))
         try:
-            one.driver = Driver(begin, self._span_s, self._limits.goal.policy_s)
+            driver = Driver(begin, self._span_s, self._limits.goal.policy_s)
         except Exception as error:  # any failure excludes only this setting
-            one.refusal = self._failure(setting, error)
+            self._refusals[setting] = self._failure(setting, error)
+        else:
+            self._drivers[_executor(setting)] = driver
+            stack.callback(driver.close)
 
     def _refusal_now(self, setting: Setting) -> Refusal | None:
         """Return why a fitting setting cannot be started next to the others."""
-        if not self._alive:
+        others = {_executor(one): self._limits.memory_bytes(one) for one in self._alive if one != setting}
+        if not others:
             return None
-        others = {_executor(one.setting): self._limits.memory_bytes(one.setting) for one in self._alive}
         if sum(others.values()) + self._limits.memory_bytes(setting) > self._limits.usable:
             return Refusal("budget", "does not fit the memory next to the others")
         start_s = self._limits.start_s(setting)
@@ -146,45 +130,43 @@ class Confirmation:
             return Refusal("failure", f"hung: a call took longer than {self._patience_s(setting):,.0f} s")
         return Refusal("failure", f"failed: {str(error).split(chr(10), 1)[0] or type(error).__name__}")
 
-    def _run_turn(self, one: _Candidate) -> None:
+    def _run_turn(self, setting: Setting) -> None:
         """Run one setting; if it fails, exclude all settings of its executor."""
-        if one.refusal is not None:
-            return  # its executor has failed in this round, in the other mode
-        assert one.driver is not None
+        driver = self._drivers.get(_executor(setting))
+        if driver is None:
+            return  # it has failed in this round, in the other mode
         try:
-            one.turns.append(one.driver.turn(one.setting.mode))
+            self._turns[setting].append(driver.turn(setting.mode))
         except Exception as error:  # as in a start
-            refusal = self._failure(one.setting, error)
-            one.close()
-            for other in self._alive:
-                if other.driver is one.driver:
-                    other.refusal = refusal
+            refusal = self._failure(setting, error)
+            del self._drivers[_executor(setting)]
+            driver.close()
+            self._refusals |= {one: refusal for one in self._alive if _executor(one) == _executor(setting)}
 
     def _runs(self) -> tuple[Run, ...]:
         measured, alive = self._limits.measured, self._alive
         rounds = [
             {
-                one.setting: measured.whole_steps(turn.steps, turn.resets) / turn.seconds
-                for one, turn in zip(alive, turns, strict=True)
+                setting: measured.whole_steps(turn.steps, turn.resets) / turn.seconds
+                for setting, turn in zip(alive, turns, strict=True)
             }
-            for turns in zip(*(one.turns for one in alive), strict=True)
+            for turns in zip(*(self._turns[setting] for setting in alive), strict=True)
         ]
         rates = speeds(rounds)
-        return tuple(self._run_of(one, rates.get(one.setting, 0.0)) for one in self._candidates)
+        return tuple(self._run_of(setting, refusal, rates) for setting, refusal in self._refusals.items())
 
-    def _run_of(self, one: _Candidate, steps_per_s: float) -> Run:
-        memory_bytes = self._limits.memory_bytes(one.setting)
-        if one.refusal is not None:
-            return Run(setting=one.setting, memory_bytes=memory_bytes, refusal=one.refusal)
-        assert one.driver is not None
-        worked_s = sum(turn.seconds for turn in one.turns) * one.setting.num_workers
+    def _run_of(self, setting: Setting, refusal: Refusal | None, rates: Mapping[Setting, float]) -> Run:
+        memory_bytes, turns = self._limits.memory_bytes(setting), self._turns[setting]
+        if refusal is not None:
+            return Run(setting=setting, memory_bytes=memory_bytes, refusal=refusal)
+        worked_s = sum(turn.seconds for turn in turns) * setting.num_workers
         return Run(
-            setting=one.setting,
-            steps_per_s=steps_per_s,
-            busy_share=min(1.0, sum(turn.busy_s for turn in one.turns) / worked_s),
-            rounds=len(one.turns),
+            setting=setting,
+            steps_per_s=rates[setting],
+            busy_share=min(1.0, sum(turn.busy_s for turn in turns) / worked_s),
+            rounds=len(turns),
             memory_bytes=memory_bytes,
-            start_s=one.driver.start_s,
+            start_s=self._drivers[_executor(setting)].start_s,
         )
 
 

@@ -1,4 +1,4 @@
-"""The rule: the settings that are worth running, from a probe's measurements. Pure; docs/sizing.md has it in words."""
+"""The rule: the settings worth running, from a probe's measurements. Pure; docs/reports/sizing.md has it in words."""
 
 from __future__ import annotations
 

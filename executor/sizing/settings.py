@@ -149,3 +149,10 @@ def time_text(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:,.1f} us"
     return f"{seconds * 1e3:,.2f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+
+
+def size_text(size: float) -> str:
+    """Return a number of bytes as text with a unit."""
+    if size < 2**20:
+        return f"{size / 1024:,.1f} KiB"
+    return f"{size / 2**20:,.1f} MiB" if size < 10 * 2**30 else f"{size / 2**30:,.1f} GiB"

@@ -17,7 +17,7 @@ SPEC = EnvSpec((LeafSpec(("observation",), (4,)),), (LeafSpec(("action",), (), "
 def machine_of(num_cpus=8, *, memory=64 * GIB, **changes):
     cpus = tuple(range(num_cpus))
     plain = Machine(
-        cpus=cpus, num_cpus=num_cpus, physical_cores=num_cpus, cgroup=Cgroup(version=2),
+        cpus=cpus, num_cpus=num_cpus, physical_cores=num_cpus, cgroup=Cgroup(),
         memory_total=memory, memory_free=memory, shm_total=None, shm_free=None,
         limits={"nofile": 1024}, open_files=10, user_threads=10, load=0.0, cpu_pressure=0.0,
     )  # fmt: skip

@@ -75,7 +75,7 @@ def test_a_constructor_names_the_argument(make, name):
 
 
 METHODS = {
-    "step of an array": (lambda env: env.step(np.zeros(2)), TypeError, r"step failed.*as_tensor.*facades\.gymnasium"),
+    "step of an array": (lambda env: env.step(np.zeros(2)), TypeError, r"step failed.*as_tensor.*envherd\.gymnasium"),
     "step of a dict": (lambda env: env.step({"action": 0}), TypeError, "step failed: expected a batch as a TensorDict"),
     "the fused step": (lambda env: env.step_and_maybe_reset([0, 0]), TypeError, "step_and_maybe_reset failed"),
     "send": (lambda env: env.send(torch.zeros(2)), TypeError, "send failed"),
@@ -269,7 +269,7 @@ def test_numpy_integers_are_numbers():
 
 
 def test_an_executor_in_the_place_of_a_function_names_the_facades(env):
-    with pytest.raises(TypeError, match=r"facades\.torchrl, SubprocVecEnv"):
+    with pytest.raises(TypeError, match=r"envherd\.torchrl, SubprocVecEnv"):
         env()
 
 

@@ -1,4 +1,4 @@
-"""The report of a rollout: its returns, figures and table, and its JSON, which docs/cli.md documents."""
+"""The report of a rollout: its returns, figures and table, and its JSON, which docs/reference/json.md documents."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import torch
 from rich.console import Console
 from tensordict import TensorDict
 
-from envherd.executor.cli.figures import SCHEMA, Collected, figures, table
 from envherd.executor.cli.returns import Returns
+from envherd.executor.cli.rollout import SCHEMA, Collected, figures, table
 from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv
 
-DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "json.md"
 MIB = 1024**2
 
 WORKERS = (
@@ -101,8 +101,8 @@ def test_table_says_everything():
         "player_0 0.00",
         "player_1 1.00",
         "herd.gif",
-        "130 MiB",
-        "150 MiB",
+        "130.0 MiB",
+        "150.0 MiB",
         "50%",
     ):
         assert expected in text, expected
@@ -134,7 +134,8 @@ def test_many_agents_are_cut_in_the_table_and_all_there_in_the_json():
 
 def test_json_has_exactly_the_documented_keys():
     plain = json.loads(json.dumps(found()))
-    documented = set(re.findall(r"^\| `([a-z_.\[\]]+)` \|", DOCS.read_text(), re.MULTILINE))
+    page = DOCS.read_text().partition("## `envherd size")[0]
+    documented = set(re.findall(r"^\| `([a-z_.\[\]]+)` \|", page, re.MULTILINE))
     keys = set(plain) - {"workers", "memory", "files"}
     keys |= {f"workers[].{key}" for key in plain["workers"][0]}
     keys |= {f"memory.{key}" for key in plain["memory"]}
@@ -148,7 +149,7 @@ def test_json_values_are_the_figures():
     assert plain["workers"][1] == {
         "worker_id": 1,
         "pid": 222,
-        "env_ids": [2],
+        "env_ids": (2,),
         "busy_share": 0.75,
         "uss_bytes": 20 * MIB,
         "pss_bytes": 26 * MIB,

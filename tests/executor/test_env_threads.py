@@ -97,9 +97,3 @@ def test_what_the_workers_did_is_counted():
     assert 0 <= worker.reset_share <= 1
     assert worker.phase == "idle"
     assert (answered > 0).all()
-
-
-@pytest.mark.parametrize("other", ["reset_ahead", "isolate_rng"])
-def test_what_cannot_be_combined(other):
-    with pytest.raises(ValueError, match=f"expected {other}=False with env_threads"):
-        ExecutorOptions(env_threads=True, **{other: True})

@@ -164,14 +164,6 @@ def test_what_cannot_be_pickled_is_left_out_and_named_once(make, caplog):
     assert all("'lock' of its info is left out (TypeError: cannot pickle" in line for line in said)
 
 
-def test_they_are_dropped_unless_asked_for(make):
-    with make() as env:
-        env.reset()
-        env.step(actions())
-        with pytest.raises(ValueError, match=r'infos failed: expected options=ExecutorOptions\(infos="plain"\)'):
-            env.infos()
-
-
 def test_seeds_are_the_callers_alone_if_asked(make):
     with make(episode_seeds=False, infos="plain") as env:
         env.reset(seed=[5, None, 7])

@@ -161,6 +161,13 @@ def test_a_number_that_its_dtype_cannot_hold_is_illegal(domain):
         intake.read(TensorDict({"action": torch.tensor([0, 2**32 + 1, 0])}, [NUM_ENVS]), None)
 
 
+def test_side_inputs_are_not_passed_over():
+    note = LeafSpec(("note",), (), "", is_side=True)
+    intake, _ = intake_of(LeafSpec(("action",), (), "int64", Discrete(2)), note)
+    assert [leaf.key for leaf in intake.side_leaves] == [("note",)]
+    assert not intake.take(TensorDict({"action": torch.tensor([0, 1, 0])}, [NUM_ENVS]))
+
+
 def test_state_that_is_left_out_is_that_of_the_present_roots():
     state = LeafSpec(("hidden",), (1,), "float32")
     action = LeafSpec(("action",), (), "int64", Discrete(3))

@@ -170,19 +170,6 @@ def test_a_state_that_is_loaded_goes_on_where_it_was_saved(make, where):
 
 
 @both
-def test_a_saved_episode_that_had_ended_needs_a_reset_when_it_is_loaded(make):
-    with make(2, [functools.partial(CountingEnv, 2), functools.partial(CountingEnv, 9)], seed=0) as env:
-        env.rollout(2)
-        saved = env.state_dict()
-        env.reset()
-        env.load_state_dict(saved)
-        assert env.current()["done"].flatten().tolist() == [True, False]
-        with pytest.raises(ResetNeeded) as caught:
-            env.step(env.rand_action())
-        assert caught.value.env_ids == (0,)
-
-
-@both
 def test_states_alone_can_be_loaded_and_refused_ones_load_nothing(make):
     with make(2, CountingEnv, seed=0) as env:
         states = {f"env{i}": {"seed": 4, "num_steps": 1} for i in range(2)}

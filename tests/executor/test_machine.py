@@ -1,4 +1,4 @@
-"""The resources of a process, read from file trees of real machines, and from this machine."""
+"""The resources of a process: control groups from file trees of real machines, and those of this machine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from envherd.executor.machine.cgroups import parse_cpu_list, read_cgroup
+from envherd.executor.machine import machine as machine_module
+from envherd.executor.machine.cgroups import Cgroup, read_cgroup
 from envherd.executor.machine.gpus import Gpu, parse_smi
 from envherd.executor.machine.machine import read_machine, usable_cores
 
@@ -24,18 +26,6 @@ V1_MOUNT = "{id} 23 0:3{id} {root} /sys/fs/cgroup/{name} rw - cgroup cgroup rw,{
 BARE = {
     "proc/self/cgroup": "0::/user.slice/user-1000.slice/session-2.scope\n",
     "proc/self/mountinfo": "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n" + V2_MOUNT.format(root="/"),
-    "proc/self/status": "Name:\tpython\nCpus_allowed_list:\t0-7\n",
-    "proc/self/limits": (
-        "Limit                     Soft Limit           Hard Limit           Units     \n"
-        "Max processes             63447                63447                processes \n"
-        "Max open files            1024                 1048576              files     \n"
-        "Max address space         unlimited            unlimited            bytes     \n"
-    ),
-    "proc/meminfo": "MemTotal: 16000000 kB\nMemAvailable:  12000000 kB\nHugePages_Total: 0\n",
-    "proc/loadavg": "0.52 0.58 0.59 1/467 12345\n",
-    "proc/pressure/cpu": "some avg10=12.50 avg60=3.00 avg300=1.00 total=1\nfull avg10=0.00 avg60=0.00 total=0\n",
-    "sys/devices/system/cpu/online": "0-7\n",
-    **{f"sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list": f"{i % 4},{i % 4 + 4}\n" for i in range(8)},
     "sys/fs/cgroup/cgroup.controllers": "cpu memory pids\n",
     "sys/fs/cgroup/user.slice/memory.max": "max\n",
     "sys/fs/cgroup/user.slice/memory.current": "5000000000\n",
@@ -51,24 +41,20 @@ DOCKER = {
         V1_MOUNT.format(id=i, root="/docker/4f2a", name=name)
         for i, name in enumerate(("memory", "cpu,cpuacct", "cpuset"))
     ),
-    "proc/self/status": "Cpus_allowed_list:\t0-15\n",
     "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "150000\n",
     "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
     "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
     "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{1 * GIB}\n",
     "sys/fs/cgroup/memory/memory.stat": f"cache 1\ninactive_file 5\ntotal_inactive_file {256 * MIB}\n",
     "sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
-    "sys/fs/cgroup/cpuset/cpuset.cpus": "0-15\n",
 }
 
 # A pod with limits cpu: 500m, memory: 1Gi; a private cgroup namespace, so that its own group is the root.
 KUBERNETES = {
     "proc/self/cgroup": "0::/\n",
     "proc/self/mountinfo": V2_MOUNT.format(root="/"),
-    "proc/self/status": "Cpus_allowed_list:\t0-63\n",
     "sys/fs/cgroup/cgroup.controllers": "cpuset cpu io memory pids\n",
     "sys/fs/cgroup/cpu.max": "50000 100000\n",
-    "sys/fs/cgroup/cpuset.cpus.effective": "0-63\n",
     "sys/fs/cgroup/memory.max": f"{GIB}\n",
     "sys/fs/cgroup/memory.current": f"{600 * MIB}\n",
     "sys/fs/cgroup/memory.stat": f"anon 1\ninactive_file {100 * MIB}\n",
@@ -82,8 +68,6 @@ SLURM = {
     "proc/self/cgroup": "9:memory:/slurm/uid_1/job_7/step_0/task_0\n8:cpuset:/slurm/uid_1/job_7/step_0/task_0\n",
     "proc/self/mountinfo": V1_MOUNT.format(id=1, root="/", name="memory")
     + V1_MOUNT.format(id=2, root="/", name="cpuset"),
-    "proc/self/status": "Cpus_allowed_list:\t8-11,40-43\n",
-    "sys/fs/cgroup/cpuset/slurm/uid_1/job_7/step_0/task_0/cpuset.cpus": "8-11\n",
     "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
     "sys/fs/cgroup/memory/slurm/uid_1/job_7/memory.limit_in_bytes": f"{16 * GIB}\n",
     "sys/fs/cgroup/memory/slurm/uid_1/job_7/memory.usage_in_bytes": f"{3 * GIB}\n",
@@ -96,7 +80,6 @@ SLURM = {
 SLICE = {
     "proc/self/cgroup": "0::/training.slice/run-7.service\n",
     "proc/self/mountinfo": V2_MOUNT.format(root="/"),
-    "proc/self/status": "Cpus_allowed_list:\t0-31\n",
     "sys/fs/cgroup/cgroup.controllers": "cpu memory\n",
     "sys/fs/cgroup/training.slice/cpu.max": "250000 100000\n",
     "sys/fs/cgroup/training.slice/run-7.service/cpu.max": "400000 100000\n",
@@ -114,33 +97,30 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_bare_metal(tmp_path):
+def test_bare_metal(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine_module, "usable_cpus", lambda: tuple(range(8)))
     machine = read_machine(tree(tmp_path, BARE))
-    assert machine.cpus == tuple(range(8))
-    assert machine.physical_cores == 4
     assert machine.cores == 8.0
-    assert machine.memory_available == 12_000_000 * 1024
-    assert machine.limits == {"nproc": 63447, "nofile": 1024, "as": None}
-    assert machine.files_left == 1024
-    assert machine.processes_left == 10_000
-    assert (machine.load, machine.cpu_pressure) == (0.52, 0.125)
-    assert (machine.cgroup.version, machine.cgroup.cpu_quota, machine.cgroup.memory_limit) == (2, None, None)
+    assert machine.cgroup.pids_room == 10_000
+    assert machine.memory_available == machine.memory_free
+    assert (machine.cgroup.cpu_quota, machine.cgroup.memory_limit) == (None, None)
 
 
 #: tree, cores, workers by default, memory limit, room, pids left
 LAYOUTS = {
     "docker v1": (DOCKER, 1.5, 2, 2 * GIB, 1 * GIB + 256 * MIB, None),
     "kubernetes": (KUBERNETES, 0.5, 1, GIB, 524 * MIB, 1000),
-    "slurm": (SLURM, 4.0, 4, 8 * GIB, 6 * GIB, None),
+    "slurm": (SLURM, 64.0, 64, 8 * GIB, 6 * GIB, None),
     "systemd slice": (SLICE, 2.5, 3, 6 * GIB, 5 * GIB, None),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_limits_of_containers_and_jobs(tmp_path, layout):
+def test_limits_of_containers_and_jobs(tmp_path, monkeypatch, layout):
     files, cores, workers, limit, room, pids = LAYOUTS[layout]
-    root = tree(tmp_path, {**files, "proc/meminfo": "MemTotal: 99999999 kB\nMemAvailable: 88888888 kB\n"})
-    machine = read_machine(root)
+    monkeypatch.setattr(machine_module, "usable_cpus", lambda: tuple(range(64)))
+    root = tree(tmp_path, files)
+    machine = replace(read_machine(root), memory_free=99 * GIB)
     assert machine.cores == cores
     assert usable_cores(root) == workers
     assert machine.cgroup.memory_limit == limit
@@ -154,10 +134,8 @@ def test_kills_for_memory_are_counted_in_both_versions(tmp_path):
 
 
 def test_the_machine_may_have_less_memory_than_the_limit_leaves(tmp_path):
-    machine = read_machine(
-        tree(tmp_path, {**SLURM, "proc/meminfo": "MemTotal: 4000000 kB\nMemAvailable: 1000000 kB\n"})
-    )
-    assert machine.memory_available == 1_000_000 * 1024
+    machine = replace(read_machine(tree(tmp_path, SLURM)), memory_free=GIB)
+    assert machine.memory_available == GIB
 
 
 def test_a_group_outside_of_the_namespace_is_read_at_the_mount(tmp_path):
@@ -172,14 +150,22 @@ def test_v1_is_read_where_v2_is_mounted_beside_it(tmp_path):
 
 
 def test_no_groups_at_all(tmp_path):
-    machine = read_machine(tree(tmp_path, {"proc/self/status": "Cpus_allowed_list:\t0-1\n"}))
-    assert (machine.cgroup.version, machine.cores, machine.physical_cores) == (0, 2.0, 2)
-    assert machine.files_left is None
+    machine = read_machine(tmp_path)
+    assert machine.cgroup == Cgroup()
+    assert machine.cores == len(machine.cpus)
 
 
-@pytest.mark.parametrize(("text", "ids"), [("", ()), ("3", (3,)), ("0-2,5,7-8\n", (0, 1, 2, 5, 7, 8))])
-def test_cpu_lists(text, ids):
-    assert parse_cpu_list(text) == ids
+def test_processors_that_are_threads_of_one_core_count_once(monkeypatch):
+    siblings = {f"cpu{i}": f"{i % 4},{i % 4 + 4}" for i in range(8)}
+    monkeypatch.setattr(machine_module, "read_word", lambda file: siblings.get(file.parent.parent.name))
+    monkeypatch.setattr(machine_module, "usable_cpus", lambda: tuple(range(8)))
+    assert read_machine().physical_cores == 4
+
+
+def test_pressure_is_a_share(monkeypatch):
+    text = "some avg10=12.50 avg60=3.00 avg300=1.00 total=1\nfull avg10=0.00 avg60=0.00 total=0"
+    monkeypatch.setattr(machine_module, "read_word", lambda file: text if "pressure" in file.parts else None)
+    assert read_machine().cpu_pressure == 0.125
 
 
 SMI = """0, GPU-aaa, NVIDIA A100-SXM4-40GB, 40960, 40000
@@ -223,6 +209,7 @@ def test_affinity_of_this_process():
     assert machine.cpus == tuple(sorted(os.sched_getaffinity(0)))
     assert 0 < machine.memory_available <= machine.memory_total
     assert 0 < machine.open_files < 10_000
+    assert machine.files_left is None or machine.files_left > 0
 
 
 @pytest.mark.slow

@@ -55,6 +55,9 @@ FIELDS = {field.name: field for field in dataclasses.fields(ExecutorOptions)}
         ),
         ({"preload": "numpy"}, "a sequence of module names, or None, got 'numpy'"),
         ({"affinity": ()}, "a sequence of CPU ids, or None, got ()"),
+        ({"recycle_after": 0}, "an integer of at least 1, or None, got 0"),
+        ({"max_worker_memory": 0}, "an integer of at least 1, or None, got 0"),
+        ({"env_type": "jax"}, "one of ('torch', 'numpy', 'auto'), got 'jax'"),
         ({"capsules": 3}, "the path of a directory, Capsules(...), or None, got 3"),
         ({"capsules": ""}, "the path of a directory, Capsules(...), or None, got ''"),
     ],
@@ -63,6 +66,20 @@ def test_what_cannot_work_is_refused_by_name(options, expected):
     (name,) = options
     with pytest.raises(ValueError, match=re.escape(f"ExecutorOptions failed: expected {name} to be {expected}.")):
         ExecutorOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "value"),
+    [
+        ("env_threads", "reset_ahead", False),
+        ("env_threads", "isolate_rng", False),
+        ("reset_ahead", "isolate_rng", False),
+        ("reset_ahead", "episode_seeds", True),
+    ],
+)
+def test_what_cannot_be_combined(mode, name, value):
+    with pytest.raises(ValueError, match=f"expected {name}={value} with {mode}"):
+        ExecutorOptions(**{mode: True, name: not value})
 
 
 def test_numbers_of_capsules_are_checked():

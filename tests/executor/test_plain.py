@@ -14,7 +14,7 @@ import tensordict
 import torch
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv, doctor
-from envherd.executor.monitor.watching import listings
+from envherd.executor.monitor.watching import plates
 from envherd.executor.pools import slab_plate
 from envherd.executor.protocol import plain
 from envherd.shm import nameplate
@@ -165,8 +165,8 @@ def test_an_executor_reports_what_c_does(make_env, options, path, monkeypatch):
     with made(ParallelEnv, make_env, **options) as env:
         assert env.statistics().path == path
         assert f"num_workers={env.num_workers}, {path.partition(';')[0].replace(', because', ':')})" in repr(env)
-        (listing,) = (one for one in listings() if one.pid == os.getpid())
-        assert listing.path == path
+        (plate,) = (one for one in plates() if one.pid == os.getpid())
+        assert plate.content["path"].strip() == path
         if options.get("device") != "meta":  # which has no values
             assert_true(env, monkeypatch, path)
     assert repr(env).endswith(", closed)")
@@ -268,8 +268,8 @@ def test_a_long_text_is_cut_on_the_nameplate():
     with made(ParallelEnv, CountingEnv) as env:
         for text, shown in (('"\\é' * 999, ('"\\?' * 86)[:256]), ("x", "x"), ("", "")):
             env._pool.show_path(text)
-            (listing,) = (one for one in listings() if one.pid == os.getpid())
-            assert listing.path == shown
+            (plate,) = (one for one in plates() if one.pid == os.getpid())
+            assert plate.content["path"].strip() == shown
             (found,) = (one for one in nameplate.find(slab_plate.LABEL) if one.pid == os.getpid())
             assert found.content["env"] == "plain"
 

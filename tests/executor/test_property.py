@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
-from envherd.workers.testing import AgentsEnv, CountingEnv
+from envherd.workers.testing import AgentsEnv, CountingEnv, TextEnv
 from tests.scale import scaled
 
 pytestmark = pytest.mark.slow
@@ -24,13 +24,13 @@ ENVS: dict[str, Any] = {
     "numbers": CountingEnv,
     "pixels in reused buffers": functools.partial(CountingEnv, size=6, reuses_buffers=True),
     "agents": AgentsEnv,
-    "different tasks": [CountingEnv, functools.partial(CountingEnv, size=4)] * 2 + [CountingEnv],
+    "different tasks": [CountingEnv, functools.partial(CountingEnv, size=4)] * 2 + [TextEnv],
     "episodes of one step": [functools.partial(CountingEnv, 1), CountingEnv] * 2 + [functools.partial(CountingEnv, 1)],
 }
-#: Workers (0: a `SerialEnv`), `copy`, `ring_frames`, and `env_threads`.
-SETTINGS = [
-    *((0, True, 2, False), (1, True, 4, False), (2, True, 2, False), (3, True, 3, False)),
-    *((2, False, 2, False), (0, False, 3, False), (2, True, 2, True)),
+#: Workers (0: a `SerialEnv`), `copy`, `ring_frames`, and other options.
+SETTINGS: list[tuple[int, bool, int, dict[str, bool]]] = [
+    *((0, True, 2, {"isolate_rng": True}), (1, True, 4, {}), (2, True, 2, {}), (3, True, 3, {})),
+    *((2, False, 2, {}), (0, False, 3, {}), (2, True, 2, {"env_threads": True})),
 ]
 
 #: One operation, and a number from which masks, actions and counts are drawn.
@@ -157,8 +157,8 @@ def tapes_of(name: str) -> Iterator[list[Tape]]:
     """Make executors of one kind of env, the serial one first, kept for all examples."""
     make = ENVS[name]
     tapes = [Tape(SerialEnv(NUM_ENVS, make, seed=0))]
-    for num_workers, copy, ring_frames, env_threads in SETTINGS:
-        options = ExecutorOptions(poison=not copy, ring_frames=ring_frames, env_threads=env_threads)
+    for num_workers, copy, ring_frames, others in SETTINGS:
+        options = ExecutorOptions(poison=not copy, ring_frames=ring_frames, **others)
         kind = functools.partial(ParallelEnv, num_workers=num_workers) if num_workers else SerialEnv
         tapes.append(Tape(kind(NUM_ENVS, make, copy=copy, options=options)))
     yield tapes

@@ -572,11 +572,6 @@ class TestRefusals:
             ),
             (functools.partial(ahead, CountingEnv, "auto"), "expected a number with reset_ahead, got 'auto'"),
             (functools.partial(ahead, PairEnv), "expected envs of one row, got batches"),
-            (
-                lambda: ExecutorOptions(reset_ahead=True, episode_seeds=False),
-                "expected episode_seeds=.*reset_ahead",
-            ),
-            (lambda: ExecutorOptions(reset_ahead=True, isolate_rng=True), "expected isolate_rng=.*reset_ahead"),
             (functools.partial(RayParallelEnv, 2, CountingEnv, options=AHEAD), "expected reset_ahead=False"),
         ],
     )

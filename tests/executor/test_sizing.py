@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost, WorkerTimeout
 from envherd.executor.cli.app import app
-from envherd.executor.cli.size import parse_size, planned
+from envherd.executor.cli.option_values import parse_size
+from envherd.executor.cli.size import planned
 from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.sizing import probe as probing
 from envherd.executor.sizing.driving import Subject
@@ -56,8 +57,8 @@ def test_sizes_that_are_none(text):
 
 
 def test_another_machine_is_planned_for():
-    here = machine_of(2, cgroup=Cgroup(version=2, cpu_quota=0.5, memory_limit=GIB, memory_room=GIB))
-    there = planned(here, 64, "256GiB", "24GiB")
+    here = machine_of(2, cgroup=Cgroup(cpu_quota=0.5, memory_limit=GIB, memory_room=GIB))
+    there = planned(here, 64, 256 * GIB, 24 * GIB)
     assert (there.cores, there.memory_available, there.gpus[0].memory_bytes) == (64, 256 * GIB, 24 * GIB)
     assert planned(here, None, None, None) == here
 

@@ -88,7 +88,7 @@ ROWS = {f"{row['env']}, {where}": row for where, rows in RESULTS.items() for row
 
 @pytest.mark.parametrize("name", ROWS)
 def test_the_rule_makes_the_published_choices(name):
-    """Each row of docs/sizing.md has the figures of a probe; the sweep has shown the choice to be the fastest."""
+    """Each row of docs/reports/sizing.md has the figures of a probe; by the sweep its choice is the fastest."""
     row, probe = ROWS[name], dict(ROWS[name]["probe"])
     cores = probe.pop("cores")
     assert str(settings_for(measured_of(**probe), cores, Goal(num_envs=8))[0]) == row["chosen"]
@@ -109,7 +109,7 @@ def test_what_does_not_fit_says_why():
     assert refusal() is None
     assert refusal(memory=140 * MIB) == Refusal("memory", "takes 140 MiB of memory, 112 may be used")
     assert refusal(limits={"nofile": 20}, open_files=10) == Refusal("open files", "takes 12 open files, 10 are left")
-    threads = refusal(measured=measured_of(num_threads=4), cgroup=Cgroup(version=2, pids_room=10))
+    threads = refusal(measured=measured_of(num_threads=4), cgroup=Cgroup(pids_room=10))
     assert threads == Refusal("processes", "takes 11 processes and threads, 10 are left")
     gpu = refusal(measured=measured_of(gpu_bytes=3 * GIB), gpus=(Gpu("x", 4 * GIB, None),))
     assert gpu == Refusal("GPU memory", "takes 6,144 MiB of GPU memory, 4,096 are free")
@@ -275,7 +275,7 @@ def test_a_larger_machine_is_never_slower():
         (run_of(2, 1000.0, busy=0.4), {"measured": measured_of(**UNEVEN)}, "step variance", "20.00 ms at the 99th"),
         (
             run_of(2, 1000.0),
-            {"here": machine_of(8, cgroup=Cgroup(version=2, cpu_quota=1.5))},
+            {"here": machine_of(8, cgroup=Cgroup(cpu_quota=1.5))},
             "quota",
             "allows 1.5 cores' worth of time, although 8 processors",
         ),

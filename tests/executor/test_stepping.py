@@ -249,6 +249,16 @@ def test_an_illegal_action_steps_nobody(make):
 
 
 @both
+def test_every_form_of_legal_actions_arrives(make):
+    strided, parameter = torch.tensor([0, 9, 1, 9, 0, 9])[::2], torch.nn.Parameter(torch.tensor([0.0, 1.0, 0.0]))
+    with make(NUM_ENVS, long_env, seed=0) as env:
+        env.reset()
+        for action in (torch.tensor([0, 1, 0], dtype=torch.int32), strided, parameter.detach().long()):
+            td = env.step(TensorDict({"action": action}, [NUM_ENVS]))
+            assert td["next", "observation"][:, 2].tolist() == [0, 1, 0]
+
+
+@both
 def test_random_actions_repeat_with_the_seed(make):
     with make(NUM_ENVS, AgentsEnv, seed=1) as env:
         leaf = env.action_spec[0]

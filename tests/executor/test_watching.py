@@ -12,7 +12,7 @@ import pytest
 
 from envherd.executor import ParallelEnv, SerialEnv
 from envherd.executor.monitor.statistics import quantile
-from envherd.executor.monitor.watching import Watch, listings, stack_of
+from envherd.executor.monitor.watching import Watch, plates, stack_of
 from envherd.executor.pools.slab_plate import LABEL
 from envherd.executor.show.exporting import PrometheusCollector, to_scalars
 from envherd.shm.nameplate import create_named, find
@@ -23,9 +23,9 @@ from tests.extras import needs
 from tests.gates import wait_for
 
 
-def own_listings():
-    """Return the executors of this process: others may run on this machine."""
-    return [one for one in listings() if one.pid == os.getpid()]
+def own_plates():
+    """Return the nameplates of this process's executors: others may run on this machine."""
+    return [one for one in plates() if one.pid == os.getpid()]
 
 
 def rolled(env, steps=60):
@@ -46,9 +46,9 @@ def test_quantiles_of_a_histogram():
 @pytest.mark.slow
 def test_statistics_and_a_watch_from_outside_agree():
     with ParallelEnv(3, CountingEnv, num_workers=2, seed=0) as env:
-        (listing,) = own_listings()
-        assert (listing.pid, listing.env, listing.blocks) == (os.getpid(), "plain", ((0, 1), (2,)))
-        watch = Watch(listing)
+        (plate,) = own_plates()
+        watch = Watch(plate)
+        assert (watch.pid, watch.env, watch.num_envs) == (os.getpid(), "plain", 3)
         rolled(env)
         wait_for(lambda: {inner.phase for inner in env.statistics().workers} == {"idle"})  # soon after the last answer
         view, inside = watch.look(), env.statistics()
@@ -64,7 +64,7 @@ def test_statistics_and_a_watch_from_outside_agree():
             assert seen.steps_per_s > inner.steps_per_s > 0  # the executor was ready before the watch began
             assert 0 < seen.uss_bytes <= seen.pss_bytes
         assert "loop.py" in stack_of(inside.workers[0].pid)
-    assert own_listings() == []
+    assert own_plates() == []
 
 
 @pytest.mark.slow
@@ -78,8 +78,8 @@ def test_a_restarted_worker_is_seen(tmp_path):
         before = env.statistics().workers[1].pid
         os.kill(before, 9)
         rolled(env, 3)
-        (listing,) = own_listings()
-        watch = Watch(listing)
+        (plate,) = own_plates()
+        watch = Watch(plate)
         seen = watch.look().workers[1]
         watch.close()
         assert seen.generation == 1
@@ -95,7 +95,7 @@ def test_nameplates_that_are_not_of_executors_are_left_out():
     kept.append(Segment.create(100, LABEL))
     found = [plate.content for plate in find(LABEL) if plate.pid == os.getpid()]
     assert sorted(found, key=str) == sorted(contents, key=str)
-    assert own_listings() == []
+    assert own_plates() == []
     for segment in kept:
         segment.close()
     assert [plate for plate in find(LABEL) if plate.pid == os.getpid()] == []
@@ -110,18 +110,18 @@ def test_executors_of_other_processes_are_found_until_they_end():
     other = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert other.stdout.readline() == b"made\n"
-        (listing,) = (one for one in listings() if one.pid == other.pid)
-        assert (listing.num_envs, listing.env) == (2, "plain")
-        assert "CountingEnv" in listing.command
-        watch = Watch(listing)
+        (plate,) = (one for one in plates() if one.pid == other.pid)
+        watch = Watch(plate)
+        assert (watch.num_envs, watch.env) == (2, "plain")
+        assert "CountingEnv" in watch.command
         assert watch.look().workers[0].phase == "idle"
         watch.close()
     finally:
         other.kill()
         other.communicate()
-    assert other.pid not in {one.pid for one in listings()}
+    assert other.pid not in {one.pid for one in plates()}
     with pytest.raises(OSError, match=str(other.pid)):
-        Watch(listing)
+        Watch(plate)
 
 
 @needs("cli")

@@ -9,7 +9,7 @@ import torch
 
 import envherd
 from envherd import ExecutorOptions, ParallelEnv, SerialEnv
-from envherd.executor.monitor.watching import Watch, listings
+from envherd.executor.monitor.watching import Watch, plates
 from envherd.executor.pools.blueprint import draw
 from envherd.executor.pools.variables import visible_gpus
 from envherd.workers.testing import CountingEnv
@@ -82,8 +82,8 @@ def test_workers_get_the_gpus_that_this_process_sees_in_turn(gpus, expected, mon
         renderers = [gpu if gpu.isdigit() else None for gpu in expected]  # a renderer knows no UUID
         assert seen(env, *names) == [(gpu, one, one) for gpu, one in zip(expected, renderers, strict=True)]
         assert [worker.gpu for worker in env.statistics().workers] == expected
-        (listing,) = [one for one in listings() if one.pid == os.getpid()]
-        watch = Watch(listing)
+        (plate,) = [one for one in plates() if one.pid == os.getpid()]
+        watch = Watch(plate)
         assert [worker.gpu for worker in watch.look().workers] == expected
         watch.close()
 

@@ -160,10 +160,13 @@ def draw(report: Report, path: Path) -> None:
     figure, axes = plt.subplots(4, 1, sharex=True, figsize=(8, 8), layout="constrained")
     minutes = [sample.at_s / 60 for sample in report.samples]
     for axis, name in zip(axes, ("rss_mb", "descriptors", "threads", "children"), strict=True):
-        axis.plot(minutes, [getattr(sample, name) for sample in report.samples], linewidth=0.8)
+        values = [getattr(sample, name) for sample in report.samples]
+        axis.plot(minutes, values, linewidth=0.8)
         axis.set_ylabel(name.replace("rss_mb", "memory, MiB"))
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.25 * max(values, default=1))  # no line lies on the frame
+        axis.grid(alpha=0.3)
     axes[-1].set_xlabel("minutes")
+    figure.suptitle("The process that opens and breaks executors, during a soak run")
     figure.savefig(path, dpi=80)
     plt.close(figure)
 

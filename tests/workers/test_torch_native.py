@@ -298,11 +298,6 @@ def test_env_type_numpy_is_for_envs_that_take_arrays():
         env.rollout(2)
 
 
-def test_unknown_env_types_are_refused():
-    with pytest.raises(ValueError, match="env_type"):
-        ExecutorOptions(env_type="jax")
-
-
 @needs("torchrl")
 def test_env_type_torch_leaves_torchrl_to_its_own_adapter():
     from torchrl.envs import GymEnv

@@ -64,6 +64,11 @@ def gym(name: str, *transforms: Any, **kwargs: Any) -> EnvBase:
     return TransformedEnv(env, Compose(*transforms)) if transforms else env
 
 
+def swings(*transforms: Any, **kwargs: Any) -> EnvBase:
+    """Return a pendulum whose episodes have nine steps."""
+    return gym(PENDULUM, *transforms, max_episode_steps=9, **kwargs)
+
+
 def melting_pot(name: str, *transforms: Any, **kwargs: Any) -> EnvBase:
     """Return a substrate whose episodes depend on the number of its resets and the actions alone."""
     from envherd.workers.adapters.meltingpot.episodes import Episodes
@@ -93,21 +98,21 @@ def terminating() -> EnvBase:
 
 PENDULUM = "Pendulum-v1"
 AGENTS = ("walker", "reward")
-#: name -> (factory, number of steps), and False for envs that cannot be stepped after an end
+#: name -> (factory, number of steps at most), and False for envs that cannot be stepped after an end
 DIRECT: dict[str, Any] = {
-    "one-hot": (lambda: gym("CartPole-v1"), 250),
-    "categorical": (lambda: gym("CartPole-v1", categorical_action_encoding=True), 250),
-    "box": (lambda: gym(PENDULUM, device="cpu"), 250),
-    "pixels": (lambda: gym("CartPole-v1", from_pixels=True), 40),
-    "pixels and state": (lambda: gym("CartPole-v1", from_pixels=True, pixels_only=False), 40),
+    "one-hot": (lambda: gym("CartPole-v1"), 60),
+    "categorical": (lambda: gym("CartPole-v1", categorical_action_encoding=True), 60),
+    "box": (lambda: swings(device="cpu"), 60),
+    "pixels": (lambda: gym("CartPole-v1", from_pixels=True, max_episode_steps=5), 40),
+    "pixels and state": (lambda: gym("CartPole-v1", from_pixels=True, pixels_only=False, max_episode_steps=5), 40),
     "buffered": (lambda: GymWrapper(Buffered(), categorical_action_encoding=True), 60),
     **{f"nested, {kind}": (lambda kind=kind: GymWrapper(Nested(kind)), 60) for kind in ("float", "float32", "int")},
     **{f"nested, {kind}": (lambda kind=kind: GymWrapper(Nested(kind)), 60) for kind in ("zero", "array", "None")},
-    "fast encoding": (lambda: (env := gym(PENDULUM)).fast_encoding() or env, 60),
-    "counters": (lambda: gym(PENDULUM, StepCounter(7), RewardSum(), InitTracker(), DoubleToFloat()), 250),
-    "no transform": (lambda: TransformedEnv(GymEnv("CartPole-v1")), 200),
-    "one transform": (lambda: TransformedEnv(GymEnv("CartPole-v1"), StepCounter()), 200),
-    "scales": (lambda: gym(PENDULUM, RewardScaling(0.5, 2.0), ObservationNorm(0.5, 2.0, in_keys=["observation"])), 200),
+    "fast encoding": (lambda: (env := swings()).fast_encoding() or env, 60),
+    "counters": (lambda: gym(PENDULUM, StepCounter(7), RewardSum(), InitTracker(), DoubleToFloat()), 60),
+    "no transform": (lambda: TransformedEnv(GymEnv("CartPole-v1")), 60),
+    "one transform": (lambda: TransformedEnv(GymEnv("CartPole-v1"), StepCounter()), 60),
+    "scales": (lambda: swings(RewardScaling(0.5, 2.0), ObservationNorm(0.5, 2.0, in_keys=["observation"])), 60),
     "frames": (lambda: gym(PENDULUM, CatFrames(3, dim=-1, in_keys=["observation"]), StepCounter(9)), 60),
     "max pool": (lambda: gym(PENDULUM, TimeMaxPool(in_keys=["observation"], T=3), StepCounter(9)), 60),
     "norm": (lambda: gym(PENDULUM, VecNorm(in_keys=["observation", "reward"]), StepCounter(9)), 60),
@@ -117,27 +122,28 @@ DIRECT: dict[str, Any] = {
             ToTensorImage(in_keys=["pixels"]),
             FlattenObservation(-3, -1, in_keys=["pixels"]),
             from_pixels=True,
+            max_episode_steps=5,
         ),
-        30,
+        40,
     ),
     "discrete": (lambda: gym(PENDULUM, ActionDiscretizer(num_intervals=4), StepCounter(9)), 60),
-    "primer": (lambda: gym(PENDULUM, InitTracker(), TensorDictPrimer(hidden=Unbounded((4,)), default_value=0.0)), 200),
-    "renamed": (lambda: gym(PENDULUM, RenameTransform(["observation"], ["seen"]), RewardClipping(-1, 0)), 200),
+    "primer": (lambda: swings(InitTracker(), TensorDictPrimer(hidden=Unbounded((4,)), default_value=0.0)), 60),
+    "renamed": (lambda: swings(RenameTransform(["observation"], ["seen"]), RewardClipping(-1, 0)), 60),
     "skips frames": (lambda: gym(PENDULUM, FrameSkipTransform(3), StepCounter(9)), 60),
-    "function": (lambda: TransformedEnv(GymEnv(PENDULUM), lambda td: td.set("observation", td["observation"] + 1)), 60),
+    "function": (lambda: TransformedEnv(swings(), lambda td: td.set("observation", td["observation"] + 1)), 60),
     "keeper": (lambda: gym(PENDULUM, Keeper(), StepCounter(9)), 60),
     "keeper of buffers": (lambda: TransformedEnv(GymWrapper(Buffered()), Keeper()), 60),
     "twice": (lambda: gym(PENDULUM, Twice(), RewardSum(), StepCounter(9)), 60),
 }
 DM = {
-    "dm_control": (lambda: DMControlEnv("cartpole", "swingup", time_limit=0.5), 120),
+    "dm_control": (lambda: DMControlEnv("cartpole", "swingup", time_limit=0.1), 60),
     "dm_control, terminates": (terminating, 60),
     "dm_control, transforms": (
         lambda: TransformedEnv(
             DMControlEnv("reacher", "easy"),
-            Compose(CatTensors(["position", "velocity"], "observation"), DoubleToFloat(), StepCounter(50)),
+            Compose(CatTensors(["position", "velocity"], "observation"), DoubleToFloat(), StepCounter(9)),
         ),
-        200,
+        60,
     ),
 }
 ZOO = {
@@ -174,8 +180,8 @@ SPLIT = {
 }
 POTS = {
     "a real end": (lambda: melting_pot(COMMONS, max_frames=6), 40),
-    "commons": (lambda: melting_pot(COMMONS, max_steps=25), 60),
-    "inventories, one-hot": (lambda: melting_pot(PRISONERS, max_steps=20, categorical_actions=False), 50),
+    "commons": (lambda: melting_pot(COMMONS, max_steps=9), 20),
+    "inventories, one-hot": (lambda: melting_pot(PRISONERS, max_steps=9, categorical_actions=False), 20),
     "groups": (lambda: melting_pot(COMMONS, group_map=SPLIT, max_steps=9), 20),
     "a group each": (lambda: melting_pot(COMMONS, group_map=MarlGroupMapType.ONE_GROUP_PER_AGENT, max_steps=9), 20),
     "transforms": (
@@ -188,17 +194,17 @@ POTS = {
 def vmas_wrapper() -> EnvBase:
     import vmas
 
-    return VmasWrapper(vmas.make_env("balance", num_envs=3, max_steps=9), categorical_actions=False)
+    return VmasWrapper(vmas.make_env("balance", num_envs=3, max_steps=5), categorical_actions=False)
 
 
 def rows(scenario: str, *transforms: Any, **kwargs: Any) -> EnvBase:
-    env = VmasEnv(scenario, **{"num_envs": 3, "max_steps": 9, **kwargs})
+    env = VmasEnv(scenario, **{"num_envs": 3, "max_steps": 5, **kwargs})
     return TransformedEnv(env, Compose(*transforms)) if transforms else env
 
 
 VMAS = {
     "infos": (lambda: rows("balance"), 40),
-    "unlike ends": (lambda: rows("balance", max_steps=None), 200),
+    "unlike ends": (lambda: rows("balance", max_steps=None), 140),
     "one row": (lambda: rows("balance", num_envs=1), 40),
     "groups": (lambda: rows("simple_tag"), 40),
     "unlike agents": (lambda: rows("simple_speaker_listener"), 40),
@@ -295,22 +301,28 @@ class Pair:
 
 
 def compare(make: Make, num_steps: int, steps_on: bool = True, **how: Any) -> None:  # noqa: FBT001, FBT002
-    """Step both for a while, with resets at ends and without, and with calls by name between steps."""
+    """Step both over ends of episodes, with calls by name between steps, until there were four ends and a step.
+
+    The third end is stepped on, where the env allows that; resets come after the others.
+    """
     pair = Pair(make, **how)
     pair.reset()
     num_ends = 0
     for i in range(num_steps):
         has_ended = pair.step()
         num_ends += has_ended
-        if has_ended and not (steps_on and num_ends % 4 == 3):  # an ended env may be stepped on
+        if has_ended and not (steps_on and num_ends % 4 == 3):
             pair.reset()
-        if i % 50 == 11:
+        if i % 40 == 7:
             pair.asked("current")
             row = TensorDict(dict(zip(*_named(pair), strict=True)), [])
             pair.asked("step", row, is_whole=False)
             pair.asked("step_and_maybe_reset", row)
-        if i % 50 == 30:
+        if i % 40 == 16:
             pair.asked("reset", None, {})
+        if i > 17 and num_ends >= 4 + has_ended:
+            break
+    assert num_ends, "no episode has ended"
     pair.asked("current")
     pair.close()
 

@@ -29,7 +29,7 @@ def make_env(*, pixels_only: bool) -> EnvBase:
         return env
 
     with patch.object(suite, "load", without_shadows):
-        return DMControlEnv("cartpole", "swingup", from_pixels=True, pixels_only=pixels_only)
+        return DMControlEnv("cartpole", "swingup", time_limit=0.06, from_pixels=True, pixels_only=pixels_only)
 
 
 def rollout(env: EnvBase) -> TensorDictBase:

@@ -1,4 +1,4 @@
-"""CleanRL's scripts on the executor and on Gymnasium 1: `from envherd.executor.facades.cleanrl import gym`."""
+"""CleanRL's scripts on the executor and on Gymnasium 1: `from envherd.cleanrl import gym`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The `gym` for CleanRL's scripts: Gymnasium 0.29's vector envs over the executor, on Gymnasium 1.
 
-    from envherd.executor.facades.cleanrl import gym    # was: import gymnasium as gym
+    from envherd.cleanrl import gym    # was: import gymnasium as gym
 
 Guarantees: an env that ends is reset in the same step, as before Gymnasium 1.0. Its last observation and info are in
 `infos["final_observation"][i]` and `infos["final_info"][i]`, and None is there for the envs that have not ended. Seeds,

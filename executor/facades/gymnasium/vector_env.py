@@ -1,6 +1,6 @@
 """Gymnasium's `AsyncVectorEnv` and `SyncVectorEnv` on top of the executor: one import changed.
 
-    from envherd.executor.facades.gymnasium import AsyncVectorEnv    # was: from gymnasium.vector import ...
+    from envherd.gymnasium import AsyncVectorEnv    # was: from gymnasium.vector import ...
 
 Spaces, transitions, infos, autoreset modes and errors are Gymnasium's own; see `docs/gymnasium.md` for what
 is deliberately different. `gymnasium.make_vec` makes these classes inside `installed()`.

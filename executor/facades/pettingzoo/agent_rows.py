@@ -185,7 +185,7 @@ def concat_vec_envs_v1(
         make_env: returns one PettingZoo parallel env, with SuperSuit's wrappers if you like; called in workers.
         num_vec_envs: N.
         num_cpus: worker processes; 0 for one per usable core.
-        base_class: "gymnasium" for an `AgentRowsEnv`; "stable_baselines3" for `facades.sb3.SubprocVecEnv`.
+        base_class: "gymnasium" for an `AgentRowsEnv`; "stable_baselines3" for `envherd.sb3.SubprocVecEnv`.
         options: see `ExecutorOptions`.
 
     Raises:

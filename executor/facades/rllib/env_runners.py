@@ -1,6 +1,6 @@
 """RLlib's two env runners (new API stack) with the envs in envherd's worker processes.
 
-    from envherd.executor.facades.rllib import SingleAgentEnvRunner
+    from envherd.rllib import SingleAgentEnvRunner
 
     config.env_runners(env_runner_cls=SingleAgentEnvRunner, num_envs_per_env_runner=8)
 
@@ -78,7 +78,7 @@ class _Hosted:
 
 
 class SingleAgentEnvRunner(_Hosted, single_agent_env_runner.SingleAgentEnvRunner):  # type: ignore[misc]  # has no types
-    """RLlib's `SingleAgentEnvRunner`, whose vector env is `facades.gymnasium.AsyncVectorEnv`."""
+    """RLlib's `SingleAgentEnvRunner`, whose vector env is `envherd.gymnasium.AsyncVectorEnv`."""
 
     def make_env(self) -> None:
         """Build the envs, after closing those that are there; see RLlib's method."""

@@ -80,6 +80,13 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
     """
 
     def __init__(self, executor: BatchedEnv) -> None:
+        try:
+            self._take(executor)
+        except BaseException:
+            executor.close()
+            raise
+
+    def _take(self, executor: BatchedEnv) -> None:
         self.executor = executor
         self.waiting = False
         self.closed = False
@@ -385,12 +392,7 @@ class SubprocVecEnv(ExecutorVecEnv):
         for env_fn in env_fns:
             check_factory(env_fn)
         factories = [Sb3Factory(env_fn, env_id) for env_id, env_fn in enumerate(env_fns)]
-        made = ParallelEnv(len(factories), factories, num_workers=num_workers, options=options)
-        try:
-            super().__init__(made)
-        except BaseException:
-            made.close()
-            raise
+        super().__init__(ParallelEnv(len(factories), factories, num_workers=num_workers, options=options))
 
 
 class DummyVecEnv(ExecutorVecEnv):

@@ -23,8 +23,8 @@ from torchrl.envs import EnvBase
 from envherd.executor.batches.fast_tensordict import get_leaf, set_next
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import GroupBatch, Shell
+from envherd.executor.batches.step_data import StepBatches
 from envherd.executor.facades.torchrl.batched import Batched
-from envherd.executor.protocol.env_batches import StepBatches
 from envherd.executor.protocol.fast_step import FastStep
 from envherd.workers.adapters.hosts.torchrl_guest import dense_leaves
 from envherd.workers.adapters.torchrl.private_api import (

@@ -1,6 +1,6 @@
 """TorchRL's `ParallelEnv` on top of the executor: the same arguments and behaviour.
 
-    from envherd.executor.facades.torchrl import ParallelEnv        # was: from torchrl.envs import ParallelEnv
+    from envherd.torchrl import ParallelEnv        # was: from torchrl.envs import ParallelEnv
 
 Guarantees: instances pass isinstance checks for TorchRL's `ParallelEnv`, with TorchRL's specs, keys, masks, seeds and
 state dicts. No env is built in this process, whose number of threads changes only if `num_threads` is passed. Intended

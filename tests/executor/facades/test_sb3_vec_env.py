@@ -19,7 +19,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from envherd.executor import Busy, ExecutorOptions
 from envherd.executor.facades.sb3 import DummyVecEnv, ExecutorVecEnv, SubprocVecEnv, installed
 from envherd.workers.adapters.named import NamedFactory
-from envherd.workers.errors import ActionError, ResetNeeded
+from envherd.workers.errors import ActionError, ResetNeeded, SpecError
 from tests.executor.facades.sb3_envs import (
     DyingEnv,
     FailingEnv,
@@ -251,6 +251,25 @@ def test_one_env_twice_is_refused():
     DummyVecEnv([lambda: env]).close()
     with pytest.raises(ValueError, match="at least 1"):
         SubprocVecEnv([])
+
+
+class WideEnv(SampledEnv):
+    """An env with another observation space."""
+
+    closed = 0
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space = gymnasium.spaces.Box(-1.0, 1.0, (9,), np.float32)
+
+    def close(self):
+        WideEnv.closed += 1
+
+
+def test_envs_of_a_refused_vec_env_are_closed():
+    with pytest.raises(SpecError, match="env 0 and env 1") as refused:  # its frames hold the vec env
+        DummyVecEnv([SampledEnv, WideEnv])
+    assert WideEnv.closed == 1, refused
 
 
 def test_envs_of_one_worker_do_not_share_what_their_functions_captured():

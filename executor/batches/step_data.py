@@ -1,7 +1,9 @@
-"""The fast path for plain actions: one tensor on the CPU with the slab's dtype and shape, and legal values.
+"""The data of a step of all envs of one kind, compiled for these envs: actions in, batches out.
 
-Guarantees: an accepted batch has the effect of `GroupIntake.read` and `write`; a batch that is not accepted changes
-    nothing.
+Plain actions are one tensor on the CPU with the slab's dtype and shape, and legal values.
+
+Guarantees: an accepted batch of actions has the effect of `GroupIntake.read` and `write`; a batch that is not accepted
+    changes nothing.
 """
 
 from __future__ import annotations
@@ -13,9 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
 from envherd.executor.batches.fast_tensordict import Find, finder
+from envherd.executor.batches.hand_out import GroupBatch, Shell
 from envherd.shm.specs import Discrete, LeafSpec
+from envherd.workers.protocol import Op
 
 #: Number of values up to which plain Python is faster than numpy and torch (1 us against 2.5 for 8).
 _FEW = 48
@@ -144,3 +149,65 @@ def _take_numbers(
         return True
 
     return take_all, take_some
+
+
+#: The batches of a step, created before their memory is filled: `(memory, or None for the frame's own; next; root)`.
+Draft = tuple[np.ndarray | None, TensorDict, TensorDict | None]
+
+
+class StepBatches:
+    """The batches of a step of all envs, which are one group: made while the workers step, filled afterwards.
+
+    Args:
+        batch: the group.
+        next_shell: over the leaves of its `next`.
+        root_over_next: over the same leaves, for a step after which no env was reset.
+        root_shell: over the leaves of its root.
+        is_copy: hand out copies of steps, not views of the ring.
+
+    Attributes:
+        draft: op -> `column -> draft`: creates the batches of a step before its rows exist; `finish` fills them.
+    """
+
+    def __init__(
+        self, batch: GroupBatch, next_shell: Shell, root_over_next: Shell, root_shell: Shell, *, is_copy: bool
+    ) -> None:
+        self._batch = batch
+        self._build_next, self._build_over_next = next_shell.build, root_over_next.build
+        self._build_root = root_shell.build
+        self._is_copy = is_copy
+        self.draft = {op: self._drafter(has_root=op == Op.STEP_RESET) for op in (Op.STEP, Op.STEP_RESET)}
+
+    def _drafter(self, *, has_root: bool) -> Callable[[int], Draft]:
+        """Return the function that drafts the batches of a step to a column; see `draft`."""
+        build_next, build_root = self._build_next, self._build_over_next
+        own, views = self._batch.own_next, self._batch.next_views
+
+        def draft_copy(column: int) -> Draft:
+            buffer, leaves = own(column)
+            return buffer, build_next(leaves), build_root(leaves) if has_root else None
+
+        def draft_views(column: int) -> Draft:
+            leaves = views(column)
+            return None, build_next(leaves), build_root(leaves) if has_root else None
+
+        return draft_copy if self._is_copy else draft_views
+
+    def finish(self, draft: Draft, column: int, reset_ids: np.ndarray | None) -> tuple[TensorDict, TensorDict | None]:
+        """Return the `next` batch `[N]` of a step, and the root after it.
+
+        Args:
+            draft: of this step.
+            column: of the ring.
+            reset_ids: int64 `[k]`, envs that were reset after the step; None for none.
+
+        Returns:
+            Copies, or the frame that is lent, or views if the executor hands out views. The root shares the leaves of
+            `next` unless an env was reset.
+        """
+        buffer, next_td, root = draft
+        if buffer is not None:
+            buffer[:] = self._batch.next_bytes[column]
+        if reset_ids is not None and root is not None:
+            root = self._build_root(self._batch.mended_roots(column, reset_ids))
+        return next_td, root

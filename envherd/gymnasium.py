@@ -1,0 +1,5 @@
+"""Gymnasium's vector envs on the executor: `from envherd.gymnasium import AsyncVectorEnv`."""
+
+from envherd.executor.facades.gymnasium import AsyncState, AsyncVectorEnv, SyncVectorEnv, installed, make_vec
+
+__all__ = ["AsyncState", "AsyncVectorEnv", "SyncVectorEnv", "installed", "make_vec"]

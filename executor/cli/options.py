@@ -1,0 +1,262 @@
+"""What the commands take: of each a dataclass, whose docstring is the help and whose fields are the options.
+
+The module of a command has its name, and a function `run(options)`. It is imported when the options have been read,
+because that takes seconds, for which a help text and a wrong option need not wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from envherd.executor.cli.option_values import (
+    Env,
+    EnvKwargs,
+    Gif,
+    Json,
+    MaxSteps,
+    NumEnvs,
+    Policy,
+    Quiet,
+    Seed,
+    Sheet,
+    Workers,
+    new_folder,
+    parse_size,
+    picture,
+)
+
+_BENCH_ENV_HELP = (
+    "gymnasium:ID, meltingpot:SUBSTRATE, or python:MODULE:CALLABLE (a callable that returns a Gymnasium env)."
+)
+
+
+class Command:
+    """The base of all options."""
+
+    quiet = False
+
+    def run(self) -> int:
+        """Run the command; return the exit code."""
+        name = f"envherd.executor.cli.{type(self).__name__.lower()}"
+        if name not in sys.modules:
+            with Console(stderr=True, quiet=self.quiet).status("starting"), _quick_imports():
+                importlib.import_module(name)
+        code: int = sys.modules[name].run(self)
+        return code
+
+
+@contextlib.contextmanager
+def _quick_imports() -> Iterator[None]:
+    """Keep imported objects out of garbage collection: imports take a fifth less time, and the exit a second less."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout(Command):
+    """Run envs in parallel and report speed, returns and memory.
+
+    After Ctrl-C, the command reports and writes the steps collected until then. A second Ctrl-C ends it at once.
+    """
+
+    env: Env
+    envs: NumEnvs = 4
+    workers: Workers = None
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Run on the nodes of a Ray cluster: HOST:PORT of its head, or auto."),
+    ] = None
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each env; envs whose episode ends are reset.")] = 200
+    seed: Seed = None
+    policy: Policy = None
+    max_steps: MaxSteps = None
+    env_kwargs: EnvKwargs = None
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", callback=new_folder, help="Write the data: a memory-mapped TensorDict."),
+    ] = None
+    gif: Gif = None
+    png: Sheet = None
+    json: Json = None
+    quiet: Quiet = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(Command):
+    """Record a video (MP4, GIF) of one env.
+
+    After Ctrl-C, the video has the steps until then.
+    """
+
+    env: Env
+    mp4: Annotated[Path | None, typer.Option(metavar="PATH", callback=picture(".mp4"), help="Write a video (MP4).")] = (
+        None
+    )
+    gif: Gif = None
+    views: Annotated[
+        bool, typer.Option("--views", help="Show the world and the observation of each agent, with the returns so far.")
+    ] = False
+    policy: Policy = None
+    episodes: Annotated[int, typer.Option(min=1, help="Stop after this number of episodes.")] = 1
+    steps: Annotated[int, typer.Option(min=1, help="Stop after this number of steps, even within an episode.")] = 1000
+    agent: Annotated[
+        int | None, typer.Option(min=0, metavar="I", help="Show the observation of agent I; default: the world view.")
+    ] = None
+    fps: Annotated[float, typer.Option(min=1, max=240, help="Steps per second of video.")] = 20.0
+    seed: Seed = None
+    max_steps: MaxSteps = None
+    env_kwargs: EnvKwargs = None
+    quiet: Quiet = False
+
+    def __post_init__(self) -> None:
+        """Refuse options that do not go together."""
+        if self.mp4 is None and self.gif is None:
+            raise typer.BadParameter("expected --mp4 or --gif, got neither.")
+        if self.views and self.agent is not None:
+            raise typer.BadParameter("expected --views or --agent, got both. Leave one out.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay(Command):
+    """Repeat the actions of a stored rollout, or of the episode in a crash capsule, from the same seed.
+
+    The exit code of a rollout is 0 if all observations, rewards and flags are equal, and 1 at the first difference.
+    That of a capsule is 0 if the env fails again in the same step and the same way, 1 if anything else happens, and 3
+    if all steps go through. PATH runs no code: an env that it cannot just look up in an installed package must be named
+    by --env.
+    """
+
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="A folder that `envherd rollout --out DIR` wrote, or a file of ExecutorOptions(capsules=DIR).",
+            show_default=False,
+        ),
+    ]
+    env: Annotated[str | None, typer.Option(metavar="ENV", help="Run this env, in place of the one in PATH.")] = None
+    env_kwargs: EnvKwargs = None
+    workers: Workers = None
+    gif: Gif = None
+    png: Sheet = None
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run whatever code a capsule names: import its env, load its pickle.")
+    ] = False
+    pdb: Annotated[bool, typer.Option("--pdb", help="Of a capsule: stop in the debugger before the last step.")] = False
+    record: Annotated[
+        Path | None, typer.Option(metavar="PATH", callback=picture(".mp4"), help="Of a capsule: write a video (MP4).")
+    ] = None
+    quiet: Quiet = False
+
+    def __post_init__(self) -> None:
+        """Refuse options that PATH does not take."""
+        if self.directory.is_file():
+            if self.workers or self.gif or self.png:
+                raise typer.BadParameter("expected no --workers, --gif or --png for a capsule, which has one env.")
+        elif self.trust or self.pdb or self.record:
+            raise typer.BadParameter(f"expected a capsule for --trust, --pdb and --record, got {self.directory}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check(Command):
+    """Run an env with random actions and check the rules that training relies on.
+
+    The command builds and steps the env in this process, as a worker would. The exit code is 1 if a rule is broken or
+    no episode ended.
+    """
+
+    env: Env
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each of two envs; episodes must end within them.")] = 200
+    random: Annotated[
+        bool,
+        typer.Option("--random", help="Skip the comparisons of two runs, for envs that seeds do not determine."),
+    ] = False
+    together: Annotated[
+        int,
+        typer.Option(min=0, help="Also compare this many envs in one process with envs in a process each."),
+    ] = 0
+    env_kwargs: EnvKwargs = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size(Command):
+    """Measure ENV on this machine and recommend workers, envs and a way to step them, with reasons.
+
+    The recommendation considers CPU affinity, CPU quota, memory limit, open files and the current load.
+    """
+
+    env: Env
+    envs: Annotated[int | None, typer.Option(min=1, help="Fix the number of envs; default: chosen.")] = None
+    workers: Annotated[int | None, typer.Option(min=1, help="Fix the number of workers; default: chosen.")] = None
+    policy_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds that the policy takes per batch.")] = 0.0
+    target_steps_per_s: Annotated[
+        float | None, typer.Option(min=0.0, help="Recommend the smallest setting with this many env-steps per second.")
+    ] = None
+    episode_steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of an episode; default: measured. Set it for very long episodes.")
+    ] = None
+    cpus: Annotated[int | None, typer.Option(min=1, help="Plan for a machine with this many cores.")] = None
+    memory: Annotated[
+        int | None,
+        typer.Option(metavar="SIZE", parser=parse_size, help="Plan for this much available memory, e.g. 256GiB."),
+    ] = None
+    gpu: Annotated[
+        int | None, typer.Option(metavar="SIZE", parser=parse_size, help="Plan for a GPU with this much memory.")
+    ] = None
+    budget: Annotated[float, typer.Option(min=0.5, help="Maximum seconds of the measurement.")] = 20.0
+    headroom: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the memory to leave free.")] = 0.2
+    env_kwargs: EnvKwargs = None
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a chart (PNG).")
+    ] = None
+    json: Json = None
+    quiet: Quiet = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Top(Command):
+    """Watch this user's running executors: speed, load, memory and current command of each worker.
+
+    Ctrl-C ends it.
+    """
+
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False
+    json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: one object with --once, otherwise one per line.")
+    ] = False
+    interval: Annotated[float, typer.Option(min=0.1, help="Refresh interval in seconds.")] = 1.0
+    pid: Annotated[int | None, typer.Option(help="Show only the executors of this process.")] = None
+    stack: Annotated[
+        int | None, typer.Option(metavar="WORKER", help="Also show the Python stack of the worker in this row, from 0.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(Command):
+    """Compare the speed of an env under envherd, in a serial loop, and under the installed libraries.
+
+    All run the same number of envs with fixed actions, and take turns.
+    """
+
+    env: Annotated[str, typer.Argument(metavar="ENV", help=_BENCH_ENV_HELP)] = "gymnasium:CartPole-v1"
+    envs: NumEnvs = 8
+    workers: Workers = None
+    quick: Annotated[bool, typer.Option("--quick", help="Run 3 rounds of 0.2 s, in place of 5 rounds of 1 s.")] = False
+    env_kwargs: EnvKwargs = None
+    json: Json = None
+    quiet: Quiet = False

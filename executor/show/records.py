@@ -1,0 +1,180 @@
+"""The episodes of an evaluation, and the JSON file from which a run that was killed continues.
+
+Guarantees: the file is replaced as a whole, so it is complete JSON at any instant, also after SIGKILL. It holds no
+times, and its records are in the order of tasks and episodes, so that equal episodes make equal bytes.
+Assumes: one run at a time writes to a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+SCHEMA = "envherd.evaluation-run/1"
+#: Least seconds between two writes while episodes end: a write of 400 episodes takes 5 ms.
+_BETWEEN_WRITES_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeRecord:
+    """One episode of an evaluation.
+
+    Attributes:
+        episode: its number in its task, from 0.
+        seed: of its reset.
+        length: in steps.
+        returns: of each player; of a failed episode, until the failure.
+        success: what the env reported in its last step, or what `success=` returned; None without either.
+        success_once: whether the env reported success in any step; None if it reports none.
+        error: of an episode that failed: what the env or its worker raised. None for an episode that has ended.
+        video: path of its film, or None.
+    """
+
+    episode: int
+    seed: int
+    length: int = 0
+    returns: tuple[float, ...] = ()
+    success: bool | None = None
+    success_once: bool | None = None
+    error: str | None = None
+    video: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast:
+    """Who plays in a task.
+
+    Attributes:
+        env: name of the env.
+        players: their names; "agent" in an env of one agent.
+        roles: one per player.
+        is_focal: one per player.
+    """
+
+    env: str
+    players: tuple[str, ...] = ("agent",)
+    roles: tuple[str, ...] = ("default",)
+    is_focal: tuple[bool, ...] = (True,)
+
+
+@dataclass
+class TaskRecords:
+    """The episodes of a task so far.
+
+    Attributes:
+        cast: None until an env of the task has been built.
+        episodes: by number.
+    """
+
+    cast: Cast | None = None
+    episodes: dict[int, EpisodeRecord] = field(default_factory=dict)
+
+
+class RecordFile:
+    """The records of a run, by task, and the file that holds them, if there is one.
+
+    Args:
+        path: of the file; None keeps records in memory alone. If it exists, its records are read. A task of which no
+            env could be built is tried again.
+        settings: plain data that must be equal in all runs that write to the file.
+        tasks: names of the tasks of this run. Records of other tasks stay in the file.
+
+    Attributes:
+        tasks: name -> records.
+
+    Raises:
+        ValueError: the file is of something else, or of other settings.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, settings: Mapping[str, Any], tasks: Sequence[str]) -> None:
+        self._path = None if path is None else Path(path)
+        self._settings = dict(settings)
+        self.tasks: dict[str, TaskRecords] = {}
+        self._written_at = -_BETWEEN_WRITES_S
+        if self._path is not None and self._path.exists():
+            self._read(self._path)
+        for name in tasks:
+            self.tasks.setdefault(name, TaskRecords())
+
+    def add(self, task: str, record: EpisodeRecord) -> None:
+        """Keep a record; write the file unless it was written less than a second ago."""
+        self.tasks[task].episodes[record.episode] = record
+        if time.monotonic() - self._written_at >= _BETWEEN_WRITES_S:
+            self.write()
+
+    def write(self, results: Mapping[str, Any] | None = None) -> None:
+        """Replace the file.
+
+        Args:
+            results: of a run that is complete; None until then.
+        """
+        if self._path is None:
+            return
+        tasks = {
+            name: {
+                "cast": None if one.cast is None else asdict(one.cast),
+                "episodes": [asdict(one.episodes[number]) for number in sorted(one.episodes)],
+            }
+            for name, one in self.tasks.items()
+        }
+        found = {"schema": SCHEMA, "settings": self._settings, "tasks": tasks, "results": results}
+        complete = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        with complete.open("w") as file:
+            json.dump(found, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        complete.replace(self._path)
+        self._written_at = time.monotonic()
+
+    def _read(self, path: Path) -> None:
+        try:
+            found = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"evaluate failed: expected the JSON of an evaluation in {path}, got {error}.") from None
+        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+            raise ValueError(f"evaluate failed: expected {path} with schema {SCHEMA!r}, got another file.")
+        for name, value in self._settings.items():
+            if (before := found["settings"].get(name, value)) != value:
+                raise ValueError(
+                    f"evaluate failed: expected {name} {before!r}, with which the episodes of {path} were played, got "
+                    f"{value!r}. Pass another path, or remove the file."
+                )
+        self._settings = {**found["settings"], **self._settings}
+        for name, one in found["tasks"].items():
+            if one["cast"] is not None:
+                cast = Cast(**{key: _as_tuple(value) for key, value in one["cast"].items()})
+                records = (EpisodeRecord(**{**each, "returns": tuple(each["returns"])}) for each in one["episodes"])
+                self.tasks[name] = TaskRecords(cast, {record.episode: record for record in records})
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def fingerprint(policy: Any) -> Any:
+    """Return plain data that differs if policies differ: a module's class and the hash of its tensors, else a name."""
+    if policy is None:
+        return "random actions"
+    if isinstance(policy, Mapping):
+        return {str(name): fingerprint(one) for name, one in policy.items()}
+    if not isinstance(policy, nn.Module):
+        named = getattr(policy, "func", policy)  # of a partial
+        named = named if hasattr(named, "__qualname__") else type(named)
+        return f"{named.__module__}.{named.__qualname__}"
+    digest = hashlib.sha256()
+    for name, value in policy.state_dict().items():
+        digest.update(name.encode())
+        if isinstance(value, torch.Tensor) and not is_lazy(value):
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return f"{type(policy).__module__}.{type(policy).__qualname__} {digest.hexdigest()[:16]}"
