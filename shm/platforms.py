@@ -261,13 +261,17 @@ def _try_proc() -> None:
     os.close(os.open("/proc/self/stat", os.O_RDONLY))
 
 
-def require_all(what: str) -> None:
-    """Refuse something that needs all of what Linux has.
+def require(what: str, need: str = "") -> None:
+    """Refuse something that needs a part of what Linux has, or all of it.
+
+    Args:
+        what: the operation.
+        need: as `missing` names it; empty for all.
 
     Raises:
-        ValueError: this system lacks some of it.
+        ValueError: this system lacks it.
     """
-    if lacks := missing():
+    if lacks := [one for one in missing() if need in ("", one)]:
         raise ValueError(f"{what} failed: expected Linux, got a system that lacks: {', '.join(lacks)}.")
 
 
