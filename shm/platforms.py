@@ -14,6 +14,7 @@ import errno
 import faulthandler
 import functools
 import importlib
+import io
 import mmap
 import os
 import select
@@ -272,7 +273,8 @@ def require(what: str, need: str = "") -> None:
         ValueError: this system lacks it.
     """
     if lacks := [one for one in missing() if need in ("", one)]:
-        raise ValueError(f"{what} failed: expected Linux, got a system that lacks: {', '.join(lacks)}.")
+        text = f"{what} failed: expected Linux, got a system that lacks: {', '.join(lacks)}."
+        raise io.UnsupportedOperation(text)  # a ValueError and an OSError, which commands print
 
 
 #: What the pool of forked workers needs -> a function that raises if it is not there.
