@@ -124,7 +124,7 @@ def summary(results: Mapping[str, Any], ink: str, fills: Sequence[str]) -> Figur
     axes.set_yticks(range(len(found)), found, fontsize=9)
     axes.invert_yaxis()
     axes.set_xlabel("logarithmic scale", fontsize=8, color=ink)
-    axes.set_title("How many times as many synchronous steps per second", fontsize=10, color=ink)
+    axes.set_title("Synchronous steps per second of envherd, divided by those of", fontsize=10, color=ink)
     axes.tick_params(which="both", colors=ink, labelsize=9, length=0)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "left")
@@ -150,7 +150,8 @@ def _ratios(results: Mapping[str, Any]) -> Figure | None:
     figure = Figure(figsize=(13, 0.36 * max(heights) + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
     ends = [end for name, found in shown.items() for end in _ends(results["workloads"][name], found)]
-    for part, names in zip(figure.subfigures(1, _RATIO_COLUMNS), columns, strict=True):
+    parts: list[Any] = figure.subfigures(1, _RATIO_COLUMNS, squeeze=False).ravel().tolist()
+    for part, names in zip(parts, columns, strict=True):
         if names:
             ratios = [1.4 + len(shown[name]) for name in names]
             panels = part.subplots(len(names), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]

@@ -6,11 +6,9 @@ because that takes seconds, for which a help text and a wrong option need not wa
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -49,22 +47,17 @@ class Command:
         """Run the command; return the exit code."""
         name = f"envherd.executor.cli.{type(self).__name__.lower()}"
         if name not in sys.modules:
-            with Console(stderr=True, quiet=self.quiet).status("starting"), _quick_imports():
-                importlib.import_module(name)
+            # Without garbage collection, imports take a fifth less time, and the exit a second less.
+            gc.collect()
+            gc.disable()
+            try:
+                with Console(stderr=True, quiet=self.quiet).status("starting"):
+                    importlib.import_module(name)
+            finally:
+                gc.freeze()
+                gc.enable()
         code: int = sys.modules[name].run(self)
         return code
-
-
-@contextlib.contextmanager
-def _quick_imports() -> Iterator[None]:
-    """Keep imported objects out of garbage collection: imports take a fifth less time, and the exit a second less."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 @dataclass(frozen=True, kw_only=True)

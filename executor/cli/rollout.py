@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,13 +67,13 @@ def _work(options: Rollout, made: Made, make_policy: Any, pictures: Pictures, st
         env = started(made, options.envs, is_drawn=pictures.are_wanted, cluster=options.cluster, **how)
     with env:
         act = env.rand_action if make_policy is None else make_policy(env)
-        collected = _collect(options, env, act, pictures, store, console)
+        counted, returns, failure = _collect(options, env, act, pictures, store, console)
         memory = memory_of(os.getpid(), is_alone=True)
         requested = {"env": options.env, "num_envs": options.envs, "num_workers": env.num_workers, "seed": env.seed}
-        found = figures({**requested, "steps": options.steps}, collected, env.statistics(), memory)
+        found = figures({**requested, "steps": options.steps}, counted, returns, env.statistics(), memory)
     unwritten: Exception | None = None
     try:
-        if collected.steps_done:
+        if counted["steps_done"]:
             with console.status("writing"):
                 if store is not None:
                     facts = {"env": full_name(options.env), "env_kwargs": options.env_kwargs or {}, "seed": env.seed}
@@ -85,12 +84,12 @@ def _work(options: Rollout, made: Made, make_policy: Any, pictures: Pictures, st
         unwritten = error
     console.print(table(found))
     write_text(options.json, json.dumps(found, indent=2) + "\n")
-    failures = [failure for failure in (collected.failure, unwritten) if failure is not None]
-    for failure in failures:
-        complain(Console(stderr=True), failure)
+    failures = [one for one in (failure, unwritten) if one is not None]
+    for one in failures:
+        complain(Console(stderr=True), one)
     if failures:
         return EXIT_FAILED
-    return EXIT_INTERRUPTED if collected.is_interrupted else 0
+    return EXIT_INTERRUPTED if counted["interrupted"] else 0
 
 
 def _collect(
@@ -100,14 +99,20 @@ def _collect(
     pictures: Pictures,
     store: RolloutStore | None,
     console: Console,
-) -> Collected:
+) -> tuple[dict[str, Any], Returns, EnvherdError | None]:
     """Collect the steps. Ctrl-C, or an error after the first step, ends the loop; complete steps are kept.
+
+    Returns:
+        What the loop counts, as docs/cli.md has it: "steps_done", "collect_s", "keep_s", "interrupted" and "error"; the
+        returns of the agents; and the error that ended the loop after at least one step, or None.
 
     Raises:
         MediaError: pictures are wanted, but no env has one. Raised before the first step.
         EnvherdError: an env or a worker failed in the first reset or step.
     """
-    found = Collected(returns=Returns(env.spec, env.num_envs))
+    counted: dict[str, Any] = {"steps_done": 0, "collect_s": 0.0, "keep_s": 0.0, "interrupted": False, "error": None}
+    returns = Returns(env.spec, env.num_envs)
+    failure: EnvherdError | None = None
     clock, shown = time.perf_counter, 0.0
     speed = TextColumn("{task.fields[rate]:,.0f} env-steps/s  {task.fields[episodes]} episodes", style="green")
     bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), speed, console=console)
@@ -121,77 +126,56 @@ def _collect(
                     start = clock()
                     td, root = env.step_and_maybe_reset(act(root))
                     stepped = clock()
-                    found.returns.add(td["next"])
+                    returns.add(td["next"])
                     if store is not None:
                         store.add(td)
                     pictures.look(env, step, td["next"])
-                    found.steps_done = step
-                    found.collect_s += stepped - start
-                    found.keep_s += clock() - stepped
+                    counted["steps_done"] = step
+                    counted["collect_s"] += stepped - start
+                    counted["keep_s"] += clock() - stepped
                     if clock() - shown > _REFRESH_S or step == options.steps:
-                        shown, rate = clock(), step * env.num_envs / found.collect_s
-                        bar.update(task, completed=step, rate=rate, episodes=found.returns.num_episodes)
+                        shown, rate = clock(), step * env.num_envs / counted["collect_s"]
+                        bar.update(task, completed=step, rate=rate, episodes=returns.num_episodes)
                     if pressed:
-                        found.is_interrupted = True
+                        counted["interrupted"] = True
                         break
             except EnvherdError as error:
-                if found.steps_done == 0:
+                if not counted["steps_done"]:
                     raise
-                found.failure = error
-    return found
-
-
-@dataclass(kw_only=True)
-class Collected:
-    """What the loop of a rollout counts.
-
-    Attributes:
-        returns: of the agents.
-        steps_done: completed steps of the whole batch.
-        collect_s: seconds in the policy, in steps and in resets of envs whose episode ended. Excludes the
-            start of workers, the first reset, and `keep_s`.
-        keep_s: seconds for drawing, counting and storing.
-        is_interrupted: Ctrl-C ended the rollout.
-        failure: the error that ended the rollout after at least one step, or None.
-    """
-
-    returns: Returns
-    steps_done: int = 0
-    collect_s: float = 0.0
-    keep_s: float = 0.0
-    is_interrupted: bool = False
-    failure: EnvherdError | None = None
+                failure, counted["error"] = error, str(error)
+    return counted, returns, failure
 
 
 def figures(
-    requested: Mapping[str, Any], collected: Collected, done: Statistics, parent: Mapping[str, int]
+    requested: Mapping[str, Any],
+    counted: Mapping[str, Any],
+    returns: Returns,
+    done: Statistics,
+    parent: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return the figures, ready for `json.dump`.
 
     Args:
         requested: "env", "num_envs", "num_workers", "seed" and "steps".
-        collected: by the loop.
+        counted: by the loop; see `_collect`.
+        returns: of the agents.
         done: statistics of the executor after the last step.
         parent: bytes of this process, "uss" (private) and "pss" (with its share of shared memory).
     """
-    env_steps = collected.steps_done * requested["num_envs"]
-    env_steps_per_s = env_steps / collected.collect_s if collected.collect_s > 0 else 0.0
+    env_steps = counted["steps_done"] * requested["num_envs"]
+    env_steps_per_s = env_steps / counted["collect_s"] if counted["collect_s"] > 0 else 0.0
     # If the envs run in this process, its memory includes theirs.
     workers = [] if any(worker.pid == os.getpid() for worker in done.workers) else done.workers
     return {
         "schema": SCHEMA,
         **requested,
-        "steps_done": collected.steps_done,
-        "interrupted": collected.is_interrupted,
-        "error": None if collected.failure is None else str(collected.failure),
-        "collect_s": collected.collect_s,
-        "keep_s": collected.keep_s,
+        **counted,
         "env_steps": env_steps,
         "env_steps_per_s": env_steps_per_s,
         "agent_steps_per_s": env_steps_per_s * (done.agent_steps / done.env_steps if done.env_steps else 1),
-        "episodes": collected.returns.num_episodes,
-        "mean_return": collected.returns.means(),
-        "mean_return_is_partial": collected.returns.num_episodes == 0,
+        "episodes": returns.num_episodes,
+        "mean_return": returns.means(),
+        "mean_return_is_partial": returns.num_episodes == 0,
         "resets": done.resets,
         "env_errors": done.env_errors,
         "worker_losses": done.worker_losses,

@@ -127,12 +127,13 @@ def usable_cores(root: Path = _ROOT) -> int:
 
 
 def _limits() -> dict[str, int | None]:
-    """Return the soft limits; empty where the system has none."""
-    if resource is None:
-        return {}
-    names = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "as": resource.RLIMIT_AS}
-    soft = {name: resource.getrlimit(number)[0] for name, number in names.items()}
-    return {name: None if limit == resource.RLIM_INFINITY else limit for name, limit in soft.items()}
+    """Return the soft limits that the system has; None for unlimited."""
+    limits: dict[str, int | None] = {}
+    for name in ("nofile", "nproc", "as"):
+        with contextlib.suppress(OSError, AttributeError):  # there may be no such limit, or no module for limits
+            soft = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[0]
+            limits[name] = None if soft == resource.RLIM_INFINITY else soft
+    return limits
 
 
 def _physical_cores(cpus: Iterable[int]) -> int:

@@ -18,7 +18,7 @@ from rich.console import Console
 from tensordict import TensorDict
 
 from envherd.executor.cli.returns import Returns
-from envherd.executor.cli.rollout import SCHEMA, Collected, figures, table
+from envherd.executor.cli.rollout import SCHEMA, figures, table
 from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv
@@ -65,9 +65,9 @@ def following(reward, *, done, interrupted=None, key=("reward",)) -> TensorDict:
 
 def found(statistics: Statistics = STATISTICS, num_agents: int = 2, **changes) -> dict:
     """Return figures."""
-    counted = {"steps_done": 400, "collect_s": 2.0, "keep_s": 0.01, "is_interrupted": True, **changes}
-    collected = Collected(**{"returns": team(num_agents), **counted})
-    plain = figures(REQUESTED, collected, statistics, {"uss": 100 * MIB, "pss": 110 * MIB})
+    returns = changes.pop("returns", None) or team(num_agents)
+    counted = {"steps_done": 400, "collect_s": 2.0, "keep_s": 0.01, "interrupted": True, "error": None, **changes}
+    plain = figures(REQUESTED, counted, returns, statistics, {"uss": 100 * MIB, "pss": 110 * MIB})
     return {**plain, "files": {"gif": "herd.gif"}}
 
 
@@ -111,7 +111,7 @@ def test_table_says_everything():
 
 
 def test_table_tells_of_trouble():
-    text = printed(found(replace(STATISTICS, env_errors=2, worker_losses=1), is_interrupted=False, keep_s=1.5))
+    text = printed(found(replace(STATISTICS, env_errors=2, worker_losses=1), interrupted=False, keep_s=1.5))
     assert re.search(r"env errors\s+│ 2", text)
     assert re.search(r"workers lost\s+│ 1", text)
     assert "400 of 500 (failed) x 3 envs in 2.00 s, and 1.50 s to draw and store" in text

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -210,6 +212,14 @@ def test_affinity_of_this_process():
     assert 0 < machine.memory_available <= machine.memory_total
     assert 0 < machine.open_files < 10_000
     assert machine.files_left is None or machine.files_left > 0
+
+
+@pytest.mark.parametrize("getrlimit", [None, OSError("refused")], ids=["missing", "refused"])
+def test_a_system_may_hide_its_limits(monkeypatch, getrlimit):
+    hidden = None if getrlimit is None else SimpleNamespace(getrlimit=Mock(side_effect=getrlimit), RLIMIT_AS=9)
+    monkeypatch.setattr(machine_module, "resource", hidden)
+    machine = read_machine()
+    assert (machine.limits, machine.files_left) == ({}, None)
 
 
 @pytest.mark.slow

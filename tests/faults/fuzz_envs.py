@@ -84,6 +84,11 @@ class Traps:
             self._map = mmap.mmap(file.fileno(), 32 * num_envs)
         self.words = np.frombuffer(self._map, np.int64).reshape(num_envs, 4)
 
+    def close(self) -> None:
+        """Give back the memory, which holds a descriptor."""
+        self.words = self.words.copy()
+        self._map.close()
+
     def spring(self, env_id: int, when: When) -> None:
         """Spring the env's trap, if it is set for this moment."""
         words = self.words[env_id]

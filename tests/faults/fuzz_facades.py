@@ -341,6 +341,7 @@ class TorchRLSession(FacadeSession):
     def close(self) -> None:
         """See `Session.close`."""
         self.env.close(raise_if_closed=False)
+        self.traps.close()
 
     def ask_where(self) -> list[list[int]]:
         """See `FacadeSession`."""

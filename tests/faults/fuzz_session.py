@@ -145,6 +145,7 @@ class Session:
     def close(self) -> None:
         """Close the executor."""
         self.env.close()
+        self.traps.close()
 
     @property
     def executor(self) -> Any:
