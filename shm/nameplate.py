@@ -87,9 +87,10 @@ def find(label: str) -> Iterator[Plate]:
     Workers hold the segments of their executor, and a forked process those of its parent, so the content should name
     the owner. Processes that end meanwhile, or that cannot be inspected, are left out.
     """
-    if not os.path.isdir("/proc/self"):
-        return
-    for entry in os.scandir("/proc"):
+    entries: list[os.DirEntry[str]] = []
+    with ignoring_refusals():
+        entries = list(os.scandir("/proc"))
+    for entry in entries:
         if not entry.name.isdecimal():
             continue
         with ignoring_refusals():

@@ -14,6 +14,7 @@ import errno
 import faulthandler
 import functools
 import importlib
+import io
 import mmap
 import os
 import select
@@ -68,6 +69,7 @@ HAS_MEMFD = IS_LINUX and hasattr(os, "memfd_create")
 HAS_DEV_SHM = IS_LINUX
 #: Folder of programs' caches, in the user's folder.
 CACHES = "Library/Caches" if sys.platform == "darwin" else ".cache"
+_SEMAPHORE_BYTES = 128  # at least those of a sem_t
 F_SETSIG = 10  # fcntl.h of Linux; not in python's fcntl module
 #: Flags of sockets. Without the first, sockets must not block by themselves; without the second there is no SIGPIPE, or
 #: Python ignores it.
@@ -236,11 +238,8 @@ def _try_pidfd() -> None:
 
 def _try_semaphore() -> None:
     _ = importlib.import_module("_multiprocessing").SemLock
-    with mmap.mmap(-1, mmap.PAGESIZE) as memory:
-        semaphore = (ctypes.c_ubyte * mmap.PAGESIZE).from_buffer(memory)
-        is_refused = libc.sem_init(ctypes.byref(semaphore), 1, 0)
-        del semaphore
-    if is_refused:
+    semaphore = ctypes.create_string_buffer(_SEMAPHORE_BYTES)
+    if libc.sem_init(semaphore, 1, 0):
         raise OSError(ctypes.get_errno(), "sem_init failed")
 
 
@@ -263,14 +262,19 @@ def _try_proc() -> None:
     os.close(os.open("/proc/self/stat", os.O_RDONLY))
 
 
-def require_all(what: str) -> None:
-    """Refuse something that needs all of what Linux has.
+def require(what: str, need: str = "") -> None:
+    """Refuse something that needs a part of what Linux has, or all of it.
+
+    Args:
+        what: the operation.
+        need: as `missing` names it; empty for all.
 
     Raises:
-        ValueError: this system lacks some of it.
+        ValueError: this system lacks it.
     """
-    if lacks := missing():
-        raise ValueError(f"{what} failed: expected Linux, got a system that lacks: {', '.join(lacks)}.")
+    if lacks := [one for one in missing() if need in ("", one)]:
+        text = f"{what} failed: expected Linux, got a system that lacks: {', '.join(lacks)}."
+        raise io.UnsupportedOperation(text)  # a ValueError and an OSError, which commands print
 
 
 #: What the pool of forked workers needs -> a function that raises if it is not there.
@@ -294,6 +298,7 @@ _NAMES: dict[Any, str] = {
     mmap: "MAP_SHARED MAP_PRIVATE PROT_READ PROT_WRITE",
     faulthandler: "register",
     termios: "TIOCNOTTY",
+    libc: "mmap munmap sem_init",
 }
 
 

@@ -11,6 +11,7 @@ where the system can do so, because a write to a page that cannot be had is fata
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import itertools
@@ -41,9 +42,10 @@ _MFD_NOEXEC_SEAL = 0x8  # linux/memfd.h; kernels before 6.3 answer EINVAL
 _MAP_NORESERVE = 0x4000  # asm-generic/mman.h
 _PAGE = mmap.PAGESIZE
 
-libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+with contextlib.suppress(AttributeError):  # then `_map` raises it
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class _Block(weakref.ref[Any]):
@@ -61,8 +63,10 @@ class _NamedMemory(shared_memory.SharedMemory):
     """Memory with a name. Arrays over `bytes` keep the mapping after `close`, which frees the descriptor."""
 
     def bytes(self) -> Any:
-        """Return its bytes; where it has a descriptor, by a mapping that keeps none (see `_map`)."""
-        return _map(self._fd, self.size) if MAP_SHARED else self.buf  # type: ignore[attr-defined]
+        """Return its bytes; where that is possible, by a mapping that keeps no descriptor (see `_map`)."""
+        with contextlib.suppress(AttributeError, OSError):
+            return _map(self._fd, self.size)  # type: ignore[attr-defined]
+        return self.buf
 
     def reserve(self) -> None:
         """Take its pages now.

@@ -59,7 +59,7 @@ _SLICE_S = 60.0
 
 #: Waits by the monotonic clock, for waits with a limit: with the wall clock, one that is set back during a wait delays
 #: its end by as much. glibc has it from 2.30 on, musl does not.
-_clockwait = getattr(libc, "sem_clockwait", None)
+_clockwait = getattr(libc, "sem_clockwait", None) if hasattr(time, "CLOCK_MONOTONIC") else None
 
 
 class _Timespec(ctypes.Structure):

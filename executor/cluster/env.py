@@ -22,7 +22,7 @@ from envherd.executor.pools.blueprint import (
     draw,
 )
 from envherd.executor.rollouts.stepwise import StepwiseRun
-from envherd.shm.platforms import require_all
+from envherd.shm.platforms import require
 from envherd.workers.build import Factory
 from envherd.workers.errors import FactoryError
 from envherd.workers.interpreters import interpreter_of
@@ -97,7 +97,7 @@ class RayParallelEnv(BatchedEnv):
             raise ValueError("RayParallelEnv failed: expected reset_ahead=False, got True. Only ParallelEnv has it.")
         if options.start_method == "portable":
             raise ValueError("RayParallelEnv failed: expected the start method 'zygote' or 'spawn', got 'portable'.")
-        require_all("RayParallelEnv")
+        require("RayParallelEnv")
         if options.alone:
             raise ValueError("RayParallelEnv failed: expected alone=False, got True. Set num_workers instead.")
         options.refuse_capsules("RayParallelEnv")

@@ -58,13 +58,17 @@ def make_pool(blueprint: Blueprint, options: ExecutorOptions) -> WorkerPool:
     Raises:
         ValueError: the options need what the portable pool does not have.
     """
-    lacks = platforms.missing()
+    if not is_portable(options):
+        return AheadPool(blueprint, options) if options.reset_ahead else WorkerPool(blueprint, options)
     if options.start_method != "portable":
-        if not lacks:
-            return AheadPool(blueprint, options) if options.reset_ahead else WorkerPool(blueprint, options)
-        _log_lack(lacks)
+        _log_lack(platforms.missing())
     _refuse(blueprint, options)
     return PortablePool(blueprint, options)
+
+
+def is_portable(options: ExecutorOptions) -> bool:
+    """Return whether the portable pool runs the workers on this system."""
+    return options.start_method == "portable" or bool(platforms.missing())
 
 
 @functools.cache

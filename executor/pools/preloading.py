@@ -19,7 +19,7 @@ from pathlib import Path
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.variables import common_variables
 from envherd.executor.pools.zygote import Zygote, import_path, shared
-from envherd.shm.platforms import require_all
+from envherd.shm.platforms import require
 
 #: Fields of /proc/PID/status that a process inherits: all that concern users, processors, signals and privileges.
 _INHERITED = ("Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "Cap", "NoNewPrivs", "Seccomp", "Cpus", "Mems")
@@ -62,7 +62,7 @@ def preloaded(*modules: str, options: ExecutorOptions | None = None) -> Iterator
         ImportError: a module cannot be imported.
         ValueError: there are no modules, or the start method is not "zygote".
     """
-    require_all("preloaded")
+    require("preloaded")
     options = options or ExecutorOptions()
     if not modules or options.start_method != "zygote":
         raise ValueError(

@@ -139,7 +139,7 @@ class SerialPool(SlabPool):
         offsets = self.plan.go_offset(0), self.plan.bells_offset
         try:
             go, done = (Doorbell.create(self.slab.buffer, offset) for offset in offsets)
-        except OSError:
+        except (AttributeError, OSError):
             return Loop, (LocalBell(), LocalBell())
         return loop_class(), (go, done)
 

@@ -102,6 +102,7 @@ class Supervisor:
         self.num_losses = self.num_recycled = 0
         self._restarts = Restarts(options)
         self._lost_at = 0.0
+        self._serves_since: dict[int, float] = {}  # of successors
 
     # ---- conditions --------------------------------------------------------------------------
 
@@ -200,14 +201,17 @@ class Supervisor:
         return worker_lost(self._crew.workers[worker_id], env_ids, phase, self._options, env_id)
 
     def give_up_late(self, owing: Iterable[int], timeout_s: float) -> None:
-        """Kill workers that have not answered in time; for those that are being replaced, wait for the successors.
+        """Kill workers that have not answered in time.
+
+        Those that are being replaced, and successors that have served for less than the limit, are spared.
 
         Args:
             owing: the workers that have a command to carry out.
             timeout_s: their limit in seconds.
         """
+        latest = time.monotonic() - timeout_s
         for worker_id in owing:
-            if not self.is_being_replaced(worker_id):
+            if not self.is_being_replaced(worker_id) and self._serves_since.get(worker_id, latest) <= latest:
                 phase, env_id = self._pool.phase_of(worker_id)
                 env_ids = self._crew.blueprint.blocks[worker_id]
                 error = worker_late(self._crew.workers[worker_id], env_ids, phase, timeout_s, env_id)
@@ -368,6 +372,7 @@ class Supervisor:
             except BaseException:  # an interrupt: begin again when the worker is needed
                 self._leave(worker_id)
                 raise
+        self._serves_since[worker_id] = time.monotonic()
         self.absent.pop(worker_id, None)
         self._pool.wake_worker(worker_id)
 

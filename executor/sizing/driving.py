@@ -15,10 +15,10 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.monitor.statistics import read_workers
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.blueprint import as_factories, draw
-from envherd.executor.pools.portable import make_pool
+from envherd.executor.pools.portable import is_portable, make_pool
 from envherd.executor.pools.preloading import preloading
 from envherd.executor.sizing.settings import Mode, Setting
-from envherd.shm.platforms import require_all
+from envherd.shm.platforms import require
 
 #: Number of batches of random actions that are drawn in advance and used cyclically.
 _NUM_DRAWN = 16
@@ -43,10 +43,14 @@ class Subject:
 
     @contextlib.contextmanager
     def helper(self) -> Iterator[None]:
-        """Make all executors start their workers from one helper, if possible, and wait until it is ready."""
+        """Make all executors start their workers from one helper, if possible, and wait until it is ready.
+
+        Raises:
+            ValueError: this system has no /proc, where the figures of workers are read.
+        """
+        require("measuring an env", "/proc")
         with contextlib.ExitStack() as stack:
-            if self.options.start_method == "zygote":
-                require_all("measuring an env")
+            if self.options.start_method == "zygote" and not is_portable(self.options):
                 blueprint = draw(as_factories(1, self.make_env), self.env_kwargs, 1, 0, self.options)
                 stack.enter_context(preloading(*blueprint.preload, options=self.options)).wait_ready()
             yield

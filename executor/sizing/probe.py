@@ -9,6 +9,7 @@ Platforms: Linux (/proc).
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -218,8 +219,9 @@ class _Env:
             self.step_for(0.0, 1)
             states.append(memory_of(self.pid))
         mean = {key: sum(state[key] for state in states) // len(states) for key in states[0]}
-        helper = memory_of(parent_of(self.pid), is_alone=True)
-        return {"dirty": mean["dirty"], "shared": helper["pss"] + mean["pss"] - mean["dirty"]}
+        helper = parent_of(self.pid)  # of a worker of the portable pool, this process
+        helper_pss = 0 if helper == os.getpid() else memory_of(helper, is_alone=True)["pss"]
+        return {"dirty": mean["dirty"], "shared": helper_pss + mean["pss"] - mean["dirty"]}
 
 
 def row_bytes(spec: EnvSpec) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from envherd.executor.machine.machine import Machine, read_machine
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.blueprint import MakeEnv, choose_apart
+from envherd.executor.pools.portable import is_portable
 from envherd.executor.sizing.confirming import Confirmation, choose
 from envherd.executor.sizing.driving import Subject
 from envherd.executor.sizing.limits import Limits
@@ -127,6 +128,8 @@ def recommend(  # noqa: PLR0913  # the env, the goal and the limits
             measured = replace(measured, end_share=1 / goal.episode_steps, episode_steps=goal.episode_steps)
         limits = Limits(measured, machine or here, goal, options.num_frames, is_here=machine is None)
         wanted = settings_for(measured, limits.machine.cores, goal)
+        if is_portable(options):
+            wanted = [setting for setting in wanted if not setting.reset_ahead]
         if machine is not None or not wanted[0].num_workers:  # `SerialEnv` makes what the probe made
             return decide(limits, plan(limits, wanted[0]))
         confirmation = Confirmation(subject, limits, (began, began + budget_s), progress)

@@ -22,6 +22,7 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
+from envherd.executor.sizing.recommending import recommend
 from envherd.shm.segment import NAMES
 from envherd.workers.adapters.named import NamedFactory, PettingZooFactory
 from envherd.workers.interpreters import InPython
@@ -258,10 +259,67 @@ def test_a_script_works_without_what_another_system_lacks(system):
     assert done.stderr.count("in the portable pool, because this system lacks: memfd_create") == 1
 
 
+_UNGUARDED = """
+import multiprocessing, time
+from envherd.executor import ExecutorOptions, ParallelEnv
+from envherd.workers.testing import CountingEnv
+env = ParallelEnv(1, CountingEnv, num_workers=1, options=ExecutorOptions(start_method="portable"))
+child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,))
+child.start()
+child.join()
+print("child", child.exitcode)
+env.close()
+"""
+
+
+def test_a_script_without_a_guard_that_starts_processes_itself_ends_with_one_clear_error(script_host, tmp_path):
+    """The spawned process runs the script again; it starts no workers, and the script continues."""
+    script = tmp_path / "unguarded.py"
+    script.write_text(_UNGUARDED)
+    done = script_host.run(script, folder=tmp_path, output=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "child 1\n")
+    assert done.stderr.count("Put what the script does under a guard") == 1
+
+
 def test_a_script_that_multiprocessing_runs_again_is_shown_the_guard(monkeypatch):
     monkeypatch.setattr(multiprocessing.process.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(RuntimeError, match='if __name__ == "__main__":'):
         portable(1, CountingEnv, num_workers=1)
+
+
+class CostlyResetsEnv(CountingEnv):
+    """For which resets ahead would pay."""
+
+    def __init__(self):
+        super().__init__(5)
+
+    def step(self, action):
+        time.sleep(0.001)
+        return super().step(action)
+
+    def reset(self, *args):
+        time.sleep(0.03)
+        return super().reset(*args)
+
+
+def test_an_env_is_sized_without_what_the_pool_does_not_have():
+    sizing = recommend(CostlyResetsEnv, budget_s=4.0, options=ExecutorOptions(start_method="portable"))
+    assert not any(run.setting.reset_ahead for run in sizing.runs)
+
+
+#: Calls that are missing or refused alone, or in strange company; `tests.lacking.subsets` has more.
+PARTS = (
+    "os.memfd_create! signal.pthread_sigmask! os.posix_fallocate! resource.getrlimit! os.killpg! /proc",
+    "libc.sem_init os.sched_getaffinity! os.sched_yield! mmap.PROT_READ time.CLOCK_MONOTONIC",
+)
+
+
+def test_a_program_works_where_parts_of_linux_are_missing():
+    command = [sys.executable, "-m", "tests.lacking.subsets", *(word for part in PARTS for word in ("--words", part))]
+    root = LACKING.parents[1]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [root, *sys.path]))}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=variables, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_interpreters_are_refused():

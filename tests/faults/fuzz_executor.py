@@ -43,6 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "text": {"kinds": "text", "on_worker_loss": "restart"},
     "late": {"step_timeout_s": STEP_TIMEOUT_S, "on_worker_loss": "restart"},
     "capsules": {"capsules": True, "on_worker_loss": "restart"},
+    "portable": {"start_method": "portable", "num_workers": "few", "on_worker_loss": "restart"},
     "serial": {"is_serial": True},
     "gymnasium": {"facade": "gymnasium", "on_worker_loss": "restart"},
     "pettingzoo": {"facade": "pettingzoo", "on_worker_loss": "restart"},
@@ -52,6 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 #: Those whose calls are also broken off; there, only "interrupted deaths" kills workers.
 INTERRUPTED = (
     *("plain", "shared", "infos", "threads", "ahead", "recycle", "serial", "raise", "raise views", "pairs", "tasks"),
+    "portable",
     *("views", "gymnasium", "pettingzoo", "sb3"),
 )
 VARIANTS |= {f"interrupted {name}": VARIANTS[name] for name in INTERRUPTED}
@@ -78,7 +80,7 @@ def draw_setting(rng: random.Random, variant: str) -> Setting:
         kind_of = (kinds,) * num_envs
     options: dict[str, Any] = {"stall_log_s": 5.0, "close_timeout_s": 2.0, "max_restarts": 10_000}
     options["restart_window_s"] = 0.001  # no waits between restarts
-    names = ("on_worker_loss", "reset_ahead", "env_threads", "recycle_after", "infos", "step_timeout_s")
+    names = ("on_worker_loss", "start_method", "reset_ahead", "env_threads", "recycle_after", "infos", "step_timeout_s")
     options |= {name: asked[name] for name in names if name in asked}
     if "capsules" in asked:
         options["capsules"] = Capsules(Path(tempfile.gettempdir(), "envherd-fuzz-capsules"), max_files=3)

@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -318,6 +319,7 @@ class Watch:
 
     def look(self) -> None:
         """Record this process's resources before a case."""
+        resource_tracker.ensure_running()  # it lives as long as the process
         self._before = self._held()
 
     def _held(self) -> tuple[set[int], set[str]]:

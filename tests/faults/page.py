@@ -6,6 +6,7 @@ so the tests can be run in parts. The section of the page from benchmarks/faults
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -47,7 +48,12 @@ workers continue (after a reset if a cell says so). The envs of the crashed work
 
 """
 
-_METHODS = "\n\nFaults for which the start method could matter, with the other methods:\n\n"
+_METHODS = """
+
+Faults for which the start method could matter, with the other methods. With the portable pool, the tests also make all
+combinations of the tables above:
+
+"""
 
 _SURROUNDINGS = """## The caller and the machine
 
@@ -88,9 +94,9 @@ def _text(recorded: dict[str, dict[str, Any]], cell: Cell) -> str:
 def methods(recorded: dict[str, dict[str, Any]]) -> list[str]:
     """Return the lines of the table of start methods."""
     lines = ["| start method | fault | " + " | ".join(STATES) + " |", "|---" * (2 + len(STATES)) + "|"]
-    for fault in ("segfault", "kill", "gil"):
-        cells = [_text(recorded, Cell(fault, state, "raise", "spawn")) for state in STATES]
-        lines.append(f"| spawn | {fault} | " + " | ".join(cells) + " |")
+    for method, fault in itertools.product(("spawn", "portable"), ("segfault", "kill", "gil")):
+        cells = [_text(recorded, Cell(fault, state, "raise", method)) for state in STATES]
+        lines.append(f"| {method} | {fault} | " + " | ".join(cells) + " |")
     return lines
 
 

@@ -18,14 +18,17 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.pools import fast_commands, worker_pool
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.fast_commands import FastCommands, NativeExchange
+from envherd.executor.pools.portable import PortablePool
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, Storage, StoragePlan
+from envherd.shm.socket_bells import Bell
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.shm.sync import Doorbell
 from envherd.workers import messages
 from envherd.workers.adapters.base import StepValues
 from envherd.workers.block.block import Block
+from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
 from envherd.workers.testing.envs import PlainAdapter, PlainEnv
 
@@ -116,12 +119,15 @@ class SimulatedWorker:
         adapters = {env_id: PlainAdapter(env) for env_id, env in self.envs.items()}
         self._block = Block(worker_id, adapters, 0, self.frames.append, options.for_block())
 
-    def attach(self, slab: Slab, plan: SlabPlan) -> None:
-        """Begin to serve."""
+    def attach(self, slab: Slab, plan: SlabPlan, bells: tuple[list[Bell], Bell] | None) -> None:
+        """Begin to serve; `bells` are those that are not in the slab."""
         self._block.attach(slab)
-        self._go = Doorbell.attach(slab.buffer, plan.go_offset(self.worker_id))
-        done = Doorbell.attach(slab.buffer, plan.bells_offset)
-        self._serve = loop_class()(self._block, slab, (self._go, done), self._read, lambda: None, 0).server()
+        self._go: Bell = (
+            bells[0][self.worker_id] if bells else Doorbell.attach(slab.buffer, plan.go_offset(self.worker_id))
+        )
+        done: Bell = bells[1] if bells else Doorbell.attach(slab.buffer, plan.bells_offset)
+        kind = Loop if bells else loop_class()
+        self._serve = kind(self._block, slab, (self._go, done), self._read, lambda: None, 0).server()
         self.is_attached = True
 
     def _read(self) -> int:
@@ -162,6 +168,7 @@ class SimulatedCrew:
 
     is_closing = False
     root_seed = 0
+    bells: Any = None  # of the portable pool: those of the workers, and the caller's
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions, on_row_frame: Callable[[Any], None]) -> None:
         self.blueprint, self._options, self._on_row_frame = blueprint, options, on_row_frame
@@ -180,14 +187,14 @@ class SimulatedCrew:
         self._storages: dict[int, tuple[StoragePlan, Segment]] = {}
         self._slab = Slab(plan, segment.array())
         for worker in self.workers:
-            worker.attach(self._slab, plan)
+            worker.attach(self._slab, plan, self.bells)
 
     def collect_specs(self, worker_id: int) -> list[EnvSpec]:
         return [Scripted.spec for _ in self.blueprint.blocks[worker_id]]
 
     def attach(self, worker_id: int) -> None:
         worker = self.workers[worker_id]
-        worker.attach(self._slab, self._plan)
+        worker.attach(self._slab, self._plan, self.bells)
         for target, (plan, segment) in self._storages.items():
             self._mail(worker, _attaching(target, plan, segment))
 
@@ -230,6 +237,8 @@ class SimulatedCrew:
         for _, segment in self._storages.values():
             segment.close()
         self._segment.close()
+        for bell in () if self.bells is None else (*self.bells[0], self.bells[1]):
+            bell.close()
 
 
 def _attaching(target: int, plan: StoragePlan, segment: Segment) -> Callable[[Block], None]:
@@ -251,6 +260,7 @@ class SimulatedPool(WorkerPool):
         blueprint = Blueprint((b"",) * num_envs, ({},) * num_envs, tuple(map(tuple, blocks)), 0)
         super().__init__(blueprint, options)
         self.crew = SimulatedCrew(blueprint, options, self._take_frame)
+        self.crew.bells = getattr(self, "_bells", None)
         self.fates: dict[int, Fate] = {}
         self.start()
         restarts: Any = self.supervisor._restarts
@@ -304,11 +314,17 @@ class SimulatedPool(WorkerPool):
         return [env for worker in self.crew.workers for env in worker.envs.values()]
 
 
-def simulated(monkeypatch: Any, blocks: Sequence[Sequence[int]], **options: Any) -> Any:
+class SimulatedPortablePool(SimulatedPool, PortablePool):
+    """A `PortablePool` over a `SimulatedCrew`."""
+
+
+def simulated(
+    monkeypatch: Any, blocks: Sequence[Sequence[int]], *, pool: type[SimulatedPool] = SimulatedPool, **options: Any
+) -> Any:
     """Return an executor whose workers are simulated: those of `blocks`, the env ids of each."""
     for module in (fast_commands, worker_pool):  # nobody else answers meanwhile
         monkeypatch.setattr(module, "LOOK_S", 1e-6)
     monkeypatch.setattr(worker_pool, "_LOOK_NS", 1000)
     monkeypatch.setattr(worker_pool, "_LOOK_ANYWAY_S", 1e9)
     settings = ExecutorOptions(stall_log_s=20.0, **options)  # far above any pause of a busy machine
-    return BatchedEnv(SimulatedPool(blocks, settings), seed=0, device=None, copy=True, options=settings)
+    return BatchedEnv(pool(blocks, settings), seed=0, device=None, copy=True, options=settings)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 from everything_imported import import_all
+from typer.testing import CliRunner
 
 from envherd import AsyncCollector, Collector, ExecutorOptions, ParallelEnv, SerialEnv, WorkerLost, preloaded
+from envherd.executor.cli.app import app
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.pools.capsule_file import load_capsule
 from envherd.shm import platforms
@@ -71,11 +73,21 @@ vector.reset(seed=1)
 check(vector.step(np.zeros(2, np.int64))[0].shape == (2, 4), "the facade of Gymnasium")
 vector.close()
 
-for refused in (lambda: preloaded("json").__enter__(), lambda: ParallelEnv("auto", CountingEnv)):
-    try:
-        refused()
-    except ValueError as error:
-        check("lacks" in str(error), error)
-    else:
-        raise RuntimeError("nothing was refused")
+try:
+    preloaded("json").__enter__()
+except ValueError as error:
+    check("lacks" in str(error), error)
+else:
+    raise RuntimeError("nothing was refused")
+try:
+    ParallelEnv("auto", CountingEnv).close()
+except ValueError as error:
+    check("got a system that lacks: /proc" in str(error), error)
+else:
+    check("/proc" not in platforms.missing(), "nothing was refused")
+top = CliRunner().invoke(app, ["top", "--once"])
+check(top.exit_code == 2 and "got a system that lacks" in top.output, top.output)
+size = CliRunner().invoke(app, ["size", "gymnasium:CartPole-v1", "--budget", "2"])
+check(size.exit_code == ("/proc" in platforms.missing()), size.output)
+check(not size.exit_code or "got a system that lacks: /proc" in size.output, size.output)
 os.write(1, b"everything works\n")

@@ -194,8 +194,11 @@ def take_away(system):
         return really_import(name, *((space,) if "globals" not in keywords else ()), *others, **keywords)
 
     def imported(name, package=None):
-        if name in missing and _called_by_us():
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        if _called_by_us():
+            if name in missing:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+            if name in stands:
+                return stands[name]
         return import_module(name, package)
 
     builtins.__import__, importlib.import_module = import_, imported

@@ -26,13 +26,13 @@ os.memfd_create os.memfd_create! os.pidfd_open os.pidfd_open! os.fork os.fork! o
 os.sched_getaffinity! os.sched_setaffinity os.sched_yield os.sched_yield! os.getpgid os.killpg os.killpg! os.setpgid
 os.setpgid! os.eventfd os.pread os.pwrite os.posix_fallocate os.posix_fallocate! os.waitid os.waitid! os.pipe2
 os.statvfs os.statvfs! os.getloadavg os.sysconf os.getuid os.geteuid os.uname os.getpriority os.nice os.O_ASYNC
-os.set_blocking os.P_ALL os.WNOWAIT os.getppid! os.kill!
+os.set_blocking os.P_ALL os.WNOWAIT os.kill!
 signal.SIGKILL signal.SIGUSR1 signal.SIGUSR2 signal.SIGHUP signal.SIGQUIT signal.SIGALRM signal.SIGCHLD signal.SIGSTOP
 signal.pthread_sigmask signal.pthread_sigmask! signal.setitimer signal.pidfd_send_signal signal.pidfd_send_signal!
 signal.set_wakeup_fd
 select.poll select.epoll socket.AF_UNIX socket.SOCK_SEQPACKET socket.MSG_DONTWAIT socket.MSG_NOSIGNAL socket.send_fds
 socket.recv_fds socket.SCM_RIGHTS
-mmap.MAP_SHARED mmap.MAP_PRIVATE mmap.PROT_READ faulthandler.register faulthandler.register!
+mmap.MAP_SHARED mmap.MAP_PRIVATE mmap.PROT_READ faulthandler.register
 libc.sem_init libc.sem_init! libc.sem_timedwait libc.sem_clockwait libc.prctl libc.prctl! libc.mmap libc
 fcntl fcntl.10! fcntl.8! fcntl.F_SEAL_SHRINK fcntl.F_SETOWN fcntl.F_DUPFD_CLOEXEC resource termios pwd /proc
 time.CLOCK_MONOTONIC time.clock_gettime resource.getrlimit!
@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--each", action="store_true", help="each call alone")
-    parser.add_argument("--words", help="one case: what it lacks")
+    parser.add_argument("--words", action="append", help="a case: what it lacks")
     asked = parser.parse_args()
     sys.path[:0] = [str(HERE), str(HERE.parents[1])]
     os.environ |= {"ENVHERD_NATIVE": os.environ.get("ENVHERD_NATIVE", "1"), "OMP_NUM_THREADS": "1"}
@@ -91,7 +91,7 @@ def main() -> int:
     cases = [[word] for word in CALLS] if asked.each else []
     cases += [rng.sample(CALLS, rng.choice([2, 3, 5, 8, 15, 30])) for _ in range(0 if asked.each else asked.cases)]
     if asked.words:
-        cases = [asked.words.split()]
+        cases = [words.split() for words in asked.words]
     log = Path(f"/tmp/envherd-lacking-{os.getpid()}.log")
     for words in cases:
         began = time.monotonic()

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import runpy
 from pathlib import Path
 
@@ -38,6 +39,47 @@ def test_no_module_needs_at_its_import_what_another_system_lacks(system):
     assert len(files) > 200
     used = {path.name: list(_used_at_import(ast.parse(path.read_text()), names, missing)) for path in files}
     assert {name: found for name, found in used.items() if found} == {}
+
+
+def test_one_file_tells_systems_apart():
+    files = [path for layer in ("shm", "workers", "executor") for path in (ROOT / layer).rglob("*.py")]
+    telling = re.compile(r"sys\.platform|platform\.system|\bos\.name\b|IS_LINUX")
+    assert [path.name for path in files if telling.search(path.read_text())] == ["platforms.py"]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "expected"),
+    [
+        (os, "fork", "fork"),
+        (os, "waitid", "waitid"),
+        (platforms.signal, "SIGKILL", "SIGKILL"),
+        (platforms.select, "poll", "poll"),
+        (platforms.socket, "send_fds", "send_fds"),
+    ],
+)
+def test_a_name_that_the_forked_pool_needs_is_missed(module, name, expected, monkeypatch):
+    platforms.missing.cache_clear()
+    monkeypatch.delattr(module, name)
+    try:
+        assert platforms.missing() == (expected,)
+    finally:
+        platforms.missing.cache_clear()
+
+
+@pytest.mark.parametrize("error", [AttributeError, OSError])
+def test_a_semaphore_that_raises_is_missed(error, monkeypatch):
+    """The probe itself does not raise."""
+
+    class Library:
+        def __getattr__(self, name):
+            raise error(name)
+
+    platforms.missing.cache_clear()
+    monkeypatch.setattr(platforms, "libc", Library())
+    try:
+        assert "process-shared semaphores" in platforms.missing()
+    finally:
+        platforms.missing.cache_clear()
 
 
 def test_what_this_system_has_is_found(monkeypatch):
