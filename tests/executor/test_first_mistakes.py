@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import traceback
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -35,14 +35,15 @@ from tests.extras import needs
 
 serial: Any = SerialEnv  # these calls have wrong types
 collector: Any = Collector
+package: Any = envherd
 make_cartpole = functools.partial(gymnasium.make, "CartPole-v1")
 
 
 class OldReset(gymnasium.Env):
     """An env of gym before 0.26."""
 
-    observation_space: ClassVar = gymnasium.spaces.Box(0, 1, (2,))
-    action_space: ClassVar = gymnasium.spaces.Discrete(2)
+    observation_space = gymnasium.spaces.Box(0, 1, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
 
     def reset(self) -> Any:  # type: ignore[override]
         return np.zeros(2, np.float32)
@@ -51,7 +52,7 @@ class OldReset(gymnasium.Env):
 class Outside(OldReset):
     """An env whose observations leave their space."""
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:  # type: ignore[override]
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super(OldReset, self).reset(seed=seed)
         self.left = 3
         return np.zeros(2, np.float32), {}
@@ -138,8 +139,8 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         r"no attribute 'num_env'\. Did you mean num_envs\?",
     ),
     "a misspelt method": (lambda env: env.rolout(3), AttributeError, r"Did you mean rollout\?"),
-    "a misspelt name": (lambda _: envherd.ParalelEnv, AttributeError, r"Did you mean ParallelEnv\?"),
-    "a misspelt facade": (lambda _: envherd.sb33, AttributeError, r"Did you mean sb3\?"),
+    "a misspelt name": (lambda _: package.ParalelEnv, AttributeError, r"Did you mean ParallelEnv\?"),
+    "a misspelt facade": (lambda _: package.sb33, AttributeError, r"Did you mean sb3\?"),
 }
 if not torch.cuda.is_available():
     MISTAKES["a GPU that is not there"] = (
