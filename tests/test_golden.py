@@ -10,7 +10,7 @@ from tests.extras import skip_without
 
 skip_without("torchrl", "sb3")  # their versions are part of the name of the file
 
-from tests import golden  # noqa: E402
+from tests import golden
 
 
 @pytest.mark.skipif(not golden.golden_file().exists(), reason="no traces are kept for these versions")
