@@ -68,7 +68,7 @@ def complain(console: Console, error: Exception) -> None:
     console.print(Text("error: ", "bold red").append(text, "default"), soft_wrap=True)
     remote = getattr(error, "remote_traceback", None)
     is_refusal = remote and "envherd.workers.errors." in remote.rstrip().rpartition("\n")[2]
-    if remote and not is_refusal:
+    if remote and not is_refusal and remote not in text:
         console.print(Text(f"\nin the worker:\n{remote}", "dim"), soft_wrap=True)
 
 
