@@ -28,10 +28,14 @@ def read_log(log_fd: int) -> str:
     return pread(log_fd, os.fstat(log_fd).st_size, 0).decode(errors="replace")
 
 
+def has_frames_of_others(text: str) -> bool:
+    """Return whether a worker's output or traceback has frames of other code than this package."""
+    return '  File "' in _OWN.sub("", text)
+
+
 def without_own_frames(text: str) -> str:
     """Return a worker's output or traceback without the frames of this package; the same if it has no others."""
-    kept = _OWN.sub("", text)
-    return kept if '  File "' in kept else text
+    return _OWN.sub("", text) if has_frames_of_others(text) else text
 
 
 def request_stacks(log_fd: int, request: Callable[[], Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import logging
 import os
 import re
@@ -243,3 +244,31 @@ TESTING = '  File "/site/envherd/workers/testing/envs.py", line 8, in step\n'
 )
 def test_own_frames_are_left_out_where_there_are_others(text, kept):
     assert without_own_frames(text) == kept
+
+
+@needs("cli")
+@pytest.mark.parametrize(("frames", "is_shown"), [(OWN, False), (OWN + USERS, True)])
+def test_a_command_shows_the_traceback_of_a_factory_that_began(frames, is_shown):
+    from rich.console import Console
+
+    from envherd.executor.cli.commands import complain
+
+    console = Console(file=io.StringIO())
+    complain(console, FactoryError("make_env failed.", remote_traceback=f"Traceback:\n{frames}TypeError: x"))
+    assert ("in the worker" in console.file.getvalue()) == is_shown
+
+
+@needs("cli")
+def test_the_traceback_of_a_command_begins_at_the_users_code(capsys):
+    from envherd.executor import cli
+    from envherd.executor.keywords import names_right_keyword
+
+    def policy():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError) as caught:
+        names_right_keyword(policy)()
+    cli._show(caught.value.with_traceback(caught.tb.tb_next))
+    printed = capsys.readouterr().err
+    assert "in policy" in printed
+    assert "keywords.py" not in printed
