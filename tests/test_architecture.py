@@ -29,7 +29,7 @@ READERS = {
 #: Lines of Python and C of each sub-package, as `python -m tests.architecture --budget` prints them. Not a limit but a
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
 BUDGET = {
-    "shm/*": 1995,
+    "shm/*": 2005,
     "workers/*": 3163,
     "workers/adapters": 1039,
     "workers/adapters/common": 488,
@@ -58,12 +58,12 @@ BUDGET = {
     "executor/machine": 477,
     "executor/monitor": 422,
     "executor/native": 941,
-    "executor/pools": 5573,
+    "executor/pools": 5582,
     "executor/protocol": 3345,
     "executor/rollouts": 911,
     "executor/show": 2223,
     "executor/simulator": 799,
-    "executor/sizing": 1605,
+    "executor/sizing": 1614,
 }
 #: What a number may be above the lines that are there: a share, or this number of lines if that is more.
 SLACK, SLACK_LINES = 0.03, 30
