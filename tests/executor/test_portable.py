@@ -27,6 +27,7 @@ from envherd.shm.segment import NAMES
 from envherd.workers.adapters.named import NamedFactory, PettingZooFactory
 from envherd.workers.interpreters import InPython
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, TextEnv
+from tests.executor.costly_envs import CostlyResetsEnv
 from tests.executor.test_lifecycle import is_running
 from tests.extras import needs
 from tests.gates import wait_for
@@ -285,21 +286,6 @@ def test_a_script_that_multiprocessing_runs_again_is_shown_the_guard(monkeypatch
     monkeypatch.setattr(multiprocessing.process.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(RuntimeError, match='if __name__ == "__main__":'):
         portable(1, CountingEnv, num_workers=1)
-
-
-class CostlyResetsEnv(CountingEnv):
-    """For which resets ahead would pay."""
-
-    def __init__(self):
-        super().__init__(5)
-
-    def step(self, action):
-        time.sleep(0.001)
-        return super().step(action)
-
-    def reset(self, *args):
-        time.sleep(0.03)
-        return super().reset(*args)
 
 
 def test_an_env_is_sized_without_what_the_pool_does_not_have():
