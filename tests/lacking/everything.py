@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from everything_imported import import_all
+from everything_imported import import_all  # type: ignore[import-not-found]  # it is in the folder of this script
 from typer.testing import CliRunner
 
 from envherd import AsyncCollector, Collector, ExecutorOptions, ParallelEnv, SerialEnv, WorkerLost, preloaded

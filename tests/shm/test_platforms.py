@@ -4,6 +4,9 @@ import ast
 import os
 import re
 import runpy
+import select
+import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -52,9 +55,9 @@ def test_one_file_tells_systems_apart():
     [
         (os, "fork", "fork"),
         (os, "waitid", "waitid"),
-        (platforms.signal, "SIGKILL", "SIGKILL"),
-        (platforms.select, "poll", "poll"),
-        (platforms.socket, "send_fds", "send_fds"),
+        (signal, "SIGKILL", "SIGKILL"),
+        (select, "poll", "poll"),
+        (socket, "send_fds", "send_fds"),
     ],
 )
 def test_a_name_that_the_forked_pool_needs_is_missed(module, name, expected, monkeypatch):
