@@ -25,7 +25,7 @@ ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 
 help:
 	@echo "make rollout      run $(ROLLOUT_ENVS) Melting Pot envs in parallel; pictures and data go to rollouts/"
-	@echo "make try          install envherd with Gymnasium only (1 GB, in .venv.small/), check the machine, run CartPole"
+	@echo "make try          install envherd with Gymnasium only (1.2 GB, in .venv.small/), check the machine, run CartPole"
 	@echo "make test         run the test suite"
 	@echo "make test-python  run the tests of stepping again, without the C extension"
 	@echo "make test-oldest  run quick tests of the facades with the oldest supported TorchRL, Gymnasium and SB3"
@@ -62,7 +62,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard */native/*.[ch]) constraints.txt .c
 	@$(BIN)/python setup.py -q build_ext --inplace || echo "the C extension was not built; everything runs in Python" >&2
 	@touch $@
 
-# A venv with few extras: 1.3 GB instead of 5.5, of which torch is the largest part.
+# A venv with few extras: 1.2 GB instead of 5.5, of which torch is the largest part.
 SMALL := .venv.small
 SMALL_BIN := $(SMALL)/$(SCRIPTS)
 SMALL_STAMP := $(SMALL)/.installed

@@ -3,8 +3,8 @@
     python -m benchmarks.evaluation            # three rounds of each scheme, in turn: about three minutes
     python -m benchmarks.evaluation --rounds 1 --tasks 4
 
-Each task takes 1 s and 300 MB to build, and episodes of 20 to 99 steps of 5 ms. Envs sleep, so that other load on the
-machine hardly counts. Every run has a fresh process. Its memory is the largest sum of the PSS of all its processes,
+Each task takes 1 s and 300 MB to build, and episodes of 5 to 20 steps of 50 ms. Envs sleep, so that other load on the
+machine counts less. Every run has a fresh process. Its memory is the largest sum of the PSS of all its processes,
 sampled each 50 ms, less that of the process before it began.
 """
 
@@ -33,7 +33,7 @@ from envherd.executor.show.evaluate import evaluate
 from envherd.workers.processes import memory_of
 
 EPISODES, WORKERS = 4, 2
-BUILD_S, STEP_S, BUILD_BYTES = 1.0, 0.005, 300 * 10**6
+BUILD_S, STEP_S, BUILD_BYTES = 1.0, 0.05, 300 * 10**6
 _SAMPLE_S = 0.05
 
 
@@ -51,11 +51,11 @@ class Robot(gymnasium.Env[np.ndarray, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
         """Begin an episode, whose length depends on the seed."""
         super().reset(seed=seed, options=options)
-        self._num_steps, self._length = 0, int(self.np_random.integers(20, 100))
+        self._num_steps, self._length = 0, int(self.np_random.integers(5, 21))
         return np.zeros(8, np.float32), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Take 5 ms."""
+        """Take 50 ms."""
         time.sleep(STEP_S)
         self._num_steps += 1
         has_ended = self._num_steps >= self._length
@@ -146,6 +146,7 @@ def main() -> None:
             command = [sys.executable, "-m", "benchmarks.evaluation", "--one", name, "--tasks", str(given.tasks)]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             runs.append(json.loads(done.stdout))
+            print(name, runs[-1], "load", os.getloadavg()[0], file=sys.stderr)
     print(f"{given.tasks} tasks x {EPISODES} episodes, {WORKERS} workers, {given.rounds} rounds\n")
     print("| scheme | wall, s: median (all) | peak memory, MB | episodes |\n|---|---|---|---|")
     for name, runs in found.items():

@@ -13,6 +13,7 @@ checks for custom envs are in `envherd.workers.testing`.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -199,24 +200,27 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: workers and `envherd --help` import this package too."""
-    if name == "__version__":
-        from importlib.metadata import version
+if not TYPE_CHECKING:  # to a type checker, unknown names remain unknown
 
-        value: Any = version("envherd")
-    elif name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    elif name in _FACADES:
-        value = importlib.import_module(f"{__name__}.{name}")
-    else:
-        import difflib
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used: workers and `envherd --help` import this package too."""
+        if name == "__version__":
+            from importlib.metadata import version
 
-        similar = [] if name.startswith("_") else difflib.get_close_matches(name, (*__all__, *_FACADES), 1)
-        advice = f". Did you mean {similar[0]}?" if similar else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
-    globals()[name] = value
-    return value
+            value: Any = version("envherd")
+        elif name in _HOMES:
+            value = getattr(importlib.import_module(_HOMES[name]), name)
+        elif name in _FACADES:
+            value = importlib.import_module(f"{__name__}.{name}")
+        else:
+            import difflib
+
+            similar = [] if name.startswith("_") else difflib.get_close_matches(name, (*__all__, *_FACADES), 1)
+            advice = f". Did you mean {similar[0]}?" if similar else ""
+            # Without `name`: Python's own tracebacks would append a second suggestion.
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}", obj=sys.modules[__name__])
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

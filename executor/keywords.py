@@ -60,10 +60,14 @@ _ATTRIBUTES_ELSEWHERE = {
 
 
 def no_attribute(owner: object, name: str) -> AttributeError:
-    """Return the error for a missing attribute; it names the equivalent of another library's attribute."""
-    advice = _ATTRIBUTES_ELSEWHERE.get(name)
+    """Return the error for a missing attribute; names the equivalent of another library's attribute, or a similar one.
+
+    It has no `name`: with one, Python's own tracebacks would append a second suggestion.
+    """
+    similar = [] if name.startswith("_") else difflib.get_close_matches(name, dir(owner), 1)
+    advice = _ATTRIBUTES_ELSEWHERE.get(name) or (f"Did you mean {similar[0]}?" if similar else "")
     text = f"{type(owner).__name__!r} object has no attribute {name!r}"
-    return AttributeError(text if advice is None else f"{text}. {advice}", name=name, obj=owner)
+    return AttributeError(f"{text}. {advice}" if advice else text, obj=owner)
 
 
 def names_right_keyword(call: Callable[P, T], instead_of: Mapping[str, str] | None = None) -> Callable[P, T]:

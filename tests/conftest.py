@@ -291,6 +291,17 @@ def run_example(script_host: ScriptHost, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """Let torch compute on one thread, as small models do it fastest."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def own_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the executors of the test start their helper, as in users' programs."""
     from envherd.executor.pools import preloading

@@ -96,7 +96,7 @@ TESTS = {
     "workers/process/loop.py": ("workers/test_loop.py", "workers/test_ahead.py", *_STEPS, "executor/test_watching.py"),
     "workers/block/slot.py": (
         "workers/test_slot.py",
-        "executor/test_info_leaves.py",
+        "executor/test_infos.py",
         *_STEPS,
     ),
     "workers/block/slot_states.py": ("workers/test_slot_states.py",),

@@ -6,6 +6,10 @@ import json
 
 import pytest
 
+from tests.extras import skip_without
+
+skip_without("torchrl", "sb3")  # their versions are part of the name of the file
+
 from tests import golden
 
 

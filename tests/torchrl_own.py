@@ -6,8 +6,10 @@ any other skips the test.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,6 +39,18 @@ def since(first: tuple[int, int], what: str) -> pytest.MarkDecorator:
 def lacks(first: tuple[int, int], what: str) -> str:
     """Return why a test is skipped."""
     return f"TorchRL {_INSTALLED} has no {what}, which is new in {first[0]}.{first[1]}"
+
+
+@contextlib.contextmanager
+def started(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    """Yield the facade's `ParallelEnv`, and close it if it is open then."""
+    from envherd.executor.facades.torchrl import ParallelEnv
+
+    env = ParallelEnv(*args, **kwargs)
+    try:
+        yield env
+    finally:
+        env.close(raise_if_closed=False)
 
 
 class CountingEnv(EnvBase):

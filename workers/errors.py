@@ -13,8 +13,8 @@
     +-- InternalError     (RuntimeError)  our bug
 
 The class tells who caused the error. Context (env ids, worker id, pid, ...) is in the message and also in
-`error.context`. Remote tracebacks are text: `error.remote_traceback`, also shown as the `__cause__`. Every exception
-survives pickling as its own type.
+`error.context`. Remote tracebacks are text: `error.remote_traceback`, also shown as the `__cause__`, unless the message
+has it. Every exception survives pickling as its own type.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class EnvherdError(Exception):
         #: For EnvError and WorkerLost raised by a step: the `next` batch, in which the rows of failed envs are not
         #:     valid, or None. Not pickled.
         self.partial: Any = None
-        if remote_traceback:
+        if remote_traceback and remote_traceback not in message:  # shown once
             self.__cause__ = RemoteTraceback(remote_traceback)
 
     @property

@@ -216,7 +216,7 @@ class GroupIntake:
 
     def _cast(self, leaf: LeafSpec, value: np.ndarray) -> np.ndarray:
         if not np.can_cast(value.dtype, leaf.dtype, "same_kind"):
-            raise self._refuse(leaf, leaf.dtype, str(value.dtype))
+            raise self._refuse(leaf, leaf.dtype, str(value.dtype), advice=f" Pass action.to(torch.{leaf.dtype}).")
         return value.astype(leaf.dtype)
 
     def _refuse_first(

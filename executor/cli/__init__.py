@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED
+from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 
 
 def main() -> None:
@@ -23,3 +23,20 @@ def main() -> None:
     except KeyboardInterrupt:
         # The command did not handle it: Ctrl-C came during its start, or a second one came during its end.
         sys.exit(EXIT_INTERRUPTED)
+    except Exception as error:
+        _show(error)
+        sys.exit(EXIT_FAILED)
+
+
+def _show(error: Exception) -> None:
+    """Print an error with its traceback, which begins at the user's code if that raised it."""
+    import traceback
+    from pathlib import Path
+
+    import typer
+
+    ours = tuple(str(Path(module.__file__).parent) for module in (sys.modules["envherd"], typer) if module.__file__)
+    inside = error.__traceback__
+    while inside is not None and inside.tb_frame.f_code.co_filename.startswith((*ours, sys.argv[0])):
+        inside = inside.tb_next
+    traceback.print_exception(error.with_traceback(inside) if inside is not None else error)

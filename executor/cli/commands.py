@@ -26,10 +26,11 @@ from envherd.executor.cli.storing import StoreError
 from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
+from envherd.executor.pools.process_log import has_frames_of_others
 from envherd.executor.show.camera import MediaError
 from envherd.shm import platforms
 from envherd.workers.adapters.named import named_callable
-from envherd.workers.errors import EnvherdError
+from envherd.workers.errors import EnvherdError, FactoryError
 
 Prepared = TypeVar("Prepared")
 
@@ -61,14 +62,15 @@ def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int], 
 
 
 def complain(console: Console, error: Exception) -> None:
-    """Print the message of an error, and the traceback in the worker unless envherd itself raised the error there."""
+    """Print the message of an error, and the traceback in the worker if it shows more than the message."""
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None and not isinstance(error, EnvherdError):
         text = f"accessing {error.filename} failed: {error.strerror}."
     console.print(Text("error: ", "bold red").append(text, "default"), soft_wrap=True)
     remote = getattr(error, "remote_traceback", None)
     is_refusal = remote and "envherd.workers.errors." in remote.rstrip().rpartition("\n")[2]
-    if remote and not is_refusal:
+    is_call = remote and isinstance(error, FactoryError) and not has_frames_of_others(remote)  # of wrong arguments
+    if remote and not (is_refusal or is_call or remote in text):
         console.print(Text(f"\nin the worker:\n{remote}", "dim"), soft_wrap=True)
 
 

@@ -244,5 +244,7 @@ def require_pillow() -> Any:
         import PIL.ImageDraw
         import PIL.ImageFont
     except ImportError as error:
-        raise MediaError("making pictures failed: expected the package Pillow, got none. pip install pillow") from error
+        raise MediaError(
+            "making pictures failed: expected the package Pillow, got none. pip install 'envherd[cli]'"
+        ) from error
     return PIL

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.process_log import without_own_frames
 from envherd.executor.pools.worker_process import WorkerProcess
 from envherd.workers.errors import EnvError, EnvherdError, FactoryError, SpecError, WorkerLost, WorkerTimeout
 from envherd.workers.protocol import IDLE, describe_phase
@@ -106,7 +107,7 @@ def worker_late(
     worker: WorkerProcess, env_ids: Sequence[int], phase: str, timeout_s: float, env_id: int | None = None
 ) -> WorkerTimeout:
     """Read the stack of a worker that is out of time, kill it, and return the error."""
-    stack = worker.stack()
+    stack = without_own_frames(worker.stack())
     worker.kill()
     worker.wait_exit(1.0)
     option = phase if phase in ("step", "reset") else "build"
@@ -151,7 +152,7 @@ def factory_error(fault: Frame, worker: WorkerProcess, built: int | None = None)
     return FactoryError(
         f"{message} (env {numbering.first_env_id + env_id}, worker {_called(worker)}, pid {worker.pid}"
         f"{_gpu(worker.gpu)}{_place()}, phase build).{advice}",
-        remote_traceback=fault["traceback"],
+        remote_traceback=without_own_frames(fault["traceback"]),
         type_name=fault["type_name"],
         type_module=fault["type_module"],
         **_context(worker, (env_id,), "build", env_id),
@@ -187,7 +188,7 @@ def env_error(faults: Sequence[Frame], worker_id: int, pid: int, gpu: str | None
     advice = "The other envs go on; reset this one to use it again." if is_over else "Its episode goes on."
     return EnvError(
         f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_gpu(gpu)}{_place()}).{also} {advice}",
-        remote_traceback=fault["traceback"],
+        remote_traceback=without_own_frames(fault["traceback"]),
         env_ids=(env_id, *others),
         worker_id=worker_id,
         pid=pid,
@@ -235,7 +236,7 @@ def log_stall(worker: WorkerProcess, phase_word: int, waited_s: float) -> None:
         _called(worker),
         waited_s,
         _in_words(phase, env_id),
-        worker.stack(),
+        without_own_frames(worker.stack()),
     )
 
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 from envherd.shm.platforms import pread
 
+#: A frame of this package's code but its test envs, as `traceback` and `faulthandler` write it; with the frame of the
+#: command that starts a helper, and the list of C modules after a crash.
+_OWN = re.compile(
+    r'^  File "[^"]*[\\/]envherd[\\/](?:shm|executor|workers(?![\\/]testing))[\\/][^"]*", line .*\n(?:    .*\n)*'
+    r'(?:  File "<string>", line \d+ in <module>\n)?'
+    r"|^\nExtension modules: .*\n?",
+    re.MULTILINE,
+)
 _STACK_WAIT_S = 1.0  # for a stuck process to have written its stack; it takes well under a millisecond
 
 
@@ -17,6 +26,16 @@ def read_log(log_fd: int) -> str:
     if log_fd < 0:
         return ""
     return pread(log_fd, os.fstat(log_fd).st_size, 0).decode(errors="replace")
+
+
+def has_frames_of_others(text: str) -> bool:
+    """Return whether a worker's output or traceback has frames of other code than this package."""
+    return '  File "' in _OWN.sub("", text)
+
+
+def without_own_frames(text: str) -> str:
+    """Return a worker's output or traceback without the frames of this package; the same if it has no others."""
+    return _OWN.sub("", text) if has_frames_of_others(text) else text
 
 
 def request_stacks(log_fd: int, request: Callable[[], Any]) -> str:

@@ -139,7 +139,9 @@ class Supervisor:
         self._crew.workers[worker_id].kill()
         self._pool.lose_answers_of(worker_id)
         if not self._crew.is_closing:  # by another thread, or at the interpreter's exit
-            log.warning("%s", error.message)  # not the error itself: a kept record would keep its frames alive
+            # Not the error itself: a kept record would keep its frames alive. An error that is raised has the output.
+            is_raised = self._options.on_worker_loss == "raise"
+            log.warning("%s", error.message.partition("\n")[0] if is_raised else error.message)
 
     def _recorded(self, worker_id: int, error: EnvherdError) -> EnvherdError:
         """Write the capsule of the episode in which a worker was lost, if that is wanted; return the error with it."""

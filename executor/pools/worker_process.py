@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from envherd.executor.machine.cgroups import count_oom_kills
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.process_log import read_log, request_stacks
+from envherd.executor.pools.process_log import read_log, request_stacks, without_own_frames
 from envherd.executor.pools.zygote import Zygote
 from envherd.shm import platforms
 from envherd.shm.interrupts import ignoring_refusals
@@ -116,8 +116,8 @@ class WorkerProcess:
         return "machine" if everywhere > self._oom_kills[1] else "nobody"
 
     def last_lines(self, count: int = _LAST_LINES) -> str:
-        """Return the last lines of the worker's output."""
-        return "\n".join(self.log().splitlines()[-count:])
+        """Return the last lines of the worker's output, without frames of this package."""
+        return "\n".join(without_own_frames(self.log()).splitlines()[-count:])
 
     def log(self) -> str:
         """Return the kept part of the worker's output."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -94,17 +95,20 @@ class RecordFile:
 
     Raises:
         ValueError: the file is of something else, or of other settings.
+        OSError: the path cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, settings: Mapping[str, Any], tasks: Sequence[str]) -> None:
         self._path = None if path is None else Path(path)
         self._settings = dict(settings)
         self.tasks: dict[str, TaskRecords] = {}
-        self._written_at = -_BETWEEN_WRITES_S
+        self._written_at = -math.inf
         if self._path is not None and self._path.exists():
             self._read(self._path)
         for name in tasks:
             self.tasks.setdefault(name, TaskRecords())
+        if self._path is not None and not self._path.exists():
+            self.write()  # a path that cannot be written is refused before an episode is played
 
     def add(self, task: str, record: EpisodeRecord) -> None:
         """Keep a record; write the file unless it was written less than a second ago."""

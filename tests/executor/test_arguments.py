@@ -287,11 +287,13 @@ def test_an_attribute_of_other_libraries_is_named_as_it_is_here(env, name, inste
         getattr(env, name)
 
 
-def test_unknown_attributes_are_ordinary_errors(env):
+def test_unknown_attributes_are_ordinary_errors_that_suggest_the_right_one(env):
     assert not hasattr(env, "action_space")
-    with pytest.raises(AttributeError, match=r"^'SerialEnv' object has no attribute 'action_spek'$") as caught:
+    with pytest.raises(AttributeError, match=r"has no attribute 'action_spek'\. Did you mean action_spec\?$") as caught:
         env.action_spek  # noqa: B018
-    assert (caught.value.name, caught.value.obj) == ("action_spek", env)  # from which python suggests the right one
+    assert (caught.value.name, caught.value.obj) == (None, env)  # from a name python would suggest it once more
+    with pytest.raises(AttributeError, match=r"^'SerialEnv' object has no attribute 'qqq'$"):
+        env.qqq  # noqa: B018
 
 
 def test_a_rollout_that_is_cut_short_says_so_each_time(caplog):

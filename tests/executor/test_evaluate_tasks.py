@@ -113,6 +113,7 @@ def test_failed_episodes_are_counted_separately():
 # ---- which episodes ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_number_of_workers():
     found = [evaluate(Net(), suite(), 5, num_workers=workers) for workers in (1, 2, 3)]
     assert found[0].to_dict() == found[1].to_dict() == found[2].to_dict()
@@ -160,6 +161,15 @@ def test_a_task_with_many_episodes_left_gets_another_env():
 
 def records(*tasks):
     return RecordFile(None, {}, tasks)
+
+
+def test_a_seat_has_what_the_worker_of_its_number_would_have():
+    options = ExecutorOptions(affinity=(0, 1), env_vars=lambda worker_id: {"PORT": str(worker_id)})
+    each = playing._options_of_seats(options, 3)
+    assert [one.affinity for one in each] == [(0,), (1,), (0,)]
+    assert [one.env_vars["PORT"] for one in each] == ["0", "1", "2"]
+    found = evaluate(press, Task, 4, num_workers=2, options=ExecutorOptions(env_vars=[{"A": "1"}, {"A": "2"}]))
+    assert found.num_episodes == 4
 
 
 def test_max_steps_truncates_any_env():
@@ -219,6 +229,7 @@ def test_a_policy_acts_for_at_most_max_batch_envs():
     assert set(sizes) == {1, 2}
 
 
+@pytest.mark.slow
 def test_tasks_with_players_and_without_in_one_suite():
     found = evaluate(None, {"team": Team, "alone": Task}, 2, num_workers=2)
     assert found["team"].returns.shape == (2, 3)
@@ -270,6 +281,7 @@ def test_wrong_arguments_are_refused(how, message):
 # ---- failures --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.broken_pool
 def test_an_env_that_raises_dies_or_hangs_costs_its_episode():
     faults = {0: "raise", 2: "kill", 3: "hang", 5: "reset"}
@@ -329,6 +341,7 @@ def test_a_task_that_cannot_be_built_is_recorded_and_the_others_go_on():
 # ---- continuing a run --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_complete_file_is_not_played_again_and_grows(tmp_path):
     out, log = tmp_path / "found.json", tmp_path / "log"
     tasks = suite(log=str(log))
@@ -361,6 +374,8 @@ def test_a_file_of_other_episodes_is_refused(tmp_path):
     out.write_text("{}")
     with pytest.raises(ValueError, match="with schema"):
         evaluate(policy, Task, 1, num_workers=1, out=out)
+    with pytest.raises(FileNotFoundError):
+        evaluate(policy, broken, 1, num_workers=1, out=tmp_path / "none" / "found.json")
 
 
 KILLED = """
@@ -399,6 +414,7 @@ def num_recorded(path):
     return sum(len(one["episodes"]) for one in json.loads(path.read_text())["tasks"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_signal", [False, True])
 def test_ctrl_c_ends_the_run_and_keeps_its_episodes(tmp_path, is_signal):
     out, calls = tmp_path / "found.json", []
@@ -444,6 +460,7 @@ def test_films_of_chosen_episodes_have_all_pictures(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @needs("media")
 def test_the_command_films_and_plays_several_envs(tmp_path):
     out, given = tmp_path / "out.json", "python:tests.executor.suite_envs:Task"
@@ -465,6 +482,29 @@ def test_the_command_films_and_plays_several_envs(tmp_path):
 
 def make_press():
     return press
+
+
+def make_interrupt():
+    calls = []
+
+    def policy(td):
+        calls.append(1)
+        if len(calls) == 12:
+            raise KeyboardInterrupt
+        return press(td)
+
+    return policy
+
+
+def test_the_command_keeps_its_episodes_after_ctrl_c(tmp_path):
+    out = tmp_path / "out.json"
+    command = ["evaluate", "python:tests.executor.suite_envs:Task", "--workers", "1", "--out", str(out)]
+    done = CliRunner().invoke(app, [*command, "--policy", f"{__name__}:make_interrupt"])
+    assert (done.exit_code, "interrupted" in done.output) == (130, True)
+    assert num_recorded(out) >= 1
+    done = CliRunner().invoke(app, [*command, "--policy", f"{__name__}:make_press"])
+    assert done.exit_code == 1
+    assert "expected label" in done.output
 
 
 def test_the_command_reports_failed_episodes():

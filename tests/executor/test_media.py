@@ -164,5 +164,5 @@ def test_no_frames_no_file(tmp_path):
 def test_a_missing_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(MediaError, match="pip install pillow"):
+    with pytest.raises(MediaError, match=r"pip install 'envherd\[cli\]'"):
         media.require_pillow()

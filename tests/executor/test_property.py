@@ -28,7 +28,7 @@ ENVS: dict[str, Any] = {
     "episodes of one step": [functools.partial(CountingEnv, 1), CountingEnv] * 2 + [functools.partial(CountingEnv, 1)],
 }
 #: Workers (0: a `SerialEnv`), `copy`, `ring_frames`, and other options.
-SETTINGS: list[tuple[int, bool, int, dict[str, bool]]] = [
+SETTINGS: list[tuple[int, bool, int, dict[str, Any]]] = [
     *((0, True, 2, {"isolate_rng": True}), (1, True, 4, {}), (2, True, 2, {}), (3, True, 3, {})),
     *((2, False, 2, {}), (0, False, 3, {}), (2, True, 2, {"env_threads": True})),
 ]

@@ -128,7 +128,7 @@ class OldGymFactory:
         if importlib.util.find_spec("gymnasium") is None:
             raise FactoryError(
                 "OldGymFactory failed: expected the package gymnasium as well, whose spaces adapters use. "
-                f"Run: {sys.executable} -m pip install gymnasium"
+                f"Run: {sys.executable} -m pip install 'envherd[gymnasium]'"
             )
         from envherd.workers.adapters.gymnasium.old_gym import OldGymEnv
 

@@ -15,6 +15,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv as HostVecEnv
 
 from envherd.executor.facades.sb3 import DummyVecEnv, SubprocVecEnv
 from tests.executor.facades.sb3_envs import SPACES, HorizonEnv, SampledEnv, make_cartpole, make_short_cartpole
+from tests.scale import scaled
 
 TWO_WORKERS = functools.partial(SubprocVecEnv, num_workers=2)
 OURS = {"dummy": DummyVecEnv, "subproc": TWO_WORKERS}
@@ -94,7 +95,8 @@ def test_equals_sb3_in_every_space(name, space):
 def test_short_horizons_have_no_invalid_transition(name):
     env = OURS[name]([HorizonEnv] * 4)
     before, invalid, num_ends = env.reset(), 0, 0
-    for _ in range(2500):
+    num_steps = scaled(500, full=2500)
+    for _ in range(num_steps):
         after, rewards, dones, infos = env.step(np.zeros(4, np.int64))
         last = after.copy()
         for row in np.flatnonzero(dones):
@@ -106,4 +108,4 @@ def test_short_horizons_have_no_invalid_transition(name):
         before = after
     env.close()
     assert invalid == 0
-    assert num_ends == 200
+    assert num_ends == 4 * num_steps // 50

@@ -27,19 +27,15 @@ from envherd.executor import ExecutorOptions
 from envherd.executor.facades.sb3 import DummyVecEnv, SubprocVecEnv
 from tests.executor.facades.sb3_envs import MaskedEnv, SilentMaskedEnv, make_cartpole
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*precision lowered")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("one_torch_thread"),
+    pytest.mark.filterwarnings("ignore:.*precision lowered"),
+]
 
 TWO_WORKERS = functools.partial(SubprocVecEnv, num_workers=2)
 BOTH = pytest.mark.parametrize("make", [DummyVecEnv, TWO_WORKERS], ids=["dummy", "subproc"])
 FROM_INFOS = functools.partial(SubprocVecEnv, num_workers=1, options=ExecutorOptions(infos=("action_mask",)))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def legal(action):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 import warnings
-from contextlib import contextmanager
 
 from tests.extras import needs, skip_without
 
@@ -26,19 +25,11 @@ from envherd.executor.facades.torchrl import ParallelEnv
 from envherd.workers.errors import EnvError, FactoryError, WorkerTimeout
 from tests import torchrl_own as own
 from tests.conftest import shm_names
+from tests.torchrl_own import started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.preloads(*own.PRELOADED)]
 
 SUBSTRATE = "prisoners_dilemma_in_the_matrix__repeated"
-
-
-@contextmanager
-def started(*args, **kwargs):
-    env = ParallelEnv(*args, **kwargs)
-    try:
-        yield env
-    finally:
-        env.close(raise_if_closed=False)
 
 
 # ---- envs that reset themselves ----------------------------------------------------------------

@@ -8,7 +8,6 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from tests.extras import skip_without
@@ -20,23 +19,26 @@ import torch
 import torchrl.envs
 import torchrl.envs.libs.utils  # keeps a failed import's traceback: not the frames of the test that first needs it
 from tensordict import TensorDict, TensorDictBase, assert_close
-from torchrl.envs import Compose, EnvBase, GymEnv, PendulumEnv, RewardSum, StepCounter, TransformedEnv, check_env_specs
+from torchrl.envs import (
+    Compose,
+    DoubleToFloat,
+    EnvBase,
+    GymEnv,
+    InitTracker,
+    PendulumEnv,
+    RewardSum,
+    StepCounter,
+    TransformedEnv,
+    check_env_specs,
+)
 
 from envherd.executor.facades.torchrl import BuildFailed, ParallelEnv, SerialEnv
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.errors import EnvError, FactoryError
 from tests import torchrl_own as own
+from tests.torchrl_own import started
 
 pytestmark = [pytest.mark.slow, pytest.mark.preloads(*own.PRELOADED)]
-
-
-@contextmanager
-def started(*args: Any, **kwargs: Any) -> Iterator[ParallelEnv]:
-    env = ParallelEnv(*args, **kwargs)
-    try:
-        yield env
-    finally:
-        env.close(raise_if_closed=False)
 
 
 def cartpole() -> EnvBase:
@@ -64,14 +66,26 @@ class Troubled(own.CountingEnv):
         return os.getpid()
 
 
-FAMILIES: dict[str, Callable[[], EnvBase]] = {
+#: Envs with a direct way.
+DIRECT: dict[str, Callable[[], EnvBase]] = {
     "gym": cartpole,
+    "pendulum": lambda: GymEnv("Pendulum-v1"),
+    "transformed gym": lambda: TransformedEnv(
+        GymEnv("Pendulum-v1"), Compose(StepCounter(9), RewardSum(), InitTracker(), DoubleToFloat())
+    ),
+}
+FAMILIES: dict[str, Callable[[], EnvBase]] = {
+    **DIRECT,
     "transformed": counting,
     "nested, batched": lambda: own.NestedCountingEnv(max_steps=3),
     "unlike agents": own.HeterogeneousCountingEnv,
     "text": own.CountingEnvWithString,
     "dynamic": own.EnvWithDynamicSpec,
 }
+
+
+def types_of(td: TensorDictBase) -> dict[Any, Any]:
+    return {key: value.dtype for key, value in td.items(include_nested=True, leaves_only=True)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -90,11 +104,13 @@ def test_rollouts_are_torchrls_serial_ones(family: str) -> None:
                     env.rollout(8),
                 ]
             )
+        assert family not in DIRECT or "steps=direct" in repr(ours)
         check_env_specs(ours)
     theirs.close()
     for their, our in zip(*rollouts, strict=True):
         assert type(their) is type(our)
-        assert_close(their, our)
+        assert_close(their, our, rtol=0, atol=0)
+        assert family not in DIRECT or types_of(their) == types_of(our)
 
 
 def test_no_env_is_built_here_and_threads_stay(tmp_path: Any) -> None:

@@ -16,13 +16,8 @@ import torch
 import torchrl.envs
 from tensordict.nn import TensorDictModule
 from torchrl.envs import (
-    Compose,
-    DoubleToFloat,
     EnvBase,
-    GymEnv,
-    InitTracker,
     MeltingpotEnv,
-    RewardSum,
     StepCounter,
     TransformedEnv,
 )
@@ -99,31 +94,3 @@ def test_the_melting_pot_script() -> None:
         assert td.shape == (2,)
     finally:
         env.close()
-
-
-DIRECT = {
-    "CartPole": lambda: GymEnv("CartPole-v1"),
-    "Pendulum": lambda: GymEnv("Pendulum-v1"),
-    "transformed": lambda: TransformedEnv(
-        GymEnv("Pendulum-v1"), Compose(StepCounter(9), RewardSum(), InitTracker(), DoubleToFloat())
-    ),
-}
-
-
-def test_direct_gymnasium_steps_equal_torchrls() -> None:
-    """Compares with the serial env of TorchRL."""
-    rollouts = []
-    for make in DIRECT.values():
-        for cls in (torchrl.envs.SerialEnv, ParallelEnv):
-            env = cls(2, make)
-            env.set_seed(0)
-            torch.manual_seed(0)
-            rollouts.append(env.rollout(60, break_when_any_done=False))
-            assert cls is not ParallelEnv or "direct" in repr(env)
-            env.close()
-        usual, direct = rollouts[-2:]
-        assert (direct == usual).all()
-        assert {key: value.dtype for key, value in direct.items(include_nested=True, leaves_only=True)} == {
-            key: value.dtype for key, value in usual.items(include_nested=True, leaves_only=True)
-        }
-    assert rollouts[0]["next", "terminated"].any()

@@ -89,7 +89,7 @@ class MeltingPotFactory:
     def __call__(self) -> Any:
         """Return the native `Substrate` or `Scenario`; the adapter finds the options on it."""
         if _installed() is None:
-            raise self._refusal("a package `meltingpot`", "none", "Install it: pip install dm-meltingpot.")
+            raise self._refusal("a package `meltingpot`", "none", "Install it: pip install 'envherd[meltingpot]'.")
         build = importlib.import_module(_BUILD)
         env = build.build_scenario(self) if self.is_scenario and self.bots else build.build_substrate(self)
         env.envherd_options = self

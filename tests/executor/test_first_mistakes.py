@@ -1,0 +1,274 @@
+"""Mistakes of a first hour: each gets one error that names what to write instead, and none passes in silence."""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import os
+import re
+import signal
+import traceback
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+import envherd
+from envherd import (
+    ActionError,
+    Collector,
+    EnvError,
+    ExecutorOptions,
+    FactoryError,
+    ParallelEnv,
+    SerialEnv,
+    VideoRecorder,
+    WorkerLost,
+)
+from envherd.executor.pools.process_log import without_own_frames
+from envherd.workers.testing import ContractViolation, CountingEnv, check_env_contract
+from tests.extras import needs
+
+serial: Any = SerialEnv  # these calls have wrong types
+collector: Any = Collector
+package: Any = envherd
+make_cartpole = functools.partial(gymnasium.make, "CartPole-v1")
+
+
+class OldReset(gymnasium.Env):
+    """An env of gym before 0.26."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self) -> Any:  # type: ignore[override]
+        return np.zeros(2, np.float32)
+
+
+class Outside(OldReset):
+    """An env whose observations leave their space."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super(OldReset, self).reset(seed=seed)
+        self.left = 3
+        return np.zeros(2, np.float32), {}
+
+    def step(self, _action: Any) -> Any:
+        self.left -= 1
+        return np.full(2, 7, np.float32), 0.0, self.left == 0, False, {}
+
+
+class Argmax(nn.Module):
+    """A network of a user, which takes tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x).argmax(-1)
+
+
+def reset_of(kind: Any) -> None:
+    with SerialEnv(1, kind) as env:
+        env.reset()
+
+
+def record(env: Any, folder: Any) -> None:
+    with VideoRecorder(env, folder) as recorder:
+        env.rollout(2, callback=recorder)
+
+
+WRAP = r"Wrap it: TensorDictModule\(policy, in_keys=\['observation'\], out_keys=\['action'\]\)"
+GPU = "expected policy_device as a device of this machine, got 'cuda', but there is no GPU that torch can use"
+#: What was tried -> (call of an executor of four CartPoles, its error, a part of message and notes).
+MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
+    "a factory with an argument": (
+        lambda _: serial(2, lambda _i: make_cartpole()),
+        FactoryError,
+        r"Factories get no arguments but those of env_kwargs=",
+    ),
+    "Auto": (lambda _: serial(2, CountingEnv, num_workers="Auto"), ValueError, "an int of at least 1, 'auto' or None"),
+    "an action as floats": (
+        lambda env: env.step(env.current().set("action", torch.zeros(4))),
+        ActionError,
+        r"action expected int64, got float32 .*Pass action\.to\(torch\.int64\)\.",
+    ),
+    "a one-hot action": (
+        lambda env: env.step(env.current().set("action", torch.eye(2)[[0, 1, 0, 1]])),
+        ActionError,
+        r"the index of a one-hot action: action\.argmax\(-1\)",
+    ),
+    "a bare mask": (lambda env: env.reset(torch.ones(4, dtype=torch.bool)), TypeError, r"TensorDict\({'_reset': mask}"),
+    "a mask of another length": (
+        lambda env: env.reset(TensorDict({"_reset": torch.ones(3, dtype=torch.bool)}, [3])),
+        ValueError,
+        r"expected a bool mask of shape \(4,\) or \(4, 1\), got bool \(3,\)\. .*TensorDict\({'_reset': mask}",
+    ),
+    "a network of torch": (lambda env: env.rollout(3, nn.Sequential(nn.Linear(4, 2))), TypeError, WRAP),
+    "a network of one's own": (lambda env: env.rollout(3, Argmax()), TypeError, WRAP),
+    "a list of another length": (lambda env: env.set("x", [1, 2]), ValueError, r"pass \[value\] \* 4"),
+    "infos that are dropped": (lambda env: env.infos(), ValueError, r'options=ExecutorOptions\(infos="plain"\)'),
+    "an out that is too short": (
+        lambda env: env.rollout(6, out=TensorDict({}, [4, 4])),
+        ValueError,
+        r"expected out of at least 6 steps \(max_steps\), got 4",
+    ),
+    "reset of old gym": (
+        lambda _: reset_of(OldReset),
+        EnvError,
+        r"the API of gym before 0\.26\. Say so with make_env=.*OldGymFactory\(make_env\)",
+    ),
+    "the whole checkpoint": (
+        lambda env: env.load_state_dict({"policy": {}, "env": {}}),
+        ValueError,
+        r"among \['env', 'policy'\]\. Pass what state_dict\(\) returned",
+    ),
+    "observations outside their space": (
+        lambda _: check_env_contract(Outside, num_steps=10),
+        ContractViolation,
+        r"expected observation in \[0\.0, 1\.0\], got 7\.0",
+    ),
+    "a misspelt attribute": (
+        lambda env: env.num_env,
+        AttributeError,
+        r"no attribute 'num_env'\. Did you mean num_envs\?",
+    ),
+    "a misspelt method": (lambda env: env.rolout(3), AttributeError, r"Did you mean rollout\?"),
+    "a misspelt name": (lambda _: package.ParalelEnv, AttributeError, r"Did you mean ParallelEnv\?"),
+    "a misspelt facade": (lambda _: package.sb33, AttributeError, r"Did you mean sb3\?"),
+}
+if not torch.cuda.is_available():
+    MISTAKES["a GPU that is not there"] = (
+        lambda env: collector(env, nn.Linear(4, 2), frames_per_batch=8, policy_device="cuda"),
+        ValueError,
+        GPU,
+    )
+
+
+@pytest.fixture(scope="module")
+def env():
+    with SerialEnv(4, make_cartpole, seed=0) as env:
+        env.reset()
+        yield env
+
+
+@needs("gymnasium")
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named_with_what_to_write_instead(env, name):
+    call, error, text = MISTAKES[name]
+    with pytest.raises(error) as caught:
+        call(env)
+    whole = "".join(traceback.format_exception_only(caught.value))
+    assert re.search(text, whole), whole
+    assert whole.count("Did you mean") <= 1
+    env.reset()
+
+
+@needs("gymnasium", "media")
+def test_a_film_of_an_env_without_pictures_names_the_render_mode(env, tmp_path):
+    with pytest.raises(RuntimeError, match=r"Build them with render_mode='rgb_array'\."):
+        record(env, tmp_path)
+
+
+@needs("gymnasium")
+def test_the_state_of_ordinary_envs_is_saved(env):
+    assert env.load_state_dict(env.state_dict()) is None
+
+
+@needs("gymnasium")
+def test_each_rollout_that_is_cut_short_warns(env, caplog):
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "envherd"):
+            env.rollout(500)
+        assert "of 500 steps, since an env ended" in caplog.text
+
+
+class Dying(Outside):
+    """An env whose process dies in its second step."""
+
+    def step(self, action):
+        if self.left == 2:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().step(action)
+
+
+@pytest.mark.slow
+@pytest.mark.broken_pool
+def test_a_lost_worker_is_printed_once_and_without_own_frames(caplog):
+    with caplog.at_level(logging.WARNING, "envherd"), ParallelEnv(2, Dying, num_workers=1) as env:
+        with pytest.raises(WorkerLost) as caught:
+            env.rollout(5, break_when_any_done=False)
+        (record,) = caplog.records  # at once, while other envs may still step; the error has the stack
+        assert "ended with SIGSEGV" in record.message
+        assert "\n" not in record.message
+        printed = "".join(traceback.format_exception(caught.value))
+    assert printed.count("Fatal Python error") == 1
+    assert "test_first_mistakes.py" in caught.value.message
+    assert "Extension modules" not in printed
+    assert "zygote.py" not in printed
+    assert caught.value.remote_traceback in caught.value.message
+
+
+@pytest.mark.slow
+@pytest.mark.broken_pool
+def test_a_lost_worker_that_is_replaced_is_logged_once(caplog):
+    options = ExecutorOptions(on_worker_loss="restart")
+    with caplog.at_level(logging.WARNING, "envherd"), ParallelEnv(1, Dying, num_workers=1, options=options) as env:
+        env.rollout(3, break_when_any_done=False)
+    assert caplog.text.count("Fatal Python error") == 1
+    assert "zygote.py" not in caplog.text
+
+
+OWN = '  File "/site/envherd/workers/block/block.py", line 3, in step\n    code\n    ^^^^\n'
+USERS = '  File "/home/me/env.py", line 8, in step\n    return 1 / 0\n'
+TESTING = '  File "/site/envherd/workers/testing/envs.py", line 8, in step\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (f"Traceback:\n{OWN}{USERS}ZeroDivisionError: x\n", f"Traceback:\n{USERS}ZeroDivisionError: x\n"),
+        (f"Traceback:\n{OWN}{TESTING}Error\n", f"Traceback:\n{TESTING}Error\n"),
+        (f"Traceback:\n{OWN}Error\n", f"Traceback:\n{OWN}Error\n"),
+        (f'{USERS}{OWN}  File "<string>", line 7 in <module>\n\nExtension modules: numpy (total: 1)\n', USERS),
+        ('  File "C:\\me\\envherd\\shm\\slab.py", line 1 in wait\n' + USERS, USERS),
+        ("what the env has printed\n", "what the env has printed\n"),
+    ],
+)
+def test_own_frames_are_left_out_where_there_are_others(text, kept):
+    assert without_own_frames(text) == kept
+
+
+@needs("cli")
+@pytest.mark.parametrize(("frames", "is_shown"), [(OWN, False), (OWN + USERS, True)])
+def test_a_command_shows_the_traceback_of_a_factory_that_began(frames, is_shown):
+    from rich.console import Console
+
+    from envherd.executor.cli.commands import complain
+
+    console = Console(file=io.StringIO())
+    complain(console, FactoryError("make_env failed.", remote_traceback=f"Traceback:\n{frames}TypeError: x"))
+    assert ("in the worker" in console.file.getvalue()) == is_shown
+
+
+@needs("cli")
+def test_the_traceback_of_a_command_begins_at_the_users_code(capsys):
+    from envherd.executor import cli
+    from envherd.executor.keywords import names_right_keyword
+
+    def policy():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError) as caught:
+        names_right_keyword(policy)()
+    cli._show(caught.value.with_traceback(caught.tb.tb_next))
+    printed = capsys.readouterr().err
+    assert "in policy" in printed
+    assert "keywords.py" not in printed
