@@ -119,7 +119,7 @@ def contenders(make: Make) -> list[Contender]:
 
 
 def measure(make: Make) -> None:
-    """Print the median rate and processor time of each, and the portable pool's advantage."""
+    """Print the median rate and processor time of each, and the portable pool's advantage, with that of the turns."""
     envs = contenders(make)
     try:
         for _ in range(NUM_TURNS):
@@ -131,9 +131,10 @@ def measure(make: Make) -> None:
     first_rate, first_cpu = statistics.median(envs[0].rates), statistics.median(envs[0].cpu_us)
     for one in envs:
         rate, cpu = statistics.median(one.rates), statistics.median(one.cpu_us)
+        ratios = [mine / its for mine, its in zip(envs[0].rates, one.rates, strict=True)]  # of the same turn
         print(
-            f"{one.name:26} {rate:8.0f} batches/s ({first_rate / rate:4.2f})  {cpu:8.0f} us of processor a batch "
-            f"({cpu / first_cpu:4.2f})",
+            f"{one.name:26} {rate:8.0f} batches/s ({first_rate / rate:4.2f}; {min(ratios):4.2f} to {max(ratios):4.2f})"
+            f"  {cpu:8.0f} us of processor a batch ({cpu / first_cpu:4.2f})",
             flush=True,
         )
 
