@@ -171,7 +171,7 @@ class Supervisor:
             lost = self.lost
             for worker_id in worker_ids:
                 if worker_id in lost:
-                    raise lost[worker_id]
+                    raise lost[worker_id].with_traceback(None)  # it would keep the frames of each call
 
     def look(self, owing: Iterable[int]) -> bool:
         """Notice deaths, and read workers' messages so that none blocks on a full socket.

@@ -168,14 +168,19 @@ class Block:
         """Keep the extras of an env's next command."""
         self.slots[message.env_id].prepared = message
 
+    def _note_change(self, slot: Slot) -> None:
+        """Note that a caller has done something with an env in its present episode."""
+        if slot.journal is not None:
+            slot.journal.note(JournalFlag.CHANGED)
+
     def ask(self, message: Ask) -> dict[str, Any]:
         """Do something with envs that is not a step; return the answer."""
         adapters = {env_id: slot.adapter for env_id, slot in self.slots.items()}
         reply = answer(message, adapters, pickles=self._pickles, passes=self._passes)
         for position, env_id in enumerate(message.env_ids):
             slot = self.slots[env_id]
-            if slot.journal is not None and message.what in CHANGES:
-                slot.journal.note(JournalFlag.CHANGED)
+            if message.what in CHANGES:
+                self._note_change(slot)
             if message.what in UNGUARDS:
                 slot.move(Event.IS_ALLOWED)
             elif message.what == "save" and reply["kind"] == "values":

@@ -76,6 +76,10 @@ class AheadBlock(Block):
         if "ready" in self._words:
             self._words["ready"][self.worker_id] = 0
 
+    def _note_change(self, slot: Slot) -> None:
+        if unpack_turn(self._words["turn"][slot.env_id])[0] == self.worker_id:  # else the next episode may have begun
+            super()._note_change(slot)
+
     def reset_ahead(self, episode: int) -> None:
         """Reset the env for a later episode, and keep the result."""
         (slot,) = self.slots.values()
