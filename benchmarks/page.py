@@ -55,8 +55,9 @@ _CAPTIONS = {
     ),
 }
 _ON_OTHERS = """\
-The other libraries use one process per env, but PufferLib one per core. envherd uses one worker per core (for no-op
-envs one worker in total, which is what `num_workers="auto"` chooses). Median and quartiles over the rounds."""
+The other libraries use one process per env; PufferLib, which polls, leaves the caller a core. envherd uses one worker
+per core (for no-op envs one worker in total, which is what `num_workers="auto"` chooses). Median and quartiles over the
+rounds."""
 _ON_FACADES = """\
 The facades compared with the classes that they replace: 8 CartPoles whose episodes last about nine steps; one worker,
 as `envherd size` recommends for envs this cheap, unless the row names another number."""

@@ -136,7 +136,10 @@ def _envpool(job: Job) -> Pool:
 
 
 def _pufferlib(job: Job) -> Pool:
-    """Workers poll a byte each, and a batch is views of the shared memory; ends are followed by a step that resets."""
+    """Workers and caller poll bytes, so the caller needs a core too. A batch is views of the shared memory.
+
+    An end is followed by a step that resets.
+    """
     import pufferlib.emulation
     import pufferlib.vector
 
@@ -144,7 +147,7 @@ def _pufferlib(job: Job) -> Pool:
         functools.partial(pufferlib.emulation.GymnasiumPufferEnv, env_creator=job.make_env),
         backend=pufferlib.vector.Multiprocessing,
         num_envs=job.num_envs,
-        num_workers=min(job.num_workers, job.num_envs),
+        num_workers=next(n for n in range(max(1, job.num_workers - 1), 0, -1) if job.num_envs % n == 0),
         overwork=True,  # it counts cores without hyperthreads, and refuses more workers
     )
     env.async_reset()
