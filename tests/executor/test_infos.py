@@ -123,7 +123,7 @@ def test_of_steps_and_resets(make):
 
 
 def test_of_a_rollout_they_are_those_of_its_latest_step(make):
-    said = []
+    seen = []
     with make(infos="plain") as env:
         env.reset()
         env.step(actions())
@@ -131,13 +131,13 @@ def test_of_a_rollout_they_are_those_of_its_latest_step(make):
             5,
             break_when_any_done=False,
             auto_reset=False,
-            callback=lambda env, _: said.append((env.infos()[0], env.infos("root")[0])),
+            callback=lambda env, _: seen.append((env.infos()[0], env.infos("root")[0])),
         )
         assert env.infos() == [{"count": 3}] * NUM_ENVS
         assert env.infos("root") == [{}] * NUM_ENVS
     fresh = {"fresh": True, "options": None}
     counted = [{}, {"count": 3}, {"count": 1}, {}, {"count": 3}]
-    assert said == list(zip(counted, [{}, fresh, {}, {}, {}], strict=True))
+    assert seen == list(zip(counted, [{}, fresh, {}, {}, {}], strict=True))
 
 
 def test_of_a_partial_reset(make):
@@ -175,9 +175,9 @@ def test_what_cannot_be_pickled_is_left_out_and_named_once(make, caplog):
         env.step(actions())
         env.step(actions())
         assert env.infos() == [{"fine": 1}] * NUM_ENVS
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == NUM_ENVS
-    assert all("'lock' of its info is left out (TypeError: cannot pickle" in line for line in said)
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == NUM_ENVS
+    assert all("'lock' of its info is left out (TypeError: cannot pickle" in line for line in logged)
 
 
 def test_seeds_are_the_callers_alone_if_asked(make):
@@ -340,11 +340,11 @@ def test_what_no_longer_fits_counts_as_not_given(caplog):
     assert data["lives"][0].tolist() == [1, 0, 0]
     assert data["_lives"][0].tolist() == [True, False, False]
     assert data["_place"][0].tolist() == [True, False, False]
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 * NUM_ENVS
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == 2 * NUM_ENVS
     assert (
         "env 0: 'lives' of its info is left out (SpecError: writing info/lives failed: expected int64 (), got"
-        in said[0]
+        in logged[0]
     )
 
 
@@ -378,13 +378,13 @@ def _check(env, what, infos):
     for count in (1, 2, 3):
         td, _ = env.step_and_maybe_reset(actions())
         assert td["next", "observation"].tolist() == [[count]] * NUM_ENVS
-        said = env.infos()[0]
+        info = env.infos()[0]
         if what in BAD:
-            assert said["lives"] == 3 - count
-            assert ("bad" in said) == BAD[what][1 + (infos == "pickle")]
+            assert info["lives"] == 3 - count
+            assert ("bad" in info) == BAD[what][1 + (infos == "pickle")]
             assert td["next", "info", "_lives"].all()
         else:
-            assert said == {}
+            assert info == {}
             assert not td["next", "info", "_lives"].any()
         assert not td["next", "info", "_bad"].any()
 
