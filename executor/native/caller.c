@@ -113,12 +113,8 @@ static void caller_dealloc(Caller *caller)
 
 /* ---- commands --------------------------------------------------------------------------------------- */
 
-static PyObject *caller_give(PyObject *self, PyObject *args)
+static void give_all(Caller *caller, i64 number, i64 command)
 {
-    Caller *caller = (Caller *)self;
-    long long number, command;
-    if (!PyArg_ParseTuple(args, "LL", &number, &command))
-        return NULL;
     memset(caller->answers_lost.buf, 0, (size_t)caller->num_envs);
     for (Py_ssize_t i = 0; i < caller->num_envs; i++)
         STORE(word(&caller->command, i), command);
@@ -126,7 +122,6 @@ static PyObject *caller_give(PyObject *self, PyObject *args)
         STORE_NUMBER(word(&caller->command_seq, i), number);
     for (Py_ssize_t i = 0; i < caller->num_workers; i++)
         bell_ring(&caller->go[i]);
-    Py_RETURN_NONE;
 }
 
 int caller_has_number(const Caller *caller, i64 id)
@@ -152,17 +147,36 @@ int caller_has_news(const Caller *caller)
     return 0;
 }
 
-static PyObject *caller_has_all(PyObject *self, PyObject *Py_UNUSED(none))
+/* Wait for all answers: 1 if they hold only rows; 0 if none has come for `look_ns`, or there is more; -1: an exception. */
+static int has_all(Caller *caller)
 {
-    Caller *caller = (Caller *)self;
     for (Py_ssize_t tokens = 0; tokens < caller->num_workers || !have_answered(caller); tokens++) {
         int is_taken = bell_wait(&caller->done, caller->look_ns);
-        if (is_taken < 0)
-            return NULL;
-        if (!is_taken)
-            Py_RETURN_FALSE;
+        if (is_taken <= 0)
+            return is_taken;
     }
-    return PyBool_FromLong(!caller_has_news(caller));
+    return !caller_has_news(caller);
+}
+
+static PyObject *caller_has_all(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    int found = has_all((Caller *)self);
+    return found < 0 ? NULL : PyBool_FromLong(found);
+}
+
+static PyObject *caller_step(PyObject *self, PyObject *args)
+{
+    Caller *caller = (Caller *)self;
+    long long number, command;
+    PyObject *draft, *column;
+    if (!PyArg_ParseTuple(args, "LLOO", &number, &command, &draft, &column))
+        return NULL;
+    give_all(caller, number, command);
+    PyObject *drafted = draft == Py_None ? Py_NewRef(Py_None) : PyObject_CallFunctionObjArgs(draft, column, NULL);
+    int found = drafted == NULL ? -1 : has_all(caller);
+    PyObject *pair = found < 0 ? NULL : PyTuple_Pack(2, drafted, found ? Py_True : Py_False);
+    Py_XDECREF(drafted);
+    return pair;
 }
 
 /* ---- commands to some envs -------------------------------------------------------------------------- */
@@ -324,7 +338,9 @@ static PyObject *caller_first(PyObject *self, PyObject *args)
 }
 
 static PyMethodDef caller_methods[] = {
-    {"give", caller_give, METH_VARARGS, "give(number, command): give all envs a command, and wake their workers."},
+    {"step", caller_step, METH_VARARGS,
+     "step(number, command, draft, column): give all envs a command, and wake their workers; call `draft(column)`, unless "
+     "it is None; wait as `has_all`. Return the draft, and what `has_all` returns."},
     {"has_all", caller_has_all, METH_NOARGS,
      "Wait for all answers; return False if none has come for `look_ns`, or if there is more to know than rows."},
     {"give_some", caller_give_some, METH_VARARGS,

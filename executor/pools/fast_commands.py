@@ -20,19 +20,23 @@ from envherd.workers import native
 LOOK_S = 0.01
 
 
+#: `(command, draft, column) -> (draft, whether all envs have answered with rows)`; see `FastCommands.step`.
+StepAll = Callable[[int, Callable[[int], Any] | None, int], tuple[Any, bool]]
+
+
 class FastCommands(NamedTuple):
-    """The two halves of a command to all envs.
+    """Commands to all envs, a call each.
 
     Attributes:
         absent: workers that do not serve; commands may be given only while it is empty.
-        give: gives all envs a command (a word from `workers.protocol.pack`) and wakes their workers.
-        has_all: waits for the answers; returns False if `Pool.wait_all` must continue: no answer has come for some
-            time, or there are reports besides rows.
+        step: `(command, draft, column)`: gives all envs a command (a word from `workers.protocol.pack`), wakes their
+            workers, calls `draft(column)` while they work (None: nothing), and waits for the answers. Returns the
+            draft, and False if `Pool.wait_all` must continue: no answer has come for some time, or there are reports
+            besides rows.
     """
 
     absent: Sized
-    give: Callable[[int], None]
-    has_all: Callable[[], bool]
+    step: StepAll
 
 
 class NativeExchange(NamedTuple):
@@ -103,23 +107,19 @@ def native_caller(  # what a pool waits with
     )
 
 
-def compile_natively(
-    pool: Waiting, words: CommandWords, caller: Any
-) -> tuple[Callable[[int], None], Callable[[], bool]]:
-    """Return `FastCommands.give` and `has_all` over a pool's words and the result of `native_caller`."""
-    give_all, wait = caller.give, caller.has_all
+def compile_natively(pool: Waiting, words: CommandWords, caller: Any) -> StepAll:
+    """Return `FastCommands.step` over a pool's words and the result of `native_caller`."""
+    step_all = caller.step
 
-    def give(command: int) -> None:
+    def step(command: int, draft: Callable[[int], Any] | None, column: int) -> tuple[Any, bool]:
         words.number = number = words.number + 1
-        give_all(number, command)
-
-    def has_all() -> bool:
-        if wait() and not pool.outcome:
-            return True
+        answer: tuple[Any, bool] = step_all(number, command, draft, column)
+        if answer[1] and not pool.outcome:
+            return answer
         pool.has_waited = True
-        return False
+        return answer[0], False
 
-    return give, has_all
+    return step
 
 
 def exchange_natively(

@@ -165,11 +165,12 @@ class SerialPool(SlabPool):
         """Return commands to all envs, which the loop in C carries out at once."""
         write_all, serve = self._words.write_all, self._serve_commands
 
-        def give(command: int) -> None:
+        def step(command: int, draft: Callable[[int], Any] | None, column: int) -> tuple[Any, bool]:
             write_all(command, None, 0)
             serve()
+            return None if draft is None else draft(column), not self.outcome
 
-        return FastCommands((), give, lambda: not self.outcome)
+        return FastCommands((), step)
 
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Carry out the same command for every env, but a RESET for some (int `[k]`)."""

@@ -78,7 +78,7 @@ class WorkerPool(SlabPool):
         self._all_ids = np.arange(self.num_envs)
         self.holds_storages = False
         self._waits_stopped, self._looked_at = np.zeros(1, np.uint8), 0.0
-        self.has_waited = False  # `FastCommands.has_all` has already taken the tokens for `wait_all`
+        self.has_waited = False  # `FastCommands.step` has already taken the tokens for `wait_all`
         self._is_reading = False  # a worker is writing more than its socket holds
         self.resets_before_start = np.zeros(len(self.worker_ids), np.int64)
 
@@ -193,11 +193,9 @@ class WorkerPool(SlabPool):
         command, reset = pack(op, target, column), 0 if reset_ids is None else pack(Op.RESET, target, column)
         if self._caller is not None and not self.supervisor.absent:
             self._words.number = number = self._words.number + 1
-            if reset_ids is None:
-                self._caller.give(number, command)
-                return
             commands = np.full(self.num_envs, command)
-            commands[reset_ids] = reset
+            if reset_ids is not None:
+                commands[reset_ids] = reset
             self._caller.give_some(number, self._all_ids, commands)
             return
         self._words.write_all(command, reset_ids, reset)
@@ -256,7 +254,7 @@ class WorkerPool(SlabPool):
         return self._words.is_idle()
 
     def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
-        if not self.has_waited and self._take_tokens():  # else `FastCommands.has_all` has waited in vain
+        if not self.has_waited and self._take_tokens():  # else `FastCommands.step` has waited in vain
             if self._caller is None:  # C has seen that no answer announces messages
                 self._collect()
             return True
@@ -281,7 +279,7 @@ class WorkerPool(SlabPool):
         return False
 
     def compile(self) -> FastCommands:
-        return FastCommands(self.supervisor.absent, *compile_natively(self, self._words, self._caller))
+        return FastCommands(self.supervisor.absent, compile_natively(self, self._words, self._caller))
 
     def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange:
         return exchange_natively(self._words, self._caller, self.supervisor.absent, self._must_look, facts)

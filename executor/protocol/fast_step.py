@@ -42,7 +42,7 @@ def compile_step(
     """
     if engine.plain.step:
         return never
-    absent, give, has_all = engine.pool.compile()
+    absent, step_all = engine.pool.compile()
     flights, positions = engine.flights, engine.positions
     steps = steps or engine.batches.steps
     batch_size, device = engine.batch_size, device or engine.device
@@ -70,9 +70,8 @@ def compile_step(
         column = next_column()
         flights.current = under_way
         move_all(op)
-        give(words[column])
-        drafted = draft(column)
-        if has_all():
+        drafted, has_all = step_all(words[column], draft, column)
+        if has_all:
             ended = note(column)
             flights.current = None
             pair = finish(drafted, column, ended)
@@ -94,7 +93,7 @@ def compile_command(engine: Engine, op: Op) -> Callable[[int], Flight]:
     begin = flights.begin
     if engine.plain.step:
         return lambda at: begin(op, at=at)
-    absent, give, has_all = engine.pool.compile()
+    absent, step_all = engine.pool.compile()
     values, running, move_all = flights.states.values.tobytes, flights.states.running, flights.states.move_all
     note = partial(flights.note_all, int(op))
     first, each = pack(int(op), engine.positions.where.target, 0), pack(0, 0, 1)
@@ -106,8 +105,8 @@ def compile_command(engine: Engine, op: Op) -> Callable[[int], Flight]:
         under_way.has_landed = False
         flights.current = under_way
         move_all(op)
-        give(first + at * each)
-        if not has_all():
+        _, has_all = step_all(first + at * each, None, at)
+        if not has_all:
             return flights.adopt(op, at)
         ended = note(at)
         under_way.was_reset = ended if op == STEP_RESET else None

@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,24 +50,25 @@ class Side:
             self.words, self.go, self.done, self.counts, self.worker_of, self.waits_stopped
         )
         self.num_workers, self.outcome, self.has_waited = num_workers, Outcome(), False
-        compiled = fast_commands.compile_natively(self, self.words, self.caller)
-        self.give, self.has_all = compiled if in_c else (self._give, self._has_all)
+        self.step = fast_commands.compile_natively(self, self.words, self.caller) if in_c else self._step
         self.in_c = in_c
 
-    def _give(self, command: int) -> None:
-        """Do as `WorkerPool.submit_all` without C."""
+    def _step(self, command: int, draft: Callable[[int], Any] | None, column: int) -> tuple[Any, bool]:
+        """Do as `WorkerPool.submit_all` and `wait_all` without C, before the pool waits slowly or reads messages."""
         self.words.write_all(command, None, 0)
         for bell in self.go:
             bell.ring()
-
-    def _has_all(self) -> bool:
-        """Do as `WorkerPool.wait_all` without C, before it waits slowly or reads messages."""
+        drafted = None if draft is None else draft(column)
         own = {"_caller": None, "_done": self.done, "_words": self.words, "_follow_up": lambda: None}
         pool: Any = SimpleNamespace(num_workers=self.num_workers, **own)
         if WorkerPool._take_tokens(pool) and self.words.announces_nothing() and not self.outcome:
-            return True
+            return drafted, True
         self.has_waited = True
-        return False
+        return drafted, False
+
+    def give_all(self, command: int) -> None:
+        """Give all envs a command, in C."""
+        assert self.caller.give_some(1, np.arange(len(self.worker_of)), np.full(len(self.worker_of), command))
 
     def give_some(self, ids: np.ndarray, commands: np.ndarray) -> None:
         """Give envs a command each."""
@@ -87,6 +90,19 @@ class Side:
         ready = self.words.ready(ids)
         ready = ready[self.words.order[ready].argsort(kind="stable")]
         return ready.tolist() if len(ready) >= wanted and self.words.announces_nothing() else None
+
+    def answer(self, answered: Any, failed: Any, tokens: int, has_news: Any, column: int) -> Any:
+        """Let envs answer, and some fail; return the state before."""
+        before = self.state()
+        self.words.status[:] = 0
+        self.words.status[failed] = 2
+        self.words.reply_seq[answered] = self.words.command_seq[answered]
+        self.outcome = Outcome()
+        if has_news:
+            self.outcome.faults[0] = {"phase": "step"}
+        for _ in range(tokens):
+            self.done.ring()
+        return column, before
 
     def state(self) -> tuple[Any, ...]:
         """Return all state that commands may change; take the tokens."""
@@ -122,28 +138,19 @@ def test_every_program_of_commands(data, num_envs, num_workers):
         for side in sides:
             side.has_waited = False
             side.words.answers_lost[answers_lost] = True
+            answer = partial(side.answer, answered, failed, tokens, has_news)
             if is_to_all:
-                side.give(int(commands[0]))
+                answers: Any = side.step(int(commands[0]), answer, 3)
             else:
                 side.give_some(*(np.repeat(array[: len(ids)], stride)[::stride] for array in (ids, commands)))
-            given_now = side.state()
-            side.words.status[:] = 0
-            side.words.status[failed] = 2
-            side.words.reply_seq[answered] = side.words.command_seq[answered]
-            side.outcome = Outcome()
-            if has_news:
-                side.outcome.faults[0] = {"phase": "step"}
-            for _ in range(tokens):
-                side.done.ring()
-            answers = side.has_all() if is_to_all else side.first(asked, wanted)
-            found.append((given_now, answers, side.state()))
+                answers = answer(3), side.first(asked, wanted)
+            found.append((answers, side.state()))
         assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("in_c", [True, False])
 def test_answers_that_come_late_are_waited_for(in_c):
     side = Side(2, 2, in_c=in_c)
-    side.give(7)
 
     def answer():
         for env_id in range(2):
@@ -152,9 +159,20 @@ def test_answers_that_come_late_are_waited_for(in_c):
             side.done.ring()
 
     worker = threading.Thread(target=answer)  # it can run, because the wait releases the GIL
-    worker.start()
-    assert side.has_all()
+    assert side.step(7, lambda _: worker.start(), 0) == (None, True)
     worker.join()
+
+
+@pytest.mark.parametrize("in_c", [True, False])
+def test_a_step_without_a_draft_and_one_whose_draft_raises(in_c):
+    side = Side(2, 1, in_c=in_c)
+    side.words.reply_seq[:] = 1
+    side.done.ring()
+    assert side.step(7, None, 0) == (None, True)
+    assert [side.words.command[:].tolist(), side.words.command_seq[:].tolist()] == [[7, 7], [1, 1]]
+    with pytest.raises(ZeroDivisionError):
+        side.step(8, lambda column: 1 // column, 0)
+    assert [side.words.command[:].tolist(), side.words.command_seq[:].tolist()] == [[8, 8], [2, 2]], "it was given"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +205,7 @@ def test_those_that_have_waited_longest_come_first(num_envs):
 
 def test_the_caller_is_woken_once_for_the_answers_that_it_waits_for():
     side, room = Side(6, 2, in_c=True), np.zeros(6, np.int64)
-    side.give(1)
+    side.give_all(7)
     counters = [Counter({name: memoryview(array) for name, array in side.counts.items()}, w) for w in range(2)]
     rung, has_returned = [], threading.Event()
 
@@ -214,7 +232,7 @@ def test_the_caller_is_woken_once_for_the_answers_that_it_waits_for():
 @pytest.mark.parametrize("is_before", [True, False])
 def test_a_hail_ends_the_wait_for_some(is_before):
     side, room = Side(1, 1, in_c=True), np.zeros(1, np.int64)
-    side.give(1)
+    side.give_all(7)
 
     def stop_waits():
         if not is_before:
@@ -240,7 +258,7 @@ def test_a_signal_ends_the_wait(monkeypatch, delay_s, is_for_all):
     """During the spin, and while it blocks."""
     monkeypatch.setattr(fast_commands, "LOOK_S", 30.0)
     side = Side(1, 1, in_c=True)
-    side.give(1)
+    side.give_all(7)
 
     def handle(*_: object) -> None:
         raise Alarm
@@ -249,7 +267,7 @@ def test_a_signal_ends_the_wait(monkeypatch, delay_s, is_for_all):
 
     def wait() -> None:
         signal.setitimer(signal.ITIMER_REAL, delay_s)
-        side.has_all() if is_for_all else side.caller.first(np.arange(1), 1, int(30e9), np.zeros(1, np.int64))
+        side.step(1, None, 0) if is_for_all else side.caller.first(np.arange(1), 1, int(30e9), np.zeros(1, np.int64))
 
     try:
         began = time.monotonic()
@@ -301,11 +319,10 @@ def test_it_keeps_its_memory_and_lets_go_of_it():
         side.caller.first(None, 1, 0, side.worker_of)
     gc.collect()
     assert [sys.getrefcount(array) for array in arrays] == before
-    give, words = side.give, side.words
+    caller = side.caller
     gone = weakref.ref(side.buffer)
     side.words.command = side.words.command_seq = side.buffer = None
     del side, arrays
-    give(3)  # its memory still exists
-    assert words.number == 1
+    caller.give_some(1, np.arange(2), np.full(2, 3))  # its memory still exists
     assert gone() is not None
-    give = None
+    caller = None

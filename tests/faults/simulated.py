@@ -301,8 +301,12 @@ class SimulatedPool(WorkerPool):
         self._after(super().submit)(*args)
 
     def compile(self) -> FastCommands:
-        commands = super().compile()
-        return commands._replace(give=self._after(commands.give))
+        absent, step = super().compile()
+
+        def answered(command: int, draft: Callable[[int], Any] | None, column: int) -> tuple[Any, bool]:
+            return step(command, self._after(draft or (lambda _: None)), column)
+
+        return FastCommands(absent, answered)
 
     def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange:
         commands = super().compile_exchange(facts)
