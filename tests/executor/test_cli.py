@@ -318,15 +318,15 @@ def test_an_env_that_keeps_the_contract_is_found_to():
 def test_a_rule_that_is_broken_is_named():
     result = check("my_envs:Forgets", "--steps", "20")
     assert result.exit_code == 1
-    assert "broken   7  the same seed and actions" in result.output
+    assert "broken   6  the same seed and actions" in result.output
     assert "ok       1" in result.output
     result = check("my_envs:Leaves", "--steps", "20")
     assert result.exit_code == 1
-    assert "broken  11  observations are within the bounds" in result.output
+    assert "broken   8  observations are within the bounds" in result.output
     assert "in [0, 1], got 2 at (0, 0)" in result.output
     result = check("my_envs:Forgets", "--steps", "20", "--random")
     assert result.exit_code == 0, result.output
-    assert "skipped  7" in result.output
+    assert "skipped  6" in result.output
 
 
 @pytest.mark.usefixtures("folder")
@@ -335,7 +335,11 @@ def test_a_check_that_proved_nothing_fails():
     assert result.exit_code == 1
     assert "nothing was proved" in result.output
     assert check("my_envs:Breaks", "--steps", "20").exit_code == 1
-    assert check("my_envs:refuses").exit_code == 1
+    result = check("my_envs:refuses")
+    assert result.exit_code == 1
+    assert "error: check failed: the env raised OSError: no such track\n" in result.stderr
+    assert "my_envs.py" in result.stderr
+    assert "contract.py" not in result.stderr
     assert check("my_envs:refuse").exit_code == 2
 
 
