@@ -31,7 +31,7 @@ READERS = {
 BUDGET = {
     "shm/*": 2005,
     "workers/*": 3163,
-    "workers/adapters": 1039,
+    "workers/adapters": 1275,
     "workers/adapters/common": 488,
     "workers/adapters/dm_env": 354,
     "workers/adapters/gymnasium": 1211,
@@ -46,7 +46,7 @@ BUDGET = {
     "workers/testing": 1833,
     "executor/*": 2990,
     "executor/batches": 1681,
-    "executor/cli": 3209,
+    "executor/cli": 2973,
     "executor/cluster": 2115,
     "executor/facades": 508,
     "executor/facades/cleanrl": 186,

@@ -89,9 +89,9 @@ class Evaluate:
     def _prepare(self) -> tuple[dict[str, Any], Any, Any]:
         """Check the options before envs start; return the factories by task, and those of the policies or None."""
         from envherd.executor.cli.commands import policy_maker
-        from envherd.executor.cli.env_names import made_for
         from envherd.executor.show.evaluate import for_evaluation
         from envherd.executor.show.video import require_imageio
+        from envherd.workers.adapters.env_names import made_for
         from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 
         if self.videos is not None:
