@@ -46,7 +46,7 @@ BUDGET = {
     "workers/testing": 1833,
     "executor/*": 2990,
     "executor/batches": 1681,
-    "executor/cli": 2973,
+    "executor/cli": 2969,
     "executor/cluster": 2115,
     "executor/facades": 508,
     "executor/facades/cleanrl": 186,
@@ -61,7 +61,7 @@ BUDGET = {
     "executor/pools": 5604,
     "executor/protocol": 3345,
     "executor/rollouts": 911,
-    "executor/show": 2227,
+    "executor/show": 2152,
     "executor/simulator": 799,
     "executor/sizing": 1614,
 }
