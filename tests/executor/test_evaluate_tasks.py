@@ -257,6 +257,20 @@ def test_an_executor_plays_with_the_policy_for_its_ready_envs():
         assert found.returns.tolist() == [[1.5, 3.0, 3.0]] * 5
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("is_executor", [False, True])
+def test_a_policy_on_a_gpu_gets_its_inputs_and_its_state_there(is_executor):
+    class Counter(torch.nn.Linear):
+        def forward(self, td):
+            assert td["observation"].device == td["count"].device == self.weight.device
+            return count(td)
+
+    policy, primer = Counter(1, 1).cuda(), {"count": torch.zeros(1)}
+    with ParallelEnv(3, Task, num_workers=1, seed=0, options=ExecutorOptions(infos="plain")) as env:
+        found = evaluate(policy, env if is_executor else Task, 6, primer=primer)
+    assert [one.success for one in found.episodes] == [(3 + seed % 5) % 2 == 0 for seed in SEEDS[:6]]
+
+
 def test_an_error_of_the_policy_ends_the_run():
     def wrong(td):
         raise ZeroDivisionError("in the policy")
