@@ -50,6 +50,8 @@ from envherd.workers.errors import EnvError, EnvherdError, ResetNeeded, SpecErro
 from envherd.workers.seeding import episode_seed
 
 T = TypeVar("T")
+#: Seconds after the end of a run for the commands that its envs carry out.
+_LAST_COMMAND_S = 1.0
 #: What ends an episode as failed. All other errors end the evaluation: they are of the policy or of the caller. An env
 #: needs a reset in the middle of an episode if it did not answer in time when another worker of its executor was lost.
 _FAULTS = (EnvError, ResetNeeded, SpecError, WorkerLost, WorkerTimeout)
@@ -196,21 +198,28 @@ class Play:
                     while (function := self._inbox.get()) is not None:
                         function()
             except BaseException:
-                self._stop()
+                self._stop([thread for thread in threads if thread.ident is not None])
                 raise
-            finally:
-                for thread in threads:
-                    if thread.ident is not None:  # one that is building an env ends, and closes it, when it is built
-                        thread.join(options.close_timeout_s if self._is_stopping else None)
+            for thread in threads:
+                thread.join()
 
-    def _stop(self) -> None:
+    def _stop(self, threads: Sequence[threading.Thread]) -> None:
+        """End the seats: each after the command of its env, and an env whose command takes long is closed.
+
+        A seat that is building an env ends, and closes it, when it is built.
+        """
         with self._lock:
             self._is_stopping = True
-            envs, replies = list(self._envs), list(self._replies.values())
-        for env in envs:  # the calls of other threads raise Closed
-            env.close()
+            replies = list(self._replies.values())
         for reply in replies:
             reply.put(_Stopped())
+        deadline = time.monotonic() + _LAST_COMMAND_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            envs = list(self._envs)
+        for env in envs:  # the calls of other threads raise Closed
+            env.close()
 
     # ---- in the caller's thread ------------------------------------------------------------------
 

@@ -282,6 +282,23 @@ def test_an_error_of_the_policy_ends_the_run():
         evaluate(lambda td: td.set("action", torch.full((len(td),), 7)), Task, 2, num_workers=2)
 
 
+@pytest.mark.slow
+@pytest.mark.broken_pool
+def test_an_error_of_the_policy_ends_a_run_in_which_an_env_hangs():
+    calls = []
+
+    def policy(td):
+        calls.append(time.monotonic())
+        if len(calls) == 15:
+            raise ZeroDivisionError("in the policy")
+        return press(td)
+
+    tasks = {"bad": functools.partial(Task, faults={0: "hang"}), "good": Task}
+    with pytest.raises(ZeroDivisionError):
+        evaluate(policy, tasks, 20, num_workers=2, options=ExecutorOptions(close_timeout_s=1.0))
+    assert time.monotonic() - calls[-1] < 20, "the env sleeps for 60 s"
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
