@@ -165,7 +165,8 @@ class RecordFile:
             if one["cast"] is not None:
                 cast = Cast(**{key: _as_tuple(value) for key, value in one["cast"].items()})
                 records = (EpisodeRecord(**{**each, "returns": tuple(each["returns"])}) for each in one["episodes"])
-                mine = self.tasks.setdefault(name, TaskRecords(cast))
+                mine = self.tasks.setdefault(name, TaskRecords())
+                mine.cast = mine.cast or cast
                 mine.episodes = {record.episode: record for record in records} | mine.episodes
 
 

@@ -415,13 +415,14 @@ def test_a_file_of_other_episodes_is_refused(tmp_path):
 
 def test_programs_that_write_to_one_file_keep_each_others_records(tmp_path):
     out = tmp_path / "found.json"
-    programs = [RecordFile(out, {"seed": 0}, [name]) for name in "ab"]
-    for program in (*programs, programs[0]):  # the first one writes again after the second one
-        (name,) = program.tasks
+    programs = [RecordFile(out, {"seed": 0}, ["a", "b"]) for _ in range(2)]
+    for number, (program, name) in enumerate(zip((*programs, programs[0]), "aba", strict=True)):
         program.tasks[name].cast = Cast(env=name)
-        program.add(name, EpisodeRecord(episode=0, seed=0))
+        program.add(name, EpisodeRecord(episode=number, seed=0))
         program.write()
-    assert list(RecordFile(out, {"seed": 0}, []).tasks) == ["a", "b"]
+    found = RecordFile(out, {"seed": 0}, []).tasks
+    assert {name: [*one.episodes] for name, one in found.items()} == {"a": [0, 2], "b": [1]}
+    assert [one.cast for one in found.values()] == [Cast(env="a"), Cast(env="b")]
 
 
 KILLED = """
