@@ -35,12 +35,12 @@ from benchmarks.parts import write_part
 from benchmarks.report import Sheet, to_markdown, to_rich
 from envherd.executor import ExecutorOptions, MeltingPotFactory, SerialEnv
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.cli.env_names import factory_for
 from envherd.executor.machine.machine import read_machine
 from envherd.executor.sizing.driving import Driver, Subject
 from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.recommending import recommend
 from envherd.executor.sizing.settings import Goal, Setting
+from envherd.workers.adapters.env_names import factory_for
 
 RESULTS = Path(__file__).parent / "results" / "sizing.json"
 NUM_ENVS = 8

@@ -22,7 +22,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.batches.actions import reset_mask
-from envherd.executor.batches.arguments import as_count, need_batch, need_bools, need_seconds
+from envherd.executor.batches.arguments import as_count, need_batch, need_bools, need_seconds, wrong_rows
 from envherd.executor.batches.fast_tensordict import get_leaf, set_next
 from envherd.executor.keywords import names_right_keyword, no_attribute
 from envherd.executor.monitor.statistics import Statistics
@@ -347,6 +347,8 @@ class BatchedEnv:
         if td is not None:
             need_batch("rand_action", td)
         ids = None if td is None else td.get(ENV_IDS, None)
+        if td is not None and ids is None and td.batch_size[:1] != self.batch_size[:1]:
+            raise wrong_rows("rand_action", self.num_envs, td)
         env_ids = None if ids is None else self._exchange.as_ids(ids)
         return self._engine.sampler.fill(td, self.batch_size, self.device, env_ids)
 

@@ -149,7 +149,7 @@ def version_of(name: str) -> str | None:
 
 def unmet(name: str, installed: str) -> Iterator[str]:
     """Yield the requirements of envherd, torchrl and tensordict that the installed version of `name` does not meet."""
-    from packaging.requirements import Requirement  # tensordict requires it
+    from packaging.requirements import Requirement
 
     for wanting in ("envherd", "torchrl", "tensordict"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

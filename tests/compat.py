@@ -44,6 +44,8 @@ EXTRAS = ("torchrl", "gymnasium", "sb3")
 #: Extras of RLlib's separate environment, because RLlib pins Gymnasium.
 RLLIB = "RLlib"
 RLLIB_EXTRAS = ("rllib", "pettingzoo", "meltingpot")
+#: An environment without TorchRL, which may lag a minor version behind TensorDict.
+ALONE = "without TorchRL"
 #: Libraries whose oldest versions can be put above any environment: only they are compiled against themselves.
 ABOVE = ("tensordict", "torchrl", "gymnasium", "stable-baselines3", "cloudpickle")
 #: Packages of the extra `dev` that tests need; the others check sources.
@@ -81,7 +83,7 @@ class Row(NamedTuple):
         python: its minor version, `3.11`.
         which: `oldest`, `newest`, or the difference.
         groups: the headings whose tests are run.
-        end: the environment: `oldest`, `newest` or `RLlib`.
+        end: the environment: `oldest`, `newest`, `without TorchRL` or `RLlib`.
         on_top: packages installed over it only for this row, without dependencies.
     """
 
@@ -96,6 +98,11 @@ class Row(NamedTuple):
         """The name that `--rows` searches, and the key of its outcome."""
         return f"{self.python}, {self.which}"
 
+    @property
+    def environment(self) -> str:
+        """The name of its environment's folder."""
+        return f"{self.python}-{self.end.replace(' ', '-')}"
+
 
 def rows() -> list[Row]:
     """Return all rows: the ends for every Python, and every minor version of TorchRL between them for the first."""
@@ -105,6 +112,7 @@ def rows() -> list[Row]:
         found += [Row(python, end, usual, end) for end in ("oldest", "newest")]
     first = PYTHONS[0]
     found.append(Row(first, RLLIB, (RLLIB,), RLLIB))
+    found.append(Row(first, ALONE, ("core", "Gymnasium", "SB3"), ALONE))
     for version in torchrl_versions()[1:-1]:
         pins = (f"torchrl=={version}.*", f"tensordict=={version}.*")
         found.append(Row(first, f"TorchRL {version}", ("TorchRL",), "newest", pins))
@@ -165,9 +173,9 @@ def run(row: Row, folder: Path, jobs: str) -> dict[str, Any]:
     interpreter = find_python(row.python)
     if interpreter is None:
         raise SystemExit(f"{row.name} failed: expected python{row.python} on PATH or in pyenv, got none.")
-    extras = RLLIB_EXTRAS if row.end == RLLIB else EXTRAS
+    extras = {RLLIB: RLLIB_EXTRAS, ALONE: EXTRAS[1:]}.get(row.end, EXTRAS)
     wanted = [oldest(one) if row.end == "oldest" else str(one) for one in requirements(extras)]
-    python = make(folder / f"{row.python}-{row.end}", interpreter, wanted)
+    python = make(folder / row.environment, interpreter, wanted)
     path = [str(ROOT)]
     if row.on_top:
         path.insert(0, put_above(python, folder / row.name.replace(" ", "-"), row.on_top))
@@ -253,10 +261,10 @@ _INTRODUCTION = """# Versions
 Written by `make compat`, which makes an environment for each row, installs the versions in it and runs the tests of the
 headings on the right there (`tests/compat.py` lists the files). *Oldest* has the lower bound of each requirement in
 `pyproject.toml`, *newest* what pip chose within the bounds; the other rows put a few versions on top of one of the two.
-Each minor version of TorchRL wants the TensorDict of the same. RLlib has an environment by itself: it pins Gymnasium.
-Continuous integration runs the newest end with `make test`, and quick tests of the oldest with `make test-oldest`.
-Numbers are of tests that passed; those of what a version lacks, and of other extras, are skipped. Tests with deadlines
-may fail on a machine that is busy.
+Each minor version of TorchRL wants the TensorDict of the same, which may not be the newest. RLlib has an environment by
+itself: it pins Gymnasium. Continuous integration runs the newest end with `make test`, and quick tests of the oldest
+with `make test-oldest`. Numbers are of tests that passed; those of what a version lacks, and of other extras, are
+skipped. Tests with deadlines may fail on a machine that is busy.
 
 """
 
@@ -322,9 +330,8 @@ def main() -> int:
         ran = outcome(row, run(row, options.folder, options.jobs))
         PAGE.write_text(page({**read_page(), row.name: ran}))
         has_failed |= bool(ran[1])
-        needed = {(one.python, one.end) for one in chosen[index + 1 :]}
-        if not options.keep and (row.python, row.end) not in needed:
-            shutil.rmtree(options.folder / f"{row.python}-{row.end}")
+        if not options.keep and row.environment not in {one.environment for one in chosen[index + 1 :]}:
+            shutil.rmtree(options.folder / row.environment)
     return int(has_failed)
 
 

@@ -108,7 +108,7 @@ ORDER = {
         *("adapters.base", "adapters.registry", "adapters.common"),
         *("adapters.gymnasium", "adapters.gymnasium_vector", "adapters.envpool", "adapters.dm_env"),
         *("adapters.meltingpot", "adapters.pettingzoo", "adapters.torchrl", "adapters.simulators"),
-        *("adapters.torch_native", "adapters.named", "adapters"),
+        *("adapters.torch_native", "adapters.named", "adapters.env_names", "adapters"),
         *("native", "block", "build", "adapters.hosts", "process", "testing"),
     ),
     "executor": (

@@ -48,6 +48,9 @@ except EnvError as error:
     print(error.env_ids, error.remote_traceback)
 check_env_contract(make, num_steps=20)
 print(envherd.__version__, MeltingPotFactory("clean_up", deterministic=True), evaluate)
+print(evaluate(None, make, 5, num_workers=2, success=lambda info, one: one.length > len(info)).returns)
+print(evaluate(None, {"task": make}, seed=1)["task"].success)
+evaluate(None, make, 5, num_worker=2)  # wrong: a keyword
 print(gym, AsyncVectorEnv, ParallelVectorEnv, SubprocVecEnv, TorchRLParallelEnv)
 ParallelEnv(4, make, num_worker=2)  # wrong: a keyword
 ExecutorOptions(on_worker_loss="restrat")  # wrong: a word

@@ -7,6 +7,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from tests import compat
+from tests.test_imports import ALLOWED
 
 HEADS = ["Python", "", *compat.SHOWN.values()]
 REQUIREMENTS = [one for one in compat.requirements((*compat.EXTRAS, "rllib")) if one.name in compat.SHOWN]
@@ -36,3 +37,10 @@ def test_the_upper_bound_is_above_the_newest_minor_version_that_was_run(requirem
         if one.operator == "<":
             upper = Version(one.version)
             assert max(versions_of(requirement)).release[:2] == (upper.major, upper.minor - 1)
+
+
+def test_what_an_installation_without_extras_imports_is_required():
+    """What another package requires may be missing with its next version."""
+    imported = set().union(*(ALLOWED[part] for part in ("shm/*", "workers/*", "executor/*", "executor/doctor.py")))
+    required = {one.name for one in compat.requirements(())}
+    assert {name for name in imported if not name.startswith("envherd.")} <= required

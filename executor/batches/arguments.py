@@ -78,10 +78,17 @@ def need_state(call: str, name: str, td: Any, num_envs: int) -> None:
     if td is None:
         return
     need_batch(call, td, name)
-    if tuple(td.batch_size[:1]) != (num_envs,):
-        raise ValueError(
-            f"{call} failed: expected {name} with a row for each of {num_envs} envs, got batch size {[*td.batch_size]}."
-        )
+    if td.batch_size[:1] != (num_envs,):
+        raise wrong_rows(call, num_envs, td, name)
+
+
+def wrong_rows(call: str, num_envs: int, td: TensorDictBase, name: str = "a batch") -> ValueError:
+    """Return the error for a batch without a row for each env."""
+    advice = "" if td.batch_size else " It is one row: reset() and step() return one TensorDict, which is not unpacked."
+    return ValueError(
+        f"{call} failed: expected {name} with a row for each of {num_envs} envs, got batch size {[*td.batch_size]}."
+        f"{advice}"
+    )
 
 
 def _named(value: Any) -> str:

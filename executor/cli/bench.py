@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 from envherd.executor.cli.commands import carry_out, noting_interrupt, write_text
-from envherd.executor.cli.env_names import factory_for, full_name
 from envherd.executor.cli.exit_codes import EXIT_FAILED
 from envherd.executor.cli.options import Bench
 from envherd.executor.machine.machine import usable_cores
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.serial import SerialEnv
+from envherd.workers.adapters.env_names import factory_for, full_name
 from envherd.workers.errors import FactoryError
 
 SCHEMA = "envherd.bench/2"

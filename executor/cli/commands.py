@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.text import Text
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.cli.env_names import Made
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.storing import StoreError
 from envherd.executor.cluster.errors import ClusterError
@@ -29,6 +28,7 @@ from envherd.executor.parallel import ParallelEnv
 from envherd.executor.pools.process_log import has_frames_of_others
 from envherd.executor.show.camera import MediaError
 from envherd.shm import platforms
+from envherd.workers.adapters.env_names import Made
 from envherd.workers.adapters.named import named_callable
 from envherd.workers.errors import EnvherdError, FactoryError
 

@@ -21,7 +21,7 @@ def doctor(
     if env is None:
         raise typer.Exit(_report("", None, is_json=json))
     from envherd.executor.cli.commands import carry_out  # imported here: they need packages that may be missing
-    from envherd.executor.cli.env_names import factory_for
+    from envherd.workers.adapters.env_names import factory_for
 
     raise typer.Exit(carry_out(lambda: factory_for(env), lambda make_env: _report(env, make_env, is_json=json)))
 

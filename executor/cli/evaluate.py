@@ -63,12 +63,10 @@ class Evaluate:
         typer.Option(metavar="I,J,...", help="The focal players; default: those of the scenario, or all."),
     ] = None
     episodes: Annotated[int, typer.Option(min=1, help="Number of episodes of each ENV.")] = 10
-    envs: Annotated[int | None, typer.Option(min=1, help="Most envs that play at once.")] = None
     workers: Workers = None
     seed: Annotated[int, typer.Option(min=0, help="Root seed.")] = 0
     max_steps: MaxSteps = None
     env_kwargs: EnvKwargs = None
-    max_batch: Annotated[int, typer.Option(min=1, help="Most envs for which a policy is called at once.")] = 1
     out: Annotated[
         str | None,
         typer.Option(metavar="PATH", callback=text_file, help="Keep the episodes in this JSON, and continue from it."),
@@ -89,9 +87,9 @@ class Evaluate:
     def _prepare(self) -> tuple[dict[str, Any], Any, Any]:
         """Check the options before envs start; return the factories by task, and those of the policies or None."""
         from envherd.executor.cli.commands import policy_maker
-        from envherd.executor.cli.env_names import made_for
         from envherd.executor.show.evaluate import for_evaluation
         from envherd.executor.show.video import require_imageio
+        from envherd.workers.adapters.env_names import made_for
         from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 
         if self.videos is not None:
@@ -146,12 +144,10 @@ class Evaluate:
             self.episodes,
             policy_for=policy_for,
             focal=focal,
-            num_envs=self.envs,
             num_workers=self.workers,
             seed=self.seed,
             max_steps=self.max_steps,
             options=drawing(default_options()) if self.videos is not None else None,
-            max_batch=self.max_batch,
             out=self.out,
             label=f"{self.policy or _RANDOM} against {self.background}",
             videos=self.videos,

@@ -12,13 +12,13 @@ from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.commands import carry_out, noting_interrupt, policy_maker, started
-from envherd.executor.cli.env_names import Made, made_for
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED
 from envherd.executor.cli.media import Film, grid, reduced, require_pillow, save_animation
 from envherd.executor.cli.options import Record
 from envherd.executor.cli.returns import Returns
 from envherd.executor.show.camera import Camera
 from envherd.executor.show.video import Video, require_imageio
+from envherd.workers.adapters.env_names import Made, made_for
 
 #: Most frames of a GIF; longer films keep only every second, fourth, ... step.
 _GIF_FRAMES = 240

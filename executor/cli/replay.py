@@ -13,12 +13,12 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from envherd.executor.cli.commands import carry_out, started
-from envherd.executor.cli.env_names import Made, made_for
 from envherd.executor.cli.exit_codes import EXIT_FAILED
 from envherd.executor.cli.media import Pictures
 from envherd.executor.cli.options import Replay
 from envherd.executor.cli.rerun import Rerun
 from envherd.executor.cli.storing import StoreError, load_rollout, refuse_code
+from envherd.workers.adapters.env_names import Made, made_for
 
 #: Leaves that two runs cannot have in common.
 _NOT_COMPARED = {("interrupted",), ("episode", "time")}

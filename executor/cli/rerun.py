@@ -25,7 +25,6 @@ from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.commands import started
-from envherd.executor.cli.env_names import Made, made_for
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_NO_FAILURE
 from envherd.executor.cli.options import Replay
 from envherd.executor.cli.storing import has_text, refuse_code
@@ -36,6 +35,7 @@ from envherd.executor.pools.worker_process import describe_exit
 from envherd.executor.serial import SerialEnv
 from envherd.executor.show.camera import Camera
 from envherd.executor.show.video import Video, require_imageio
+from envherd.workers.adapters.env_names import Made, made_for
 from envherd.workers.errors import EnvError, WorkerLost, WorkerTimeout
 
 _FPS = 20.0

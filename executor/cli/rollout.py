@@ -17,7 +17,6 @@ from rich.text import Text
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.commands import carry_out, complain, noting_interrupt, policy_maker, started, write_text
-from envherd.executor.cli.env_names import Made, full_name, made_for
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from envherd.executor.cli.media import Pictures
 from envherd.executor.cli.options import Rollout
@@ -26,6 +25,7 @@ from envherd.executor.cli.storing import RolloutStore
 from envherd.executor.monitor.statistics import Statistics
 from envherd.executor.show.camera import MediaError
 from envherd.executor.sizing.settings import size_text
+from envherd.workers.adapters.env_names import Made, full_name, made_for
 from envherd.workers.errors import EnvherdError
 from envherd.workers.processes import memory_of
 

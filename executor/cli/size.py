@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.cli.commands import carry_out, write_text
-from envherd.executor.cli.env_names import Factory, factory_for
 from envherd.executor.cli.options import Size
 from envherd.executor.machine.gpus import Gpu
 from envherd.executor.machine.machine import Machine, read_machine
 from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.recommending import Sizing, recommend
 from envherd.executor.sizing.settings import Goal, counted, size_text, time_text
+from envherd.workers.adapters.env_names import Factory, factory_for
 
 SCHEMA = "envherd.size/4"
 

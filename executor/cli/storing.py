@@ -20,8 +20,8 @@ from typing import Any
 
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
 
-from envherd.executor.cli.env_names import is_only_looked_up
 from envherd.executor.pools.capsule_file import is_count, is_line
+from envherd.workers.adapters.env_names import is_only_looked_up
 
 SCHEMA = "envherd.stored/1"
 #: The file in the directory that is not part of the TensorDict.

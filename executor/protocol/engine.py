@@ -17,6 +17,7 @@ import torch
 from tensordict import NonTensorData, TensorDictBase
 
 from envherd.executor.batches.actions import GroupIntake
+from envherd.executor.batches.arguments import wrong_rows
 from envherd.executor.batches.fast_tensordict import set_leaf
 from envherd.executor.batches.hand_out import add_side
 from envherd.executor.batches.loans import make_loans
@@ -158,7 +159,7 @@ class Engine(Calls):
         """
         batch_size = td.batch_size
         if not batch_size or batch_size[0] != self.num_envs:
-            raise ValueError(f"step failed: expected a batch of {self.num_envs} envs, got batch size {batch_size}.")
+            raise wrong_rows("step", self.num_envs, td)
         self.refuse_rolling()
         flight = self.flights.begin(op, cut=cut, write_inputs=partial(self.write_inputs, td))
         draft = None if self.plain.rows else self.batches.steps.draft[op](flight.at)

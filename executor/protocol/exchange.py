@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
+from envherd.executor.batches.arguments import wrong_rows
 from envherd.executor.batches.fast_tensordict import get_leaf, maker, set_leaf, set_next
 from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.executor.protocol.call_guard import call_name
@@ -44,9 +45,7 @@ class Exchange:
             env_ids = get_leaf(td, ENV_IDS)
         ids = self.as_ids(env_ids)
         if td.batch_size[:1] != (len(ids),):
-            raise ValueError(
-                f"send failed: expected one row for each of {len(ids)} envs, got batch size {td.batch_size}."
-            )
+            raise wrong_rows("send", len(ids), td)
         return ids
 
     def as_ids(self, env_ids: Any) -> np.ndarray:

@@ -8,13 +8,12 @@ continued.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from tensordict import TensorDict
@@ -32,9 +31,8 @@ from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile, finge
 from envherd.executor.show.results import Evaluation, Evaluations
 from envherd.executor.show.video import require_imageio
 from envherd.shm.specs import EnvSpec
+from envherd.workers.adapters.env_names import factory_for
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
-from envherd.workers.adapters.named import FAMILIES, NamedFactory
-from envherd.workers.errors import FactoryError
 from envherd.workers.options import Infos
 
 #: One policy for all players, or a dict of policies by player, role and "*"; see `PerPlayer`.
@@ -47,51 +45,32 @@ Tasks = Mapping[str, Any] | list[Any] | tuple[Any, ...]
 _TIMEOUT_S = 300.0
 
 
+class _Settings(TypedDict, total=False):
+    """The keyword arguments of `evaluate`, for type checkers."""
+
+    background: Policies
+    focal: Sequence[int | str] | None
+    num_workers: int | None
+    seed: int
+    max_steps: int | None
+    primer: Mapping[str, torch.Tensor] | None
+    options: ExecutorOptions | None
+    policy_for: Callable[[str, BatchedEnv], Policies] | None
+    success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None
+    out: str | os.PathLike[str] | None
+    label: str | None
+    videos: str | os.PathLike[str] | None
+    filmed: int | Iterable[int]
+    fps: float
+
+
 @overload
 def evaluate(
-    policies: Policies | Mapping[str, Policies],
-    env: Tasks,
-    episodes: int = ...,
-    *,
-    background: Policies = ...,
-    focal: Sequence[int | str] | None = ...,
-    num_envs: int | None = ...,
-    num_workers: int | None = ...,
-    seed: int = ...,
-    max_steps: int | None = ...,
-    primer: Mapping[str, torch.Tensor] | None = ...,
-    options: ExecutorOptions | None = ...,
-    policy_for: Callable[[str, BatchedEnv], Policies] | None = ...,
-    success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None = ...,
-    max_batch: int = ...,
-    out: str | os.PathLike[str] | None = ...,
-    label: str | None = ...,
-    videos: str | os.PathLike[str] | None = ...,
-    filmed: int | Iterable[int] = ...,
-    fps: float = ...,
+    policies: Policies | Mapping[str, Policies], env: Tasks, episodes: int = ..., **settings: Unpack[_Settings]
 ) -> Evaluations: ...
 @overload
 def evaluate(
-    policies: Policies | Mapping[str, Policies],
-    env: Env,
-    episodes: int = ...,
-    *,
-    background: Policies = ...,
-    focal: Sequence[int | str] | None = ...,
-    num_envs: int | None = ...,
-    num_workers: int | None = ...,
-    seed: int = ...,
-    max_steps: int | None = ...,
-    primer: Mapping[str, torch.Tensor] | None = ...,
-    options: ExecutorOptions | None = ...,
-    policy_for: Callable[[str, BatchedEnv], Policies] | None = ...,
-    success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None = ...,
-    max_batch: int = ...,
-    out: str | os.PathLike[str] | None = ...,
-    label: str | None = ...,
-    videos: str | os.PathLike[str] | None = ...,
-    filmed: int | Iterable[int] = ...,
-    fps: float = ...,
+    policies: Policies | Mapping[str, Policies], env: Env, episodes: int = ..., **settings: Unpack[_Settings]
 ) -> Evaluation: ...
 @names_right_keyword
 @without_grad
@@ -102,7 +81,6 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     *,
     background: Policies = None,
     focal: Sequence[int | str] | None = None,
-    num_envs: int | None = None,
     num_workers: int | None = None,
     seed: int = 0,
     max_steps: int | None = None,
@@ -110,7 +88,6 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     options: ExecutorOptions | None = None,
     policy_for: Callable[[str, BatchedEnv], Policies] | None = None,
     success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None = None,
-    max_batch: int = 1,
     out: str | os.PathLike[str] | None = None,
     label: str | None = None,
     videos: str | os.PathLike[str] | None = None,
@@ -127,15 +104,14 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     Args:
         policies: one policy for all tasks and players; or a dict by player, role and "*" (see `PerPlayer`); or, with
             several tasks, a dict by task of these. None draws random actions.
-        env: a factory of any env, or a name: that of a Melting Pot substrate or scenario, which is built
-            `deterministic` and without the world view, or FAMILY:NAME, such as "gymnasium:CartPole-v1". A dict of them
-            by task, or a list. Or an executor: `evaluate` resets its envs and leaves it open. With `background`, a
-            named scenario keeps its roles, and the background policies replace its bots.
+        env: a factory of any env, or a name as on the command line, such as "gymnasium:CartPole-v1". A dict of them by
+            task, or a list. Or an executor: `evaluate` resets its envs and leaves it open, and a policy gets a batch of
+            its envs. Melting Pot envs with names are built `deterministic` and without the world view. With
+            `background`, a named scenario keeps its roles, and the background policies replace its bots.
         episodes: number of episodes of each task. Episode i has the seed of the first episode of env i in an executor
             with this root seed.
         background: policies of the players that are not focal, likewise; `{"*": None}` draws random actions.
         focal: names or indices of the focal players; None for those of the scenario, or all.
-        num_envs: at most this number of envs play at once. Ignored with an executor.
         num_workers: worker processes, with one env each; None for one per usable core. Not with an executor.
         seed: root seed of the episodes (an executor keeps its own), and of torch's generator during the evaluation.
         max_steps: truncate episodes after this number of steps.
@@ -145,8 +121,6 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
             step it), it returns the policies of the task, which are released after the task.
         success: called with the info of an episode's last step and its record; returns whether it was a success. None
             reads `info["success"]` or `info["is_success"]`.
-        max_batch: call a policy for at most this number of envs, of those that are ready. With 1, the results do not
-            depend on which envs were ready. More is faster with a policy on a GPU.
         out: path of a JSON file that keeps the episodes that have been played. If it exists, the run continues from it.
             A larger `episodes` and other tasks add to it.
         label: of the policies in `out`; None for their names and, of modules, the hash of their parameters. A file of
@@ -168,19 +142,17 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         episodes=as_count("evaluate", "episodes", episodes),
         seed=as_count("evaluate", "seed", seed, least=0),
         max_steps=as_count("evaluate", "max_steps", max_steps, or_none=True),
-        max_batch=as_count("evaluate", "max_batch", max_batch),
         success=success,
         videos=None if videos is None else Path(videos),
         filmed=frozenset(range(filmed) if isinstance(filmed, int) else filmed),
         fps=fps,
     )
-    num_envs = as_count("evaluate", "num_envs", num_envs, or_none=True)
     need_callables("evaluate", success=success, policy_for=policy_for)
     if videos is not None:
         require_imageio()
     if primer is not None and not isinstance(primer, Mapping):
         raise TypeError(f"evaluate failed: expected primer as a dict of tensors by key or None, got {primer!r}.")
-    tasks = _tasks(env, has_background=background is not None)
+    tasks = _tasks(env, has_background=background is not None, with_frames=videos is not None)
     executor = env if isinstance(env, BatchedEnv) else None
     if executor is not None:
         _refuse_settings(num_workers=num_workers, options=options)
@@ -201,9 +173,8 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
             if executor is not None:
                 play.play_in(next(iter(tasks)), executor)
             elif play.num_left:
-                most = min(play.num_left, num_envs or play.num_left)
                 chosen = default_options() if options is None else _with_infos(options)
-                play.run(choose_workers(most, num_workers), chosen)
+                play.run(choose_workers(play.num_left, num_workers), chosen)
     finally:
         records.write()
     if play.build_error is not None and all(records.tasks[name].cast is None for name in tasks):
@@ -232,20 +203,21 @@ def _results(env: Any, tasks: Mapping[str, Any], rules: Rules, records: RecordFi
     return all_of_them if isinstance(env, (Mapping, list, tuple)) else next(iter(found.values()))
 
 
-def _tasks(env: Any, *, has_background: bool) -> dict[str, Any]:
+def _tasks(env: Any, **how: bool) -> dict[str, Any]:
     """Return the tasks by name, with their factories, or with an executor."""
     if not isinstance(env, (Mapping, list, tuple)):
-        return {env if isinstance(env, str) else "env": _factory(env, has_background=has_background)}
-    pairs = [*env.items()] if isinstance(env, Mapping) else [(_name(one, i), one) for i, one in enumerate(env)]
-    names = [str(name) for name, _ in pairs]
-    if not names or len(set(names)) < len(names):
-        raise ValueError(
-            f"evaluate failed: expected tasks of different names, got {names or 'none'}. Pass a dict by name."
-        )
-    tasks = {str(name): _factory(one, has_background=has_background) for name, one in pairs}
-    for name, one in tasks.items():
+        return {env if isinstance(env, str) else "env": _factory(env, **how)}
+    tasks: dict[str, Any] = {}
+    for name, one in env.items() if isinstance(env, Mapping) else ((_name(one, i), one) for i, one in enumerate(env)):
         if isinstance(one, BatchedEnv):
             raise TypeError(f"evaluate failed: expected a factory or a name for task {name!r}, got an executor.")
+        if str(name) in tasks:
+            raise ValueError(
+                f"evaluate failed: expected tasks of different names, got {name} twice. Pass a dict by name."
+            )
+        tasks[str(name)] = _factory(one, **how)
+    if not tasks:
+        raise ValueError("evaluate failed: expected tasks, got none.")
     return tasks
 
 
@@ -253,20 +225,12 @@ def _name(env: Any, index: int) -> str:
     return env if isinstance(env, str) else f"task_{index}"
 
 
-def _factory(env: Any, *, has_background: bool) -> Any:
+def _factory(env: Any, *, has_background: bool, with_frames: bool) -> Any:
     """Return the factory that a name stands for; anything else is returned itself."""
     if not isinstance(env, str):
         return env
-    family, _, rest = env.partition(":")
-    if family in FAMILIES and family != "meltingpot":
-        kind = FAMILIES[family].factory
-        return NamedFactory(family, rest) if kind is None else kind(rest)
-    if family not in FAMILIES and importlib.util.find_spec("meltingpot") is None:
-        raise FactoryError(
-            f"evaluate failed: expected FAMILY:NAME, got {env!r}. Write 'gymnasium:{env}' for an env of Gymnasium. "
-            f"Names without a family are those of Melting Pot, which is not installed."
-        )
-    return for_evaluation(MeltingPotFactory(rest or env), has_background=has_background)
+    made = factory_for(env, with_frames=with_frames)
+    return for_evaluation(made, has_background=has_background) if isinstance(made, MeltingPotFactory) else made
 
 
 def _refuse_settings(**settings: Any) -> None:
@@ -301,8 +265,9 @@ class _Choice:
             raise ValueError("evaluate failed: expected policies=None with policy_for, got both. Leave one out.")
         self._policies, self._policy_for, self._background, self._focal = policies, policy_for, background, focal
         self._primer = primer
-        self._is_by_task = isinstance(policies, Mapping) and set(policies).issuperset(tasks)
-        self._placed: dict[int, Placed] = {}
+        self._is_by_task = isinstance(policies, Mapping) and set(map(str, policies)).issuperset(tasks)
+        if self._is_by_task:
+            self._policies = {str(name): one for name, one in policies.items()}
 
     def settings(self) -> dict[str, Any]:
         """Return plain data that differs between choices."""
@@ -328,20 +293,14 @@ class _Choice:
             is_focal = _focal(self._focal, spec.metadata.get("is_focal"), policy.names)
             cast = Cast(env=title, players=policy.names, roles=policy.roles, is_focal=is_focal)
             primed = None if self._primer is None else policy.primer(1, **self._primer)
-            return Part(self._place(policy), primed, [(*policy.group, "reward")]), cast
+            return Part(Placed(policy), primed, [(*policy.group, "reward")]), cast
         count = sum(math.prod(leaf.shape) for leaf in spec.reward)
         names = ("agent",) if count == 1 else tuple(f"agent_{i}" for i in range(count))  # a reward of several numbers
         cast = Cast(env=title, players=names, roles=("default",) * count, is_focal=(True,) * count)
         primed = None
         if self._primer is not None:
             primed = TensorDict({key: value.unsqueeze(0) for key, value in self._primer.items()}, [1])
-        return Part(self._place(policy), primed, [leaf.key for leaf in spec.reward]), cast
-
-    def _place(self, policy: Policy) -> Placed:
-        """Return a policy with the device of its inputs; one object for one policy, so that its tasks share batches."""
-        if self._policy_for is not None:
-            return Placed(policy)
-        return self._placed.setdefault(id(policy), Placed(policy))
+        return Part(Placed(policy), primed, [leaf.key for leaf in spec.reward]), cast
 
 
 def _focal(

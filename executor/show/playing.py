@@ -4,11 +4,11 @@ Guarantees:
 - Which episodes are played, and their seeds, is decided before the first one begins. Each one that begins is recorded
   once: as ended, or as failed with the error of its env.
 - There are at most as many envs as seats. A seat closes its env, and ends its process, before it builds another.
-- Torch's generator is seeded before each call of a policy, by the episode and the step of the first row. With one row a
-  call (`max_batch=1`) an episode therefore depends on its seed, the env and the policy, and on nothing else.
+- Torch's generator is seeded before each call of a policy, by the episode and the step of the first row. With a seat,
+  that is the only row, so an episode depends on its seed, the env and the policy, and on nothing else.
 
 A seat is a thread with one worker process, which builds the next env while other seats play. The caller's thread calls
-the policies, for the seats that are ready, and writes the records. A passed executor is played in the caller's thread.
+the policies and writes the records. A passed executor is played in the caller's thread, with one batch of all its envs.
 
 Assumes: a reset with a seed makes an env forget its earlier episodes.
 """
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from envherd.executor.parallel import ParallelEnv
 from envherd.executor.pools.blueprint import as_factories, draw
 from envherd.executor.pools.preloading import helper_for
 from envherd.executor.pools.variables import gpus_of, variables_of
-from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
+from envherd.executor.rollouts.policy_state import own_leaves, run_policy
 from envherd.executor.show.camera import Camera, enlarged
 from envherd.executor.show.records import EpisodeRecord, RecordFile
 from envherd.executor.show.video import Video
@@ -49,6 +49,9 @@ from envherd.workers.build import Factory
 from envherd.workers.errors import EnvError, EnvherdError, ResetNeeded, SpecError, WorkerLost, WorkerTimeout
 from envherd.workers.seeding import episode_seed
 
+T = TypeVar("T")
+#: Seconds after the end of a run for the commands that its envs carry out.
+_LAST_COMMAND_S = 1.0
 #: What ends an episode as failed. All other errors end the evaluation: they are of the policy or of the caller. An env
 #: needs a reset in the middle of an episode if it did not answer in time when another worker of its executor was lost.
 _FAULTS = (EnvError, ResetNeeded, SpecError, WorkerLost, WorkerTimeout)
@@ -77,7 +80,6 @@ class Rules:
         episodes: of each task.
         seed: root seed: episode i has the seed of the first episode of env i under this root seed.
         max_steps: truncate episodes after this number of steps; or None.
-        max_batch: call a policy for at most this number of envs.
         success: called with the last info and the record of an episode; None reads the infos.
         videos: folder of the films, or None.
         filmed: numbers of the episodes of each task that are filmed.
@@ -87,7 +89,6 @@ class Rules:
     episodes: int
     seed: int
     max_steps: int | None = None
-    max_batch: int = 1
     success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None = None
     videos: Path | None = None
     filmed: frozenset[int] = frozenset()
@@ -122,16 +123,6 @@ class _Episode:
     path: Path | None = None
 
 
-class _Request(NamedTuple):
-    """Envs of one executor that wait for actions."""
-
-    part: Part
-    env: BatchedEnv
-    root: TensorDictBase
-    episodes: list[_Episode]
-    reply: SimpleQueue[Any]
-
-
 class _Stopped(Exception):
     """Ends the thread of a seat whose run has ended early."""
 
@@ -160,16 +151,16 @@ class Play:
             for name in tasks
         }
         self._parts: dict[str, Part] = {}
-        self._lock = threading.Lock()  # of the next six, which all seats use
+        self._lock = threading.Lock()  # of the next seven, which all seats use
         self._num_seats_at: Counter[str] = Counter()
         self._unbuildable: set[str] = set()
         self._build_s: dict[str, float] = {}
         self._episode_s: dict[str, float] = {}
         self._envs: set[BatchedEnv] = set()
-        self._is_stopping = False
-        self._inbox: SimpleQueue[Any] = SimpleQueue()  # of the caller's thread: requests, and functions to call
         self._replies: dict[int, SimpleQueue[Any]] = {}  # of each seat, by its thread
-        self._num_playing = 0
+        self._is_stopping = False
+        #: Functions that the caller's thread calls; None for each seat that ends.
+        self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self.build_error: EnvherdError | None = None
 
     @property
@@ -180,12 +171,10 @@ class Play:
     def play_in(self, name: str, env: BatchedEnv) -> None:
         """Play all episodes of a task in an executor, in this thread.
 
-        An env whose worker is lost, and not replaced, begins no more episodes. If none is left, the other episodes are
-        recorded as failed.
+        Raises:
+            WorkerLost, WorkerTimeout: a worker was lost and is not replaced. Its episodes are recorded as failed.
         """
-        error = _Session(self, name, env, is_own=False).play()
-        while error is not None and (episode := self.take(name)) is not None:
-            self.note(name, episode, error)
+        _Session(self, name, env, is_own=False).play()
 
     def run(self, num_seats: int, options: ExecutorOptions) -> None:
         """Play all episodes, in envs of at most `num_seats` worker processes; an exception closes the envs."""
@@ -204,69 +193,35 @@ class Play:
         with helper:
             try:
                 for thread in threads:
-                    self._num_playing += 1
                     thread.start()
-                while self._num_playing:
-                    self._serve_next()
+                for _ in threads:
+                    while (function := self._inbox.get()) is not None:
+                        function()
             except BaseException:
-                self._stop()
+                self._stop([thread for thread in threads if thread.ident is not None])
                 raise
-            finally:
-                for thread in threads:
-                    if thread.ident is not None:  # one that is building an env ends, and closes it, when it is built
-                        thread.join(options.close_timeout_s if self._is_stopping else None)
+            for thread in threads:
+                thread.join()
 
-    def _stop(self) -> None:
+    def _stop(self, threads: Sequence[threading.Thread]) -> None:
+        """End the seats: each after the command of its env, and an env whose command takes long is closed.
+
+        A seat that is building an env ends, and closes it, when it is built.
+        """
         with self._lock:
             self._is_stopping = True
-            envs, replies = list(self._envs), list(self._replies.values())
-        for env in envs:  # the calls of other threads raise Closed
-            env.close()
+            replies = list(self._replies.values())
         for reply in replies:
             reply.put(_Stopped())
+        deadline = time.monotonic() + _LAST_COMMAND_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            envs = list(self._envs)
+        for env in envs:  # the calls of other threads raise Closed
+            env.close()
 
     # ---- in the caller's thread ------------------------------------------------------------------
-
-    def _serve_next(self) -> None:
-        """Wait for a seat; call its function, or the policies for the seats that are ready."""
-        requests: list[_Request] = []
-        item = self._inbox.get()
-        while item is not None:
-            if isinstance(item, _Request):
-                requests.append(item)
-            else:
-                item()
-            is_full = sum(len(one.episodes) for one in requests) >= self.rules.max_batch
-            item = None if is_full or self._inbox.empty() else self._inbox.get()  # no other thread gets items
-        if requests:
-            self._act_for(requests)
-
-    def _act_for(self, requests: list[_Request]) -> None:
-        """Call the policies, once for all rows of one policy and one kind, and answer."""
-        rows = [(one, at) for one in requests for at in range(len(one.episodes))]
-        kinds: dict[Any, list[tuple[_Request, int]]] = {}
-        for one, at in rows:
-            root = one.root if len(one.episodes) == 1 else one.root[at : at + 1]
-            if (state := one.episodes[at].state) is not None:
-                root.update(state)
-            shapes = () if len(rows) == 1 else tuple((key, root.get(key).shape) for key in leaf_keys(root))
-            kinds.setdefault((id(one.part.policy), shapes), []).append((one._replace(root=root), at))
-        actions: dict[int, list[TensorDictBase]] = {}
-        for group in kinds.values():
-            first, episodes = group[0][0], [one.episodes[at] for one, at in group]
-            batch = first.root if len(group) == 1 else torch.cat([one.root for one, _ in group])
-            _seed_torch(episode_seed(episodes[0].seed, 0, episodes[0].length))
-            acted = run_policy(first.part.policy, batch)
-            written = get_leaf(acted, "next")
-            own = None if written is None else own_leaves(written, first.env.engine.known)
-            inputs = [leaf.key for leaf in (*first.env.spec.action, *first.env.spec.state)]
-            acted = acted.select(*inputs, strict=False).clone()  # the policy may reuse its memory, as CUDA graphs do
-            for row, episode in enumerate(episodes):
-                episode.state = None if own is None else own[row : row + 1].clone()
-                actions[id(episode)] = [acted] if len(group) == 1 else [acted[row : row + 1]]
-        for one in requests:
-            parts = [row for episode in one.episodes for row in actions[id(episode)]]
-            one.reply.put(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _note(self, name: str, episode: _Episode, error: EnvherdError | None) -> None:
         """Record an episode that has ended or failed."""
@@ -300,13 +255,9 @@ class Play:
             while (name := self._choose()) is not None:
                 self._build_and_play(name, options)
         except BaseException as error:
-            if not self._is_stopping:
-                self._inbox.put(partial(_raise, error))
+            self._inbox.put(partial(_raise, error))
         finally:
-            self._inbox.put(self._end_seat)
-
-    def _end_seat(self) -> None:
-        self._num_playing -= 1
+            self._inbox.put(None)
 
     def _choose(self) -> str | None:
         """Return the task that a seat shall play, None for none.
@@ -344,7 +295,8 @@ class Play:
                 self._build_s[name] = time.monotonic() - began
                 is_stopping = self._is_stopping
             if not is_stopping:
-                _Session(self, name, env, is_own=True).play()
+                with contextlib.suppress(*_FAULTS):  # the next episode gets a new env
+                    _Session(self, name, env, is_own=True).play()
         finally:
             env.close()  # its memory is free before this seat builds another
             with self._lock:
@@ -363,10 +315,7 @@ class Play:
 
     def part_of(self, name: str, env: BatchedEnv) -> Part:
         """Return what acts in a task."""
-        found: Part = self._call(
-            lambda: self._parts.get(name) or self._parts.setdefault(name, self._prepare(name, env))
-        )
-        return found
+        return self.call(lambda: self._parts.get(name) or self._parts.setdefault(name, self._prepare(name, env)))
 
     def take(self, name: str) -> _Episode | None:
         """Return the next episode of a task, None for none."""
@@ -377,31 +326,17 @@ class Play:
     def note(self, name: str, episode: _Episode, error: EnvherdError | None = None) -> None:
         """Record an episode that has ended or, with an error, failed."""
         self._episode_s[name] = time.monotonic() - episode.began
-        self._call(partial(self._note, name, episode, error))
+        self.call(partial(self._note, name, episode, error))
 
-    def act(self, request: _Request) -> TensorDictBase:
-        """Return the actions for a request."""
-        reply = self._replies.get(threading.get_ident())
-        if reply is None:
-            self._act_for([request])
-            return request.reply.get()
-        self._inbox.put(request._replace(reply=reply))
-        return self._answer(reply)
-
-    def _call(self, function: Callable[[], Any]) -> Any:
+    def call(self, function: Callable[[], T]) -> T:
         """Call a function in the caller's thread, and return its result."""
         reply = self._replies.get(threading.get_ident())
         if reply is None:
             return function()
         self._inbox.put(lambda: reply.put(function()))
-        return self._answer(reply)
-
-    @staticmethod
-    def _answer(reply: SimpleQueue[Any]) -> Any:
-        answer = reply.get()
-        if isinstance(answer, _Stopped):
+        if isinstance(answer := reply.get(), _Stopped):
             raise answer
-        return answer
+        return cast("T", answer)
 
 
 class _Session:
@@ -412,6 +347,9 @@ class _Session:
         name: of the task.
         env: the executor.
         is_own: it is a seat's, which builds another one after an error, whatever state the env is in.
+
+    Raises:
+        EnvherdError: of an env, after which it cannot play on. The episodes that it concerns are recorded as failed.
     """
 
     def __init__(self, play: Play, name: str, env: BatchedEnv, *, is_own: bool) -> None:
@@ -420,16 +358,11 @@ class _Session:
         self._part = play.part_of(name, env)
         self._camera = None if self._rules.videos is None else Camera(env)
         self._playing: dict[int, _Episode] = {}  # by env
-        self._usable = set(range(env.num_envs))
-        self._error: EnvherdError | None = None
 
-    def play(self) -> EnvherdError | None:
-        """Play until no episode is left, or no env that can play one; return the latest error of an env."""
+    def play(self) -> None:
+        """Play until no episode is left."""
         try:
-            while not (self._is_own and self._error):
-                begun = self._begin()
-                if not (begun or self._playing):
-                    break
+            while (begun := self._begin()) or self._playing:
                 try:
                     if begun:
                         self._reset(begun)
@@ -440,12 +373,11 @@ class _Session:
             for episode in self._playing.values():  # of a run that ends early
                 if episode.film is not None:
                     episode.film.close()
-        return self._error
 
     def _begin(self) -> dict[int, _Episode]:
         begun: dict[int, _Episode] = {}
-        for env_id in sorted(self._usable - self._playing.keys()):
-            if (episode := self._play.take(self._name)) is not None:
+        for env_id in range(self._env.num_envs):
+            if env_id not in self._playing and (episode := self._play.take(self._name)) is not None:
                 episode.state = self._part.primed
                 begun[env_id] = episode
         self._playing |= begun
@@ -469,9 +401,8 @@ class _Session:
     def _step(self) -> None:
         """Act once in each env that plays, and count it. Episodes whose env fails are recorded."""
         env, ids = self._env, list(self._playing)
-        episodes = [self._playing[env_id] for env_id in ids]
-        actions = self._play.act(_Request(self._part, env, env.current(ids), episodes, SimpleQueue()))
-        env.send(actions, ids, maybe_reset=False)
+        root, episodes = env.current(ids), list(self._playing.values())
+        env.send(self._play.call(lambda: self._act(root, episodes)), ids, maybe_reset=False)
         while ids:
             try:
                 following = env.recv(env_ids=ids, with_root=False).get("next")
@@ -481,6 +412,30 @@ class _Session:
             else:
                 self._count(ids, following)
                 break
+
+    def _act(self, root: TensorDictBase, episodes: list[_Episode]) -> TensorDictBase:
+        """Call the policy for the envs of some episodes, and keep its state; in the caller's thread."""
+        first = episodes[0]
+        states = [one.state for one in episodes if one.state is not None]
+        if states and len(states) < len(episodes):
+            raise ValueError(
+                f"evaluate failed: expected primer with the first state of a policy that acts for {len(episodes)} envs "
+                f"at once, got None. Pass primer={{key: tensor}}."
+            )
+        if states:
+            root.update(torch.cat(states))
+        _seed_torch(episode_seed(first.seed, 0, first.length))
+        try:
+            acted = run_policy(self._part.policy, root)
+        except Exception as error:
+            error.add_note(f"The policy acted in step {first.length} of episode {first.number} of task {self._name!r}.")
+            raise
+        written = get_leaf(acted, "next")
+        own = None if written is None else own_leaves(written, self._env.engine.known)
+        for row, episode in enumerate(episodes):
+            episode.state = None if own is None else own[row : row + 1].clone()
+        inputs = [leaf.key for leaf in (*self._env.spec.action, *self._env.spec.state)]
+        return acted.select(*inputs, strict=False).clone()  # the policy may reuse its memory, as CUDA graphs do
 
     def _count(self, ids: list[int], following: TensorDictBase) -> None:
         """Count a step; record the episodes that it ended."""
@@ -507,12 +462,12 @@ class _Session:
 
     def _fail(self, error: EnvherdError) -> None:
         """Record the episodes of the envs that an error concerns as failed."""
-        self._error = error
         for env_id in error.env_ids or list(self._playing):
             if env_id in self._playing:
                 self._play.note(self._name, self._playing.pop(env_id), error)
-        if isinstance(error, (WorkerLost, WorkerTimeout)) and self._env.options.on_worker_loss == "raise":
-            self._usable.difference_update(error.env_ids)  # their worker is not replaced
+        is_lost = isinstance(error, (WorkerLost, WorkerTimeout)) and self._env.options.on_worker_loss == "raise"
+        if self._is_own or is_lost:
+            raise error
 
     def _film(self, episode: _Episode, td: TensorDictBase, at: int, env_id: int) -> None:
         """Add the picture of an env, whose row of the batch is `at`, to the film of its episode, if there is one."""

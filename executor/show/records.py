@@ -2,7 +2,8 @@
 
 Guarantees: the file is replaced as a whole, so it is complete JSON at any instant, also after SIGKILL. It holds no
 times, and its records are in the order of tasks and episodes, so that equal episodes make equal bytes.
-Assumes: one run at a time writes to a file.
+Programs that write to one file add to each other's records. If two write in the same milliseconds, the file lacks the
+latest records of one of them until it writes again.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class RecordFile:
         self._settings = dict(settings)
         self.tasks: dict[str, TaskRecords] = {}
         self._written_at = -math.inf
+        self._version: tuple[int, int] | None = None  # of the file that this object has read or written
         if self._path is not None and self._path.exists():
             self._read(self._path)
         for name in tasks:
@@ -124,6 +126,8 @@ class RecordFile:
         """
         if self._path is None:
             return
+        if self._path.exists() and _version(self._path) != self._version:
+            self._read(self._path)  # another program has replaced it
         tasks = {
             name: {
                 "cast": None if one.cast is None else asdict(one.cast),
@@ -138,10 +142,12 @@ class RecordFile:
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
+        self._version = _version(complete)
         complete.replace(self._path)
         self._written_at = time.monotonic()
 
     def _read(self, path: Path) -> None:
+        self._version = _version(path)
         try:
             found = json.loads(path.read_text())
         except ValueError as error:
@@ -159,7 +165,15 @@ class RecordFile:
             if one["cast"] is not None:
                 cast = Cast(**{key: _as_tuple(value) for key, value in one["cast"].items()})
                 records = (EpisodeRecord(**{**each, "returns": tuple(each["returns"])}) for each in one["episodes"])
-                self.tasks[name] = TaskRecords(cast, {record.episode: record for record in records})
+                mine = self.tasks.setdefault(name, TaskRecords())
+                mine.cast = mine.cast or cast
+                mine.episodes = {record.episode: record for record in records} | mine.episodes
+
+
+def _version(path: Path) -> tuple[int, int]:
+    """Return what differs between a file and the one that replaces it."""
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns
 
 
 def _as_tuple(value: Any) -> Any:

@@ -20,6 +20,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.batches.actions import has_true
+from envherd.executor.batches.arguments import wrong_rows
 from envherd.executor.batches.fast_tensordict import set_leaf, set_next
 from envherd.executor.batches.hand_out import Leaves
 from envherd.executor.monitor.statistics import Statistics, count
@@ -135,7 +136,7 @@ class SimulatorEngine(Calls):
     def step_all(self, td: TensorDictBase, op: Op) -> tuple[TensorDictBase, TensorDictBase | None]:
         """Step the simulator; return the `next` batch, and the root after it if the op is STEP_RESET."""
         if td.batch_size[:1] != (1,):
-            raise ValueError(f"step failed: expected a batch of 1 envs, got batch size {td.batch_size}.")
+            raise wrong_rows("step", 1, td)
         self.refuse_rolling()
         self.states.check(op, self.all_ids)
         following: Leaves = []

@@ -614,7 +614,7 @@ HEALTHY = {
 def test_the_episodes_of_all_families_are_run_again(tmp_path, family):
     from dataclasses import replace
 
-    from envherd.executor.cli.env_names import factory_for
+    from envherd.workers.adapters.env_names import factory_for
 
     name, fields, _ = HEALTHY[family]
     made = replace(factory_for(name), **fields)

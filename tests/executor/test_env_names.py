@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from envherd.executor.cli.env_names import FORMS, factory_for, made_for
+from envherd.workers.adapters.env_names import FORMS, factory_for, made_for
 from envherd.workers.adapters.meltingpot import factory as meltingpot_factory
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from envherd.workers.adapters.named import (

@@ -24,6 +24,7 @@ from envherd import (
     ParallelEnv,
     PerPlayer,
     SerialEnv,
+    WorkerLost,
     evaluate,
 )
 from envherd.executor.cli.app import app
@@ -142,12 +143,6 @@ def test_no_more_envs_are_alive_than_workers(tmp_path):
     assert alive[-1] == 0
 
 
-def test_num_envs_limits_the_workers(tmp_path):
-    log = tmp_path / "log"
-    evaluate(press, functools.partial(Task, log=str(log)), 4, num_envs=1, num_workers=3)
-    assert [words[0] for words in lines(log)].count("build") == 1
-
-
 def test_a_task_with_many_episodes_left_gets_another_env():
     play = playing.Play({"a": Task, "b": Task}, playing.Rules(episodes=10, seed=0), records("a", "b"), None)
     assert [play._choose() for _ in range(3)] == ["a", "b", "a"]
@@ -191,6 +186,16 @@ def test_policies_by_task():
     tasks = suite()
     found = evaluate({"size 2": press, "size 3": idle, "size 4": None}, tasks, 3, num_workers=2)
     assert [found[name].success.num_successes for name in tasks][:2] == [3, 0]
+    found = evaluate({0: press, 1: idle}, {0: Task, 1: Task}, 1, num_workers=2)
+    assert [found[name].success.num_successes for name in "01"] == [1, 0]
+
+
+@needs("gymnasium")
+def test_names_are_those_of_the_commands():
+    found = evaluate(None, ["CartPole-v1", "gymnasium:CartPole-v1"], 1, num_workers=1)
+    assert found["CartPole-v1"].returns.tolist() == found["gymnasium:CartPole-v1"].returns.tolist()
+    with pytest.raises(FactoryError, match="gymnasium:"):
+        evaluate(None, "gymnasum:CartPole-v1", 1)
 
 
 def test_a_function_makes_the_policy_of_each_task_once():
@@ -211,22 +216,23 @@ def count(td):
     return td.set("action", td["count"].long().squeeze(-1) % 2)
 
 
-@pytest.mark.parametrize("max_batch", [1, 3])
-def test_recurrent_state_begins_anew_with_each_episode(max_batch):
-    found = evaluate(count, Task, 6, primer={"count": torch.zeros(1)}, num_workers=3, max_batch=max_batch)
-    assert [one.success for one in found.episodes] == [(3 + seed % 5) % 2 == 0 for seed in SEEDS[:6]]
+def test_recurrent_state_begins_anew_with_each_episode():
+    expected = [(3 + seed % 5) % 2 == 0 for seed in SEEDS[:6]]
+    primer = {"count": torch.zeros(1)}
+    found = evaluate(count, Task, 6, primer=primer, num_workers=3)
+    assert [one.success for one in found.episodes] == expected
+    with SerialEnv(3, Task, seed=0, options=ExecutorOptions(infos="plain")) as env:
+        assert [one.success for one in evaluate(count, env, 6, primer=primer).episodes] == expected
 
 
-def test_a_policy_acts_for_at_most_max_batch_envs():
-    sizes = []
-
+def test_a_batch_of_envs_needs_the_first_state_of_a_policy_that_makes_its_own():
     def policy(td):
-        sizes.append(len(td))
-        time.sleep(0.01)
+        td["next", "count"] = td.get("count", torch.zeros(len(td), 1)) + 1
         return press(td)
 
-    evaluate(policy, Task, 9, num_workers=3, max_batch=2)
-    assert set(sizes) == {1, 2}
+    assert evaluate(policy, Task, 5, num_workers=2).num_episodes == 5
+    with SerialEnv(3, Task, seed=0) as env, pytest.raises(ValueError, match="expected primer with the first state"):
+        evaluate(policy, env, 5)
 
 
 @pytest.mark.slow
@@ -251,14 +257,46 @@ def test_an_executor_plays_with_the_policy_for_its_ready_envs():
         assert found.returns.tolist() == [[1.5, 3.0, 3.0]] * 5
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("is_executor", [False, True])
+def test_a_policy_on_a_gpu_gets_its_inputs_and_its_state_there(is_executor):
+    class Counter(torch.nn.Linear):
+        def forward(self, td):
+            assert td["observation"].device == td["count"].device == self.weight.device
+            return count(td)
+
+    policy, primer = Counter(1, 1).cuda(), {"count": torch.zeros(1)}
+    with ParallelEnv(3, Task, num_workers=1, seed=0, options=ExecutorOptions(infos="plain")) as env:
+        found = evaluate(policy, env if is_executor else Task, 6, primer=primer)
+    assert [one.success for one in found.episodes] == [(3 + seed % 5) % 2 == 0 for seed in SEEDS[:6]]
+
+
 def test_an_error_of_the_policy_ends_the_run():
     def wrong(td):
         raise ZeroDivisionError("in the policy")
 
-    with pytest.raises(ZeroDivisionError):
-        evaluate(wrong, suite(), 2, num_workers=2)
+    with pytest.raises(ZeroDivisionError) as caught:
+        evaluate(wrong, {"a": Task}, 1, num_workers=4)
+    assert caught.value.__notes__ == ["The policy acted in step 0 of episode 0 of task 'a'."]
     with pytest.raises(ValueError, match="action"):
         evaluate(lambda td: td.set("action", torch.full((len(td),), 7)), Task, 2, num_workers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.broken_pool
+def test_an_error_of_the_policy_ends_a_run_in_which_an_env_hangs():
+    calls = []
+
+    def policy(td):
+        calls.append(time.monotonic())
+        if len(calls) == 15:
+            raise ZeroDivisionError("in the policy")
+        return press(td)
+
+    tasks = {"bad": functools.partial(Task, faults={0: "hang"}), "good": Task}
+    with pytest.raises(ZeroDivisionError):
+        evaluate(policy, tasks, 20, num_workers=2, options=ExecutorOptions(close_timeout_s=1.0))
+    assert time.monotonic() - calls[-1] < 20, "the env sleeps for 60 s"
 
 
 @pytest.mark.parametrize(
@@ -266,9 +304,9 @@ def test_an_error_of_the_policy_ends_the_run():
     [
         ({"policies": {"size 2": press}}, "expected a callable or None as the policy"),
         ({"focal": [0]}, "expected no focal for envs of one agent"),
-        ({"env": [Task, broken, "x", "x"]}, "different names"),
-        ({"env": {}}, "expected tasks of different names, got none"),
-        ({"max_batch": 0}, "max_batch"),
+        ({"env": ["CartPole-v1", "CartPole-v1"]}, "expected tasks of different names, got CartPole-v1 twice"),
+        ({"env": {1: Task, "1": Task}}, "expected tasks of different names, got 1 twice"),
+        ({"env": {}}, "expected tasks, got none"),
         ({"policy_for": lambda name, env: None}, "expected policies=None with policy_for"),
         ({"number": 3}, "it has no argument 'number'"),
     ],
@@ -313,20 +351,17 @@ def test_an_executor_goes_on_after_a_failure(executor):
 
 @pytest.mark.broken_pool
 @pytest.mark.parametrize("on_worker_loss", ["raise", "restart"])
-def test_an_executor_goes_on_after_a_lost_worker(on_worker_loss):
-    options = ExecutorOptions(on_worker_loss=on_worker_loss)
+def test_an_executor_goes_on_after_a_lost_worker_that_is_replaced(on_worker_loss, tmp_path):
+    options, out = ExecutorOptions(on_worker_loss=on_worker_loss), tmp_path / "found.json"
     with ParallelEnv(3, functools.partial(Task, faults={1: "kill"}), num_workers=3, seed=0, options=options) as env:
-        found = evaluate(press, env, 6)
+        if on_worker_loss == "raise":
+            with pytest.raises(WorkerLost, match="SIGKILL"):
+                evaluate(press, env, 6, out=out)
+        else:
+            evaluate(press, env, 6, out=out)
+    found = evaluate(press, {"env": Task}, 6, num_workers=1, out=out)["env"]
     assert [one.episode for one in found.failures] == [1]
     assert found.num_episodes == 5
-
-
-@pytest.mark.broken_pool
-def test_episodes_for_which_no_worker_is_left_are_recorded_as_failed():
-    with ParallelEnv(1, functools.partial(Task, faults={1: "kill"}), seed=0) as env:
-        found = evaluate(press, env, 4)
-    assert [one.episode for one in found.failures] == [1, 2, 3]
-    assert [one.length for one in found.failures] == [1, 0, 0]
 
 
 def test_a_task_that_cannot_be_built_is_recorded_and_the_others_go_on():
@@ -376,6 +411,18 @@ def test_a_file_of_other_episodes_is_refused(tmp_path):
         evaluate(policy, Task, 1, num_workers=1, out=out)
     with pytest.raises(FileNotFoundError):
         evaluate(policy, broken, 1, num_workers=1, out=tmp_path / "none" / "found.json")
+
+
+def test_programs_that_write_to_one_file_keep_each_others_records(tmp_path):
+    out = tmp_path / "found.json"
+    programs = [RecordFile(out, {"seed": 0}, ["a", "b"]) for _ in range(2)]
+    for number, (program, name) in enumerate(zip((*programs, programs[0]), "aba", strict=True)):
+        program.tasks[name].cast = Cast(env=name)
+        program.add(name, EpisodeRecord(episode=number, seed=0))
+        program.write()
+    found = RecordFile(out, {"seed": 0}, []).tasks
+    assert {name: [*one.episodes] for name, one in found.items()} == {"a": [0, 2], "b": [1]}
+    assert [one.cast for one in found.values()] == [Cast(env="a"), Cast(env="b")]
 
 
 KILLED = """

@@ -54,7 +54,7 @@ def test_intervals_hold_the_mean_and_grow_narrow_with_episodes():
 
 
 def test_players_get_what_their_policies_earn():
-    found = evaluate({"gatherer": Always(2), "hunter": Always(3)}, Team, 5, num_workers=1, num_envs=2)
+    found = evaluate({"gatherer": Always(2), "hunter": Always(3)}, Team, 5, num_workers=1)
     assert found.returns.tolist() == [[4.5, 6.0, 6.0]] * 5
     assert found.lengths.tolist() == [3] * 5
     assert found.focal_per_capita.mean == pytest.approx(5.5)
@@ -77,7 +77,7 @@ def test_background_players_do_not_count_as_focal():
 
 def test_episode_i_is_the_first_one_of_env_i_with_any_number_of_workers():
     """Short episodes do not count more often, and the result does not depend on the workers."""
-    found = [evaluate(None, DRAWN, 7, num_envs=3, num_workers=workers, seed=4) for workers in (1, 2)]
+    found = [evaluate(None, DRAWN, 7, num_workers=workers, seed=4) for workers in (1, 2)]
     assert np.array_equal(found[0].returns, found[1].returns)
     with SerialEnv(7, DRAWN, seed=4) as env:
         done = env.rollout(6, break_when_any_done=False)["next", "done"]
@@ -115,7 +115,6 @@ def test_it_leaves_torchs_generator_alone():
         ({"focal": [0]}, "got none. Pass background="),
         ({"focal": [7]}, "expected focal players among ['player_0', 'player_1', 'player_2'], got [7]"),
         ({"episodes": 0}, "episodes"),
-        ({"num_envs": True}, "evaluate failed: expected num_envs as an int of at least 1 or None, got bool True"),
         ({"max_steps": 2.5}, "evaluate failed: expected max_steps as an int of at least 1 or None, got float 2.5"),
         ({"seed": -1}, "evaluate failed: expected seed as an int of at least 0, got -1"),
     ],
@@ -178,7 +177,7 @@ def test_the_command_refuses_players_that_are_not_there():
 def test_a_scenario_is_played_with_policies_in_its_bots_places():
     name = "prisoners_dilemma_in_the_matrix__repeated_0"
     mine, other = Always(0), Always(1)
-    found = evaluate(mine, name, 1, background=other, num_envs=1, num_workers=1, max_steps=5)
+    found = evaluate(mine, name, 1, background=other, num_workers=1, max_steps=5)
     assert found.is_focal == (True, False)
     assert found.env == name
     assert found.returns.shape == (1, 2)

@@ -303,7 +303,7 @@ def test_what_is_neither_ids_nor_a_mask_is_refused(make):
             ):
                 with pytest.raises(ValueError, match=message):
                     ask()
-        with pytest.raises(ValueError, match="send failed: expected one row for each of 2 envs"):
+        with pytest.raises(ValueError, match="send failed: expected a batch with a row for each of 2 envs"):
             env.send(act(env)[:1], [0, 1])
         assert env.statistics().env_steps == 0
 

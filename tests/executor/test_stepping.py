@@ -242,10 +242,20 @@ def test_an_illegal_action_steps_nobody(make):
                 env.step(root.clone().set("action", action))
         with pytest.raises(ActionError, match=r"expected a key \('action',\), got none"):
             env.step(root.clone())
-        with pytest.raises(ValueError, match="expected a batch of 3 envs"):
+        with pytest.raises(ValueError, match="expected a batch with a row for each of 3 envs"):
             env.step(act(root[:2].clone()))
         assert env.statistics().env_steps == 0
         assert env.call("state_dict") == [{"seed": s, "num_steps": 0} for s in root["observation"][:, 0].tolist()]
+
+
+@both
+def test_a_batch_that_was_unpacked_is_refused_by_the_next_call(make):
+    """As `observation, info = env.reset()` does: with two envs Python raises nothing."""
+    with make(2, long_env, seed=0) as env:
+        row, _ = env.reset()
+        for call in (env.step, env.send, env.step_and_maybe_reset, env.rand_action):
+            with pytest.raises(ValueError, match=r"row for each of 2 envs, got batch size \[\]. It is one row: reset"):
+                call(row)
 
 
 @both

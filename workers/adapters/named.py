@@ -1,7 +1,7 @@
 """Families of envs whose names a command line or a config file takes, and the factories that names stand for.
 
 `FAMILIES` is the table: how each family's envs are built, what workers preload, and which names there are. Factories
-are frozen values that pickle by reference. Making one checks nothing: `executor/cli/env_names.py` checks names.
+are frozen values that pickle by reference. Making one checks nothing: `env_names.py` checks names.
 """
 
 from __future__ import annotations
