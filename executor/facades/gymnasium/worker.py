@@ -23,7 +23,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
-from envherd.workers.adapters.base import StepValues
+from envherd.workers.adapters.base import Mask, Options, StepValues
 from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
 from envherd.workers.adapters.gymnasium.spaces import Space, native_tree
 from envherd.workers.adapters.named import reference_of
@@ -136,12 +136,7 @@ class NativeAdapter(GymnasiumAdapter):
         if any(leaf.is_side for leaf in self.spec.action):
             self.spec = replace(self.spec, action=())  # all actions are given
 
-    def reset(
-        self,
-        seed: int | None,
-        options: Mapping[str, Any] | None = None,
-        mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
-    ) -> list[Any]:
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
         """Start a new episode; see `Adapter.reset`. `options` is None, or `{"options": what the env gets}`."""
         own = self.env.begin_reset(options)
         arguments = {} if options is None and seed is None else {"seed": seed, "options": own}

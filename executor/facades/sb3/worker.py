@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from envherd.workers.adapters.base import StepValues
+from envherd.workers.adapters.base import Mask, Options, StepValues
 from envherd.workers.adapters.common.scalars import as_float
 from envherd.workers.adapters.common.tree import Leaf
 from envherd.workers.adapters.gymnasium import spaces as gymnasium_spaces
@@ -39,12 +39,7 @@ class Sb3Adapter(GymnasiumAdapter):
         action = gymnasium_spaces.action_tree(env.action_space)
         self._describe(env, observation, action, "float32", {"render_mode": env.render_mode})
 
-    def reset(
-        self,
-        seed: int | None,
-        options: Mapping[str, Any] | None = None,
-        mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
-    ) -> list[Any]:
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
         arguments = dict(options or {}) if seed is None else {"seed": seed, **(options or {})}
         try:
             observation, self.info = self.env.reset(**arguments)

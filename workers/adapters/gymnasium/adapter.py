@@ -17,10 +17,9 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import gymnasium
-import numpy as np
 
 from envherd.shm.specs import EnvSpec, LeafSpec
-from envherd.workers.adapters.base import Adapter, EnvCall, StepValues
+from envherd.workers.adapters.base import Adapter, EnvCall, Mask, Options, StepValues
 from envherd.workers.adapters.common.reset_options import own_options
 from envherd.workers.adapters.common.scalars import as_flag, as_float
 from envherd.workers.adapters.common.tree import Leaf, Node, builder, flattener, is_bare, leaf_specs
@@ -93,18 +92,8 @@ class GymnasiumAdapter(Adapter):
             metadata=metadata,
         )
 
-    def reset(
-        self,
-        seed: int | None,
-        options: Mapping[str, Any] | None = None,
-        mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
-    ) -> list[Any]:
-        """Start a new episode; see `Adapter.reset`.
-
-        Args:
-            seed: passed to the env; None leaves its generator unchanged.
-            options: `{"options": {...}}`, of which the env gets a copy, or nothing.
-            mask: not used.
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
+        """Start a new episode; `options` are `{"options": {...}}`, of which the env gets a copy, or nothing.
 
         Raises:
             TypeError: a keyword other than `options`.

@@ -36,7 +36,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
 from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
-from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.common.reset_options import own_options
 from envherd.workers.adapters.common.scalars import are_flags
 from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
@@ -128,9 +128,7 @@ class GymnasiumVectorAdapter(Adapter):
         """Make the next reset of all rows use its seed, even if the env has already begun their episodes by itself."""
         self._is_reseeded = True
 
-    def reset(
-        self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
-    ) -> list[Any]:
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
         """Start new episodes in some rows; see `Adapter.reset`.
 
         Args:

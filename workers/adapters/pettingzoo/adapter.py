@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
-from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.common.reset_options import own_options
 from envherd.workers.adapters.common.scalars import as_flag, as_float
 from envherd.workers.adapters.pettingzoo.groups import Agent, AgentGroup, Seat, make_groups, read_agent
@@ -59,18 +59,8 @@ class ParallelAdapter(Adapter):
         self._rewards: list[np.ndarray] = []  # in which the seats store them, aligned with the spec
         self._needs_reset = True
 
-    def reset(
-        self,
-        seed: int | None,
-        options: Mapping[str, Any] | None = None,
-        mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
-    ) -> list[Any]:
-        """Start a new episode; see `Adapter.reset`.
-
-        Args:
-            seed: passed to the env; None leaves its generator unchanged.
-            options: `{"options": {...}}`, of which the env gets a copy, or nothing.
-            mask: not used.
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
+        """Start a new episode; `options` are `{"options": {...}}`, of which the env gets a copy, or nothing.
 
         Raises:
             TypeError: a keyword other than `options`.
