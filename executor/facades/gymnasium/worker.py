@@ -46,7 +46,7 @@ class NativeEnv:
         raw_action: the action of the next step, if it is not in shared memory.
     """
 
-    def __init__(self, env: gymnasium.Env[Any, Any], *, keeps_final: bool) -> None:
+    def __init__(self, env: gymnasium.Env[Any, Any], *, keeps_final: bool = False) -> None:
         self.env = env
         self.keeps_final = keeps_final
         self.raw_action: Any = _NO_ACTION
@@ -120,14 +120,17 @@ class NativeFactory:
 
 
 class NativeAdapter(GymnasiumAdapter):
-    """One `NativeEnv`; see the module."""
+    """One `NativeEnv`; see the module.
+
+    Attributes:
+        guest: the env. In a subclass for another host, requests (`env`) may reach something else.
+    """
 
     _where = None
     _fix_rewards = "Fix the env."
 
-    env: NativeEnv
-
     def __init__(self, env: NativeEnv) -> None:
+        self.guest = env
         space, action_space = env.spaces()
         action = native_tree(action_space, "action", batch_space(action_space, 1))
         is_array = isinstance(space, spaces.Box) and space.shape != ()
@@ -137,18 +140,20 @@ class NativeAdapter(GymnasiumAdapter):
             self.spec = replace(self.spec, action=())  # all actions are given
 
     def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
-        """Start a new episode; see `Adapter.reset`. `options` is None, or `{"options": what the env gets}`."""
-        own = self.env.begin_reset(options)
-        arguments = {} if options is None and seed is None else {"seed": seed, "options": own}
-        observation, self.info = self.env.env.reset(**arguments)
+        """Start a new episode; see `Adapter.reset`. `options` are nothing, or `{"options": what the env gets}`."""
+        own = self.guest.begin_reset(options)
+        arguments: dict[str, Any] = {"options": own} if options else {}
+        if arguments or seed is not None:
+            arguments["seed"] = seed
+        observation, self.info = self.guest.env.reset(**arguments)
         return self._flatten(observation)
 
     def step(self, action: list[Any]) -> StepValues:
-        env = self.env
-        given = self._build(action) if env.raw_action is _NO_ACTION else env.take_raw_action()
-        result = env.env.step(given)
+        guest = self.guest
+        given = self._build(action) if guest.raw_action is _NO_ACTION else guest.take_raw_action()
+        result = guest.env.step(given)
         values = self._accept(result)
-        if env.keeps_final and (values[2] or values[3]) and not self._is_row(result[0]):
+        if guest.keeps_final and (values[2] or values[3]) and not self._is_row(result[0]):
             self.info = {**self.info, FINAL_OBSERVATION: result[0]}
         return values
 

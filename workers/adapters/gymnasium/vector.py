@@ -102,9 +102,8 @@ class GymnasiumVectorAdapter(Adapter):
         space = getattr(env, "single_observation_space", None)
         row, _ = gymnasium_spaces.observation_tree(space)
         batch, renamed = gymnasium_spaces.observation_tree(space, gymnasium_rows.observations_of(n))
-        action = gymnasium_spaces.action_tree(
-            getattr(env, "single_action_space", None), make_leaf=gymnasium_rows.actions_of(n)
-        )
+        actions = getattr(env, "single_action_space", None)
+        action = gymnasium_spaces.tree_below(actions, "action", make_leaf=gymnasium_rows.actions_of(n))
         self._flatten_row = flattener(row, "final_obs")
         self._flatten = flattener(batch, "observation")
         self._build = builder(action)

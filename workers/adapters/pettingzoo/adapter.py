@@ -30,7 +30,7 @@ import numpy as np
 from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.common.reset_options import own_options
-from envherd.workers.adapters.common.scalars import as_flag, as_float
+from envherd.workers.adapters.common.scalars import as_flag, as_float, outline
 from envherd.workers.adapters.pettingzoo.groups import Agent, AgentGroup, Seat, make_groups, read_agent
 from envherd.workers.errors import ResetNeeded, SpecError
 
@@ -95,6 +95,10 @@ class ParallelAdapter(Adapter):
         terminated, truncated = self._note_ends(terminations, truncations, acting)
         self._needs_reset = terminated or truncated
         return self._row(), list(self._rewards), terminated, truncated
+
+    def render(self) -> Any:
+        """Return what `env.render()` draws, uint8 `[H, W, 3]`, if its render mode is "rgb_array", else None."""
+        return self._parallel.render() if getattr(self._parallel, "render_mode", None) == "rgb_array" else None
 
     def state_dict(self) -> Any:
         """Return the env's state, and which agents have ended."""
@@ -184,10 +188,6 @@ class PettingZooAdapter(ParallelAdapter):
     def done_values(self) -> list[Any]:
         """Return done, terminated and truncated of each group, bool `[A, 1]`."""
         return self._done_values
-
-    def render(self) -> Any:
-        """Return what `env.render()` draws, uint8 `[H, W, 3]`, if its render mode is "rgb_array", else None."""
-        return self.env.render() if getattr(self.env, "render_mode", None) == "rgb_array" else None
 
     def _actions(self, action: list[Any], acting: list[Agent]) -> dict[Agent, Any]:
         start, parts = 0, {}
@@ -286,7 +286,7 @@ def acting_agents(env: Any, turns: Any) -> list[Agent]:
 def checked_step(result: Any) -> Any:
     """Return the five dicts by agent that `env.step` has returned; refuse anything else."""
     if not (isinstance(result, (tuple, list)) and len(result) == 5 and all(isinstance(d, Mapping) for d in result)):
-        raise SpecError(f"step failed: expected {_FIVE}, got {_outline(result)}. Return them from env.step.")
+        raise SpecError(f"step failed: expected {_FIVE}, got {outline(result)}. Return them from env.step.")
     return result
 
 
@@ -294,7 +294,7 @@ def checked_reset(result: Any) -> tuple[Mapping[Agent, Any], Mapping[Any, Any]]:
     """Return the observations and infos that `env.reset` has returned; refuse anything else."""
     if not (isinstance(result, (tuple, list)) and len(result) == 2 and all(isinstance(d, Mapping) for d in result)):
         raise SpecError(
-            f"reset failed: expected (observations, infos), both dicts by agent, got {_outline(result)}. "
+            f"reset failed: expected (observations, infos), both dicts by agent, got {outline(result)}. "
             f"PettingZoo before 1.23 returned observations alone: return both from env.reset."
         )
     return result[0], result[1]
@@ -305,12 +305,6 @@ def _state_leaf(env: Any) -> LeafSpec:
     space = getattr(env, "state_space", None)
     like = np.asarray(env.state()) if space is None or space.shape is None else np.empty(space.shape, space.dtype)
     return LeafSpec(("state",), like.shape, like.dtype.name)
-
-
-def _outline(result: Any) -> str:
-    if isinstance(result, (tuple, list)):
-        return f"{len(result)} values ({', '.join(type(item).__name__ for item in result[:8])})"
-    return type(result).__name__
 
 
 def _metadata(env: Any, groups: list[AgentGroup]) -> dict[str, Any]:

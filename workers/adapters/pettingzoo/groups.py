@@ -32,7 +32,7 @@ from gymnasium import spaces
 
 from envherd.shm.specs import Binary, Box, Discrete, Domain, LeafSpec, MultiDiscrete, Unbounded
 from envherd.workers.adapters.common.tree import RESERVED_NAMES, builder, flattener, leaf_specs, nested, shrunk
-from envherd.workers.adapters.gymnasium.spaces import action_tree, nested_observation_tree
+from envherd.workers.adapters.gymnasium.spaces import tree_below
 from envherd.workers.errors import SpecError
 from envherd.workers.writers import writer_for
 
@@ -98,8 +98,8 @@ class AgentGroup:
     def __init__(self, name: str, members: Sequence[AgentSpaces]) -> None:
         self.name = name
         self.size = size = len(members)
-        trees = [nested_observation_tree(member.observation, (name, "observation")) for member in members]
-        acts = [action_tree(member.action, (name, "action")) for member in members]
+        trees = [tree_below(member.observation, "observation", name) for member in members]
+        acts = [tree_below(member.action, "action", name) for member in members]
         observation = _stacked([leaf_specs(tree) for tree in trees], members)
         self.action = _stacked([leaf_specs(act) for act in acts], members)
         self.reward = np.zeros((size, 1), np.float32)
