@@ -24,6 +24,7 @@ from envherd.executor.facades.gymnasium.base import EnvFns, HostedVectorEnv, Ste
 from envherd.executor.facades.gymnasium.errors import CallTimeout, raising_gymnasiums
 from envherd.executor.facades.gymnasium.spaces import Description, has_custom
 from envherd.executor.facades.gymnasium.worker import NativeAdapter, NativeFactory, loads
+from envherd.executor.facades.installing import replaced
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
@@ -360,18 +361,10 @@ def make_vec(id: Any, num_envs: int = 1, vectorization_mode: str = "async", **kw
         return gymnasium.make_vec(id, num_envs, vectorization_mode, **kwargs)
 
 
-@contextlib.contextmanager
-def installed() -> Iterator[None]:
-    """Make `gymnasium.make_vec` (and all of `gymnasium.vector`) use the vector envs of this module for a block."""
-    names = ("AsyncVectorEnv", "SyncVectorEnv")
-    before = {name: getattr(gymnasium.vector, name) for name in names}
-    for name, kind in zip(names, (AsyncVectorEnv, SyncVectorEnv), strict=True):
-        setattr(gymnasium.vector, name, kind)
-    try:
-        yield
-    finally:
-        for name, host in before.items():
-            setattr(gymnasium.vector, name, host)
+def installed() -> contextlib.AbstractContextManager[None]:
+    """Make `gymnasium.make_vec` (and all of Gymnasium) use the vector envs of this module for a block."""
+    theirs = gymnasium.vector
+    return replaced("gymnasium", {theirs.AsyncVectorEnv: AsyncVectorEnv, theirs.SyncVectorEnv: SyncVectorEnv})
 
 
 @contextlib.contextmanager

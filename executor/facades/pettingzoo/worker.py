@@ -25,6 +25,7 @@ from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
 from envherd.workers.adapters.gymnasium.spaces import Space, native_tree
 from envherd.workers.adapters.named import PettingZooFactory
 from envherd.workers.adapters.pettingzoo.adapter import ParallelAdapter, acting_agents, possible_agents
+from envherd.workers.adapters.pettingzoo.groups import Place
 from envherd.workers.build import check_factory
 from envherd.workers.pickling import dumps
 
@@ -73,34 +74,19 @@ class ParallelFactory(NativeFactory):
         return ParallelNativeAdapter(ParallelGuest(parallel_env(self.env_fn)))
 
 
-class Seat:
+class Seat(Place):
     """One agent's part of a row.
 
     Attributes:
-        agent: as the env calls it.
         values: leaves of its latest observation, zeros where it has none.
     """
 
-    def __init__(self, agent: Any, space: Space, results: np.ndarray, flags: np.ndarray) -> None:
-        self.agent = agent
-        self._reward, self._flags = results, flags  # VIEWS, `[1]` and `[3]`: done, terminated, truncated
+    def __init__(self, agent: Any, space: Space, reward: np.ndarray, flags: np.ndarray) -> None:
+        super().__init__(agent, reward, flags)
         tree = native_tree(space, "")
         self._flatten = flattener(tree, None)
         self._absent = [dumps(None) if leaf.is_side else np.zeros(leaf.shape, leaf.dtype) for leaf in leaf_specs(tree)]
         self.values = self._absent
-
-    def take_reward(self, reward: float) -> None:
-        """Store the agent's reward."""
-        self._reward[0] = reward
-
-    @property
-    def end(self) -> tuple[bool, bool]:
-        """Whether the agent has terminated, and whether it was truncated."""
-        return bool(self._flags[1]), bool(self._flags[2])
-
-    @end.setter
-    def end(self, flags: tuple[bool, bool]) -> None:
-        self._flags[:] = any(flags), *flags
 
     def observe(self, observations: Mapping[Any, Any]) -> None:
         """Keep the leaves of the agent's observation, or zeros where it has none."""

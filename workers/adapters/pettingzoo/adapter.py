@@ -32,7 +32,11 @@ from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.common.reset_options import own_options
 from envherd.workers.adapters.common.scalars import as_flag, as_float, outline
 from envherd.workers.adapters.pettingzoo.groups import Agent, AgentGroup, Seat, make_groups, read_agent
+from envherd.workers.adapters.registry import is_one_of
 from envherd.workers.errors import ResetNeeded, SpecError
+
+#: PettingZoo's base class of envs whose agents take turns.
+AEC = "pettingzoo.utils.env.AECEnv"
 
 _FIVE = "(observations, rewards, terminations, truncations, infos), each a dict by agent"
 
@@ -180,7 +184,7 @@ class PettingZooAdapter(ParallelAdapter):
         super().__init__(env, env, {seat.agent: seat for group in self._groups for seat in group.seats})
         self._values = [value for group in self._groups for value in group.values]
         self._rewards = [group.reward for group in self._groups]
-        self._done_values = [value for group in self._groups for value in group.done_values]
+        self._done_values = [value for group in self._groups for value in group.flags]
         has_state = options is not None and options.return_state
         self._state = _state_leaf(env) if has_state else None
         self.spec = self._make_spec()
@@ -238,7 +242,7 @@ class PettingZooAdapter(ParallelAdapter):
 
 def as_parallel(env: Any) -> Any:
     """Return an env as a parallel env, converted if it is an AEC env."""
-    if not any(f"{cls.__module__}.{cls.__qualname__}" == "pettingzoo.utils.env.AECEnv" for cls in type(env).__mro__):
+    if not is_one_of(env, AEC):
         return env
     from pettingzoo.utils.conversions import aec_to_parallel
 
