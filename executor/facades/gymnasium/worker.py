@@ -72,15 +72,10 @@ class NativeEnv:
         """Keep an action for the next step, which passes it to the env unchanged."""
         self.raw_action = action
 
-    @property
-    def has_raw_action(self) -> bool:
-        """Whether the next step has an action that is not in shared memory."""
-        return self.raw_action is not _NO_ACTION
-
-    def take_raw_action(self) -> Any:
-        """Return the raw action and forget it."""
+    def next_action(self, build: Callable[[list[Any]], Any], values: list[Any]) -> Any:
+        """Return the raw action and forget it; without one, what `build` makes of the values in shared memory."""
         action, self.raw_action = self.raw_action, _NO_ACTION
-        return action
+        return build(values) if action is _NO_ACTION else action
 
     def begin_reset(self, options: Mapping[str, Any] | None) -> Any:
         """Forget the raw action; return a copy of the options that the env gets, None for none.
@@ -150,8 +145,7 @@ class NativeAdapter(GymnasiumAdapter):
 
     def step(self, action: list[Any]) -> StepValues:
         guest = self.guest
-        given = self._build(action) if guest.raw_action is _NO_ACTION else guest.take_raw_action()
-        result = guest.env.step(given)
+        result = guest.env.step(guest.next_action(self._build, action))
         values = self._accept(result)
         if guest.keeps_final and (values[2] or values[3]) and not self._is_row(result[0]):
             self.info = {**self.info, FINAL_OBSERVATION: result[0]}

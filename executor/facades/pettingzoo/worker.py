@@ -139,7 +139,7 @@ class ParallelNativeAdapter(ParallelAdapter):
         return self._parallel.reset(**({"seed": seed} if own is None else {"seed": seed, "options": own}))
 
     def _actions(self, action: list[Any], acting: list[Any]) -> dict[Any, Any]:
-        given = self.env.take_raw_action() if self.env.has_raw_action else self._build(action)
+        given = self.env.next_action(self._build, action)
         return {agent: given[agent] for agent in acting}
 
     def _observe(self, *dicts: Mapping[Any, Any]) -> None:
