@@ -25,6 +25,9 @@ import numpy as np
 from envherd.shm.specs import EnvSpec, Key
 from envherd.workers import snapshot
 
+#: What `reset` takes besides a seed; see `Adapter.reset`.
+Options = Mapping[str, Any] | None
+Mask = np.ndarray | None
 #: (observation values, reward values, terminated, truncated)
 StepValues = tuple[list[Any], list[Any], Any, Any]
 
@@ -100,9 +103,7 @@ class Adapter(ABC):
     origin: str = ""
 
     @abstractmethod
-    def reset(
-        self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
-    ) -> list[Any]:
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
         """Start a new episode and return its first observation.
 
         Args:

@@ -26,7 +26,7 @@ import numpy as np
 from gymnasium import spaces
 
 from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
-from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.common.tree import RESERVED_NAMES, Leaf
 from envherd.workers.adapters.gymnasium import rows as gymnasium_rows
 from envherd.workers.adapters.gymnasium.rows import mosaic
@@ -94,9 +94,7 @@ class EnvPoolAdapter(Adapter):
         """Build the pool again at its next reset."""
         self._is_reseeded = True
 
-    def reset(
-        self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
-    ) -> list[Any]:
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
         """Start new episodes in some rows; see `Adapter.reset`.
 
         Args:

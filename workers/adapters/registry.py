@@ -96,7 +96,7 @@ def find_adapter(env: Any, env_type: EnvType = "auto") -> type[Adapter]:
                 f"{_qualified_name(type(inner))}, which takes torch tensors. Leave env_type at 'auto'."
             )
         return _load(native)
-    is_torch = env_type == "torch" and not _is_one_of(inner, "torchrl.envs.common.EnvBase")
+    is_torch = env_type == "torch" and not is_one_of(inner, "torchrl.envs.common.EnvBase")
     if is_torch or (env_type == "auto" and _looks_like_simulator(inner, native)):
         return _load(_GENERIC_TORCH)
     if adapter is not None:
@@ -121,10 +121,11 @@ def _lookup(cls: type) -> str | type[Adapter] | None:
 
 def _innermost(env: Any) -> Any:
     """Return the env inside Gymnasium's wrappers."""
-    return env.unwrapped if _is_one_of(env, "gymnasium.core.Wrapper") else env
+    return env.unwrapped if is_one_of(env, "gymnasium.core.Wrapper") else env
 
 
-def _is_one_of(env: Any, name: str) -> bool:
+def is_one_of(env: Any, name: str) -> bool:
+    """Return whether an env is of a class, or of a subclass, without importing the class."""
     return any(_qualified_name(cls) == name for cls in type(env).__mro__)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from envherd.shm.specs import EPISODE_KEYS, Key, LeafSpec
-from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.block.wrapping import Wrapping
 
 _ROOT = "episode"
@@ -135,9 +135,7 @@ class EpisodeLeaves(Wrapping):
         keys = [list(leaf.key) for leaf in self.leaves]
         self.spec = replace(self.spec, metadata={**self.spec.metadata, EPISODE_KEYS: keys})
 
-    def reset(
-        self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
-    ) -> list[Any]:
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
         observation = self.inner.reset(seed, options, mask)
         self._sums.restart(... if mask is None else mask[..., 0])
         return [*observation, *self._sums.values]

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from envherd.shm.specs import Binary, Discrete, EnvSpec, LeafSpec, Unbounded
-from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.block.wrapping import Wrapping
 from envherd.workers.errors import SpecError
 from envherd.workers.infos import explain
@@ -72,9 +72,7 @@ class InfoLeaves(Wrapping):
         self._batch_shape = inner.spec.batch_shape
         self._values: list[Any] = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
 
-    def reset(
-        self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
-    ) -> list[Any]:
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
         observation = self.inner.reset(seed, options, mask)
         self._read(None if mask is None else mask[..., 0])
         return [*observation, *self._values]

@@ -8,14 +8,14 @@ reads fewer numbers. The native env is not changed: it renders as before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from envherd.shm.specs import LeafSpec
-from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.registry import find_adapter
 from envherd.workers.block.wrapping import Wrapping
 from envherd.workers.errors import FactoryError, SpecError
@@ -82,9 +82,7 @@ class PictureLeaves(Wrapping):
             leaves[i] = _small_leaf(leaves[i], shrink)
         self.spec = replace(inner.spec, observation=tuple(leaves))
 
-    def reset(
-        self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
-    ) -> list[Any]:
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
         return self._small(self.inner.reset(seed, options, mask))
 
     def step(self, action: list[Any]) -> StepValues:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from envherd.shm.specs import Binary, Discrete, EnvSpec, Key, LeafSpec, done_leaves
-from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.registry import register
 
 #: Places in `CountingEnv`'s observation.
@@ -64,9 +64,7 @@ class PlainAdapter(Adapter):
         self.env = env
         self.spec = env.spec
 
-    def reset(
-        self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
-    ) -> list[Any]:
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
         """See `Adapter.reset`; a mask is passed on to envs that are a batch themselves."""
         return self.env.reset(seed, options) if mask is None else self.env.reset(seed, options, mask)
 
@@ -253,9 +251,7 @@ class PairEnv(PlainEnv):
         )
         self._observation = np.zeros((2, 3), np.int64)
 
-    def reset(
-        self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
-    ) -> list[Any]:
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
         """Begin the next episode of the rows in `mask` (bool `[2, 1]`; None for both)."""
         chosen = [True, True] if mask is None else mask[:, 0].tolist()
         for index, row in enumerate(self.rows):

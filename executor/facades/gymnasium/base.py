@@ -24,7 +24,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.episode_columns import EpisodeColumns
 from envherd.executor.facades.errors import listed
-from envherd.executor.facades.gymnasium.errors import as_gymnasium
+from envherd.executor.facades.gymnasium.errors import as_gymnasium, raising_gymnasiums
 from envherd.executor.facades.gymnasium.rows import Actions, Observations
 from envherd.executor.facades.gymnasium.spaces import Description, batch, check_mode, describe_all
 from envherd.executor.facades.gymnasium.worker import FINAL_OBSERVATION
@@ -159,20 +159,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         if options is not None and "reset_mask" in options:
             env_ids = np.flatnonzero(_checked_mask(options["reset_mask"], self.num_envs))
             options = {key: value for key, value in options.items() if key != "reset_mask"}
-        try:
-            with self._guard:
-                extras = self._engine.extras_of(env_ids, seeds, None, {"options": options})
-                self._flight = self._engine.flights.begin(Op.RESET, env_ids, extras=extras, is_parked=True)
-        except EnvherdError as error:
-            raise as_gymnasium(error) from error.__cause__
+        with raising_gymnasiums(), self._guard:
+            extras = self._engine.extras_of(env_ids, seeds, None, {"options": options})
+            self._flight = self._engine.flights.begin(Op.RESET, env_ids, extras=extras, is_parked=True)
         self._resetting = env_ids
 
     def _finish_reset(self, timeout: float | None) -> tuple[Any, dict[str, Any]]:
-        try:
-            with self._guard:
-                self._landing.land(timeout)
-        except EnvherdError as error:
-            raise as_gymnasium(error) from error.__cause__
+        with raising_gymnasiums(), self._guard:
+            self._landing.land(timeout)
         if self._ended is not None:
             self._ended = _some(self._ended[~np.isin(self._ended, self._resetting)])
         given = self._engine.side.infos["root"]
@@ -185,7 +179,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
 
     def _start_step(self, actions: Any) -> None:
         engine, ended = self._engine, self._ended
-        try:
+        try:  # as `raising_gymnasiums`, in less time
             with self._guard:
                 self._flight = engine.flights.begin(
                     self._step_op, resets=ended, write_inputs=partial(self._actions.take, actions), is_parked=True

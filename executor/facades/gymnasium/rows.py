@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from gymnasium.vector.utils import iterate
 
-from envherd.executor.facades.columns import Column, LatestColumn
+from envherd.executor.facades.columns import LatestColumn
 from envherd.executor.facades.gymnasium.worker import loads
 from envherd.executor.facades.leaf_spaces import Space, leaf_spaces, tails
 from envherd.executor.protocol.engine import Engine
 from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
-from envherd.workers.adapters.gymnasium.spaces import FIXED, native_tree
+from envherd.workers.adapters.gymnasium.spaces import native_tree
 
 
 class Actions:
@@ -90,7 +90,6 @@ class Observations:
         ]
         self._tails = tails(leaf_spaces(single_space))
         self._join = builder(native_tree(single_space, ""))
-        self._only = self._columns[0] if len(self._columns) == 1 and isinstance(single_space, FIXED) else None
 
     def after(self, column: int, reset_ids: np.ndarray | None) -> Any:
         """Return the observations after a step of all envs, from a ring column; of a reset, for envs that were reset.
@@ -102,23 +101,20 @@ class Observations:
         Returns:
             The caller's own (see `Column.own`); without resets it may be a view of the ring.
         """
-        if self._only is None:
-            return self._at(column) if reset_ids is None else self.now()
-        if reset_ids is None:
-            return self._read(self._only.after, column)
-        rows = self._only.after.own(column)
-        rows[reset_ids] = self._only.fresh.look(column)[reset_ids]
+        return self._join(
+            [
+                self._objects(index) if leaf is None else self._rows(leaf, column, reset_ids)
+                for index, leaf in enumerate(self._columns)
+            ]
+        )
+
+    def _rows(self, leaf: LatestColumn, column: int, reset_ids: np.ndarray | None) -> np.ndarray:
+        if reset_ids is None and not self._is_copy:
+            return leaf.after.look(column)
+        rows = leaf.after.own(column)
+        if reset_ids is not None:
+            rows[reset_ids] = leaf.fresh.look(column)[reset_ids]
         return rows
-
-    def _read(self, leaf: Column, column: int) -> np.ndarray:
-        return leaf.own(column) if self._is_copy else leaf.look(column)
-
-    def _at(self, column: int) -> Any:
-        leaves = [
-            self._objects(index) if leaf is None else self._read(leaf.after, column)
-            for index, leaf in enumerate(self._columns)
-        ]
-        return self._join(leaves)
 
     def now(self) -> Any:
         """Return a copy of the envs' present observations, from any column."""

@@ -31,15 +31,6 @@ class Description(NamedTuple):
     render_mode: str | None
 
 
-class Spaces(NamedTuple):
-    """The spaces of a vector env, under the names of its attributes."""
-
-    single_observation_space: Space
-    observation_space: Space
-    single_action_space: Space
-    action_space: Space
-
-
 def describe_all(executor: BatchedEnv) -> list[Description]:
     """Return every env's description of itself."""
     return [Description(*loads(answer)) for answer in executor.call("describe")]
@@ -63,8 +54,8 @@ def check_mode(observation_mode: Any) -> None:
         )
 
 
-def batch(name: str, descriptions: list[Description], observation_mode: Any) -> Spaces:
-    """Return the spaces of a vector env.
+def batch(name: str, descriptions: list[Description], observation_mode: Any) -> tuple[Space, Space, Space, Space]:
+    """Return the spaces of a vector env: of one observation, of all, of one action, of all.
 
     Args:
         name: of the vector env's class, for messages.
@@ -92,7 +83,7 @@ def batch(name: str, descriptions: list[Description], observation_mode: Any) -> 
             f"spaces do not share a common shape and dtype."
         )
     _check_actions(descriptions)
-    return Spaces(single, observation_space, first.action_space, batch_space(first.action_space, num_envs))
+    return single, observation_space, first.action_space, batch_space(first.action_space, num_envs)
 
 
 def _check_same(name: str, own: list[Space]) -> None:

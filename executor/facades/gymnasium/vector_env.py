@@ -21,9 +21,10 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode
 
 from envherd.executor.facades.gymnasium.base import EnvFns, HostedVectorEnv, StepResult
-from envherd.executor.facades.gymnasium.errors import CallTimeout, as_gymnasium
+from envherd.executor.facades.gymnasium.errors import CallTimeout, raising_gymnasiums
 from envherd.executor.facades.gymnasium.spaces import Description, has_custom
 from envherd.executor.facades.gymnasium.worker import NativeAdapter, NativeFactory, loads
+from envherd.executor.facades.installing import replaced
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
@@ -32,7 +33,6 @@ from envherd.executor.pools.blueprint import choose_workers
 from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.executor.serial import SerialEnv
 from envherd.workers.adapters.base import Adapter
-from envherd.workers.errors import EnvherdError
 
 __all__ = ["AsyncState", "AsyncVectorEnv", "SyncVectorEnv", "installed", "make_vec"]
 
@@ -114,7 +114,7 @@ class AsyncVectorEnv(HostedVectorEnv):
                     f"{num_workers!r}. Give one of the two."
                 )
             num_workers = min(choose_workers(self.num_envs, num_workers), self.max_concurrency)
-        try:
+        with raising_gymnasiums():
             made = ParallelEnv(
                 self.num_envs,
                 [factories[id(env_fn)] for env_fn in self.env_fns],
@@ -122,8 +122,6 @@ class AsyncVectorEnv(HostedVectorEnv):
                 options=self._options(options),
                 copy=bool(copy),
             )
-        except EnvherdError as error:
-            raise as_gymnasium(error) from error.__cause__
         self._host(made, self._check_shareable)
 
     def _check_shareable(self, first: Description) -> None:
@@ -222,28 +220,22 @@ class AsyncVectorEnv(HostedVectorEnv):
         self._begin("call_async")
         if name in _OWN_METHODS:
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
-        try:
-            with self._guard:
-                ids = list(range(self.num_envs))
-                self._question = self._pool.question("call", ids, name="ask", args=(name, args, kwargs))
-                self._called = name
-        except EnvherdError as error:
-            raise as_gymnasium(error) from error.__cause__
+        with raising_gymnasiums(), self._guard:
+            ids = list(range(self.num_envs))
+            self._question = self._pool.question("call", ids, name="ask", args=(name, args, kwargs))
+            self._called = name
         self._state = AsyncState.WAITING_CALL
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """End a `call`; raises as `reset_wait` does, and exceptions of envs."""
         self._end(AsyncState.WAITING_CALL)
         pool, end = self._pool, None if timeout is None else time.monotonic() + timeout
-        try:
-            with self._guard:
-                while end is not None and not pool.has_answered(self._question):
-                    if time.monotonic() >= end:
-                        raise CallTimeout(f"The call to `call_wait` has timed out after {timeout} second(s).")
-                    time.sleep(_LOOK_S)
-                answers = pool.answers(self._question, "call")
-        except EnvherdError as error:
-            raise as_gymnasium(error, f"call {self._called}") from error.__cause__
+        with raising_gymnasiums(f"call {self._called}"), self._guard:
+            while end is not None and not pool.has_answered(self._question):
+                if time.monotonic() >= end:
+                    raise CallTimeout(f"The call to `call_wait` has timed out after {timeout} second(s).")
+                time.sleep(_LOOK_S)
+            answers = pool.answers(self._question, "call")
         return tuple(loads(answers[env_id]["plain"]) for env_id in range(self.num_envs))
 
     def set_attr(self, name: str, values: Any) -> None:
@@ -255,12 +247,9 @@ class AsyncVectorEnv(HostedVectorEnv):
         self._assert_is_running()
         given = _one_each(values, self.num_envs)
         self._begin("set_attr")
-        try:
-            with self._guard:
-                ids = list(range(self.num_envs))
-                self._engine.ask("each", ids, name="assign", args=tuple((name, value) for value in given))
-        except EnvherdError as error:
-            raise as_gymnasium(error, f"set_attr {name}") from error.__cause__
+        with raising_gymnasiums(f"set_attr {name}"), self._guard:
+            ids = list(range(self.num_envs))
+            self._engine.ask("each", ids, name="assign", args=tuple((name, value) for value in given))
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:  # noqa: FBT001, FBT002
         """Close the envs and end the workers, within `timeout` seconds (default: of the options) and then by force.
@@ -310,10 +299,8 @@ class SyncVectorEnv(HostedVectorEnv):
         keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
         self.envs: list[Any] = []
         factories = [_KeepingFactory(env_fn, self.envs, keeps_final=keeps_final) for env_fn in self.env_fns]
-        try:
+        with raising_gymnasiums():
             executor = SerialEnv(self.num_envs, factories, copy=copy, options=self._options(options))
-        except EnvherdError as error:
-            raise as_gymnasium(error) from error.__cause__
         self._host(executor)
 
     def reset(
@@ -374,18 +361,10 @@ def make_vec(id: Any, num_envs: int = 1, vectorization_mode: str = "async", **kw
         return gymnasium.make_vec(id, num_envs, vectorization_mode, **kwargs)
 
 
-@contextlib.contextmanager
-def installed() -> Iterator[None]:
-    """Make `gymnasium.make_vec` (and all of `gymnasium.vector`) use the vector envs of this module for a block."""
-    names = ("AsyncVectorEnv", "SyncVectorEnv")
-    before = {name: getattr(gymnasium.vector, name) for name in names}
-    for name, kind in zip(names, (AsyncVectorEnv, SyncVectorEnv), strict=True):
-        setattr(gymnasium.vector, name, kind)
-    try:
-        yield
-    finally:
-        for name, host in before.items():
-            setattr(gymnasium.vector, name, host)
+def installed() -> contextlib.AbstractContextManager[None]:
+    """Make `gymnasium.make_vec` (and all of Gymnasium) use the vector envs of this module for a block."""
+    theirs = gymnasium.vector
+    return replaced("gymnasium", {theirs.AsyncVectorEnv: AsyncVectorEnv, theirs.SyncVectorEnv: SyncVectorEnv})
 
 
 @contextlib.contextmanager

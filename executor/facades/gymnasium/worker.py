@@ -23,7 +23,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
-from envherd.workers.adapters.base import StepValues
+from envherd.workers.adapters.base import Mask, Options, StepValues
 from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
 from envherd.workers.adapters.gymnasium.spaces import Space, native_tree
 from envherd.workers.adapters.named import reference_of
@@ -46,7 +46,7 @@ class NativeEnv:
         raw_action: the action of the next step, if it is not in shared memory.
     """
 
-    def __init__(self, env: gymnasium.Env[Any, Any], *, keeps_final: bool) -> None:
+    def __init__(self, env: gymnasium.Env[Any, Any], *, keeps_final: bool = False) -> None:
         self.env = env
         self.keeps_final = keeps_final
         self.raw_action: Any = _NO_ACTION
@@ -72,15 +72,10 @@ class NativeEnv:
         """Keep an action for the next step, which passes it to the env unchanged."""
         self.raw_action = action
 
-    @property
-    def has_raw_action(self) -> bool:
-        """Whether the next step has an action that is not in shared memory."""
-        return self.raw_action is not _NO_ACTION
-
-    def take_raw_action(self) -> Any:
-        """Return the raw action and forget it."""
+    def next_action(self, build: Callable[[list[Any]], Any], values: list[Any]) -> Any:
+        """Return the raw action and forget it; without one, what `build` makes of the values in shared memory."""
         action, self.raw_action = self.raw_action, _NO_ACTION
-        return action
+        return build(values) if action is _NO_ACTION else action
 
     def begin_reset(self, options: Mapping[str, Any] | None) -> Any:
         """Forget the raw action; return a copy of the options that the env gets, None for none.
@@ -120,14 +115,17 @@ class NativeFactory:
 
 
 class NativeAdapter(GymnasiumAdapter):
-    """One `NativeEnv`; see the module."""
+    """One `NativeEnv`; see the module.
+
+    Attributes:
+        guest: the env. In a subclass for another host, requests (`env`) may reach something else.
+    """
 
     _where = None
     _fix_rewards = "Fix the env."
 
-    env: NativeEnv
-
     def __init__(self, env: NativeEnv) -> None:
+        self.guest = env
         space, action_space = env.spaces()
         action = native_tree(action_space, "action", batch_space(action_space, 1))
         is_array = isinstance(space, spaces.Box) and space.shape != ()
@@ -136,24 +134,20 @@ class NativeAdapter(GymnasiumAdapter):
         if any(leaf.is_side for leaf in self.spec.action):
             self.spec = replace(self.spec, action=())  # all actions are given
 
-    def reset(
-        self,
-        seed: int | None,
-        options: Mapping[str, Any] | None = None,
-        mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
-    ) -> list[Any]:
-        """Start a new episode; see `Adapter.reset`. `options` is None, or `{"options": what the env gets}`."""
-        own = self.env.begin_reset(options)
-        arguments = {} if options is None and seed is None else {"seed": seed, "options": own}
-        observation, self.info = self.env.env.reset(**arguments)
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
+        """Start a new episode; see `Adapter.reset`. `options` are nothing, or `{"options": what the env gets}`."""
+        own = self.guest.begin_reset(options)
+        arguments: dict[str, Any] = {"options": own} if options else {}
+        if arguments or seed is not None:
+            arguments["seed"] = seed
+        observation, self.info = self.guest.env.reset(**arguments)
         return self._flatten(observation)
 
     def step(self, action: list[Any]) -> StepValues:
-        env = self.env
-        given = self._build(action) if env.raw_action is _NO_ACTION else env.take_raw_action()
-        result = env.env.step(given)
+        guest = self.guest
+        result = guest.env.step(guest.next_action(self._build, action))
         values = self._accept(result)
-        if env.keeps_final and (values[2] or values[3]) and not self._is_row(result[0]):
+        if guest.keeps_final and (values[2] or values[3]) and not self._is_row(result[0]):
             self.info = {**self.info, FINAL_OBSERVATION: result[0]}
         return values
 

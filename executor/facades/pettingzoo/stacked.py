@@ -15,7 +15,8 @@ from envherd.executor.facades.leaf_spaces import Space, name_below, single_or_di
 from envherd.shm.specs import EnvSpec, Key
 from envherd.workers.adapters import find_adapter
 from envherd.workers.adapters.base import Adapter
-from envherd.workers.adapters.pettingzoo.adapter import as_parallel
+from envherd.workers.adapters.pettingzoo.adapter import AEC, as_parallel
+from envherd.workers.adapters.registry import is_one_of
 from envherd.workers.errors import ActionError, SpecError
 
 try:
@@ -24,7 +25,6 @@ except ModuleNotFoundError:  # the facade of RLlib does without
     ParallelEnv = object
 
 _PARALLEL = "pettingzoo.utils.env.ParallelEnv"
-_AEC = "pettingzoo.utils.env.AECEnv"
 
 
 def parallel_env(make_env: Callable[[], Any]) -> Any:
@@ -38,8 +38,7 @@ def parallel_env(make_env: Callable[[], Any]) -> Any:
         FactoryError: no env.
     """
     env = make_env()
-    names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(env).__mro__}
-    if _PARALLEL in names or _AEC in names:
+    if is_one_of(env, _PARALLEL) or is_one_of(env, AEC):
         return as_parallel(env)
     make_adapter: Callable[[Any], Adapter] = find_adapter(env)
     return StackedParallelEnv(make_adapter(env))

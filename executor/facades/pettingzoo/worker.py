@@ -23,10 +23,10 @@ from envherd.executor.facades.gymnasium.worker import NativeEnv, NativeFactory
 from envherd.shm.specs import Binary, EnvSpec, Key, LeafSpec, done_leaves
 from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
 from envherd.workers.adapters.gymnasium.spaces import Space, native_tree
-from envherd.workers.adapters.named import PettingZooFactory, reference_of
+from envherd.workers.adapters.named import PettingZooFactory
 from envherd.workers.adapters.pettingzoo.adapter import ParallelAdapter, acting_agents, possible_agents
-from envherd.workers.build import check_factory, describe, modules_of
-from envherd.workers.interpreters import interpreter_of
+from envherd.workers.adapters.pettingzoo.groups import Place
+from envherd.workers.build import check_factory
 from envherd.workers.pickling import dumps
 
 #: Keys of the rows: which agents act next, bool `[A]`; their rewards, float64 `[A]`; their flags.
@@ -74,34 +74,19 @@ class ParallelFactory(NativeFactory):
         return ParallelNativeAdapter(ParallelGuest(parallel_env(self.env_fn)))
 
 
-class Seat:
+class Seat(Place):
     """One agent's part of a row.
 
     Attributes:
-        agent: as the env calls it.
         values: leaves of its latest observation, zeros where it has none.
     """
 
-    def __init__(self, agent: Any, space: Space, results: np.ndarray, flags: np.ndarray) -> None:
-        self.agent = agent
-        self._reward, self._flags = results, flags  # VIEWS, `[1]` and `[3]`: done, terminated, truncated
+    def __init__(self, agent: Any, space: Space, reward: np.ndarray, flags: np.ndarray) -> None:
+        super().__init__(agent, reward, flags)
         tree = native_tree(space, "")
         self._flatten = flattener(tree, None)
         self._absent = [dumps(None) if leaf.is_side else np.zeros(leaf.shape, leaf.dtype) for leaf in leaf_specs(tree)]
         self.values = self._absent
-
-    def take_reward(self, reward: float) -> None:
-        """Store the agent's reward."""
-        self._reward[0] = reward
-
-    @property
-    def end(self) -> tuple[bool, bool]:
-        """Whether the agent has terminated, and whether it was truncated."""
-        return bool(self._flags[1]), bool(self._flags[2])
-
-    @end.setter
-    def end(self, flags: tuple[bool, bool]) -> None:
-        self._flags[:] = any(flags), *flags
 
     def observe(self, observations: Mapping[Any, Any]) -> None:
         """Keep the leaves of the agent's observation, or zeros where it has none."""
@@ -149,16 +134,12 @@ class ParallelNativeAdapter(ParallelAdapter):
         """Return done, terminated and truncated of the agents, bool `[A, 1]`."""
         return list(self._flags)
 
-    def render(self) -> Any:
-        """Return what `env.render()` draws, if its render mode is "rgb_array", else None."""
-        return self._parallel.render() if getattr(self._parallel, "render_mode", None) == "rgb_array" else None
-
     def _begin(self, seed: int | None, options: Mapping[str, Any] | None) -> Any:
         own = self.env.begin_reset(options)
         return self._parallel.reset(**({"seed": seed} if own is None else {"seed": seed, "options": own}))
 
     def _actions(self, action: list[Any], acting: list[Any]) -> dict[Any, Any]:
-        given = self.env.take_raw_action() if self.env.has_raw_action else self._build(action)
+        given = self.env.next_action(self._build, action)
         return {agent: given[agent] for agent in acting}
 
     def _observe(self, *dicts: Mapping[Any, Any]) -> None:
@@ -176,7 +157,7 @@ class ParallelNativeAdapter(ParallelAdapter):
         return [value for seat in self._seats.values() for value in seat.values]
 
 
-class OneGroupFactory:
+class OneGroupFactory(NativeFactory):
     """Builds the user's env and declares that its agents are one group.
 
     Envs of other families are returned as they are.
@@ -187,15 +168,12 @@ class OneGroupFactory:
 
     def __init__(self, make_env: Callable[[], Any]) -> None:
         check_factory(make_env)
-        self._make_env = make_env
-        self.preload, self.interpreter = tuple(modules_of(make_env)), interpreter_of(make_env)
-        self.reference = reference_of(make_env)
-        self.__qualname__ = describe(make_env)  # for messages
+        super().__init__(make_env)
 
     def __call__(self) -> Any:
         """Return the env."""
-        env = self._make_env()
+        env = self.env_fn()
         agents = getattr(env, "possible_agents", None)
         if agents:
-            env.envherd_options = PettingZooFactory(self._make_env, group_map={"agents": list(agents)})
+            env.envherd_options = PettingZooFactory(self.env_fn, group_map={"agents": list(agents)})
         return env

@@ -20,6 +20,7 @@ from gymnasium import spaces
 from envherd.executor.facades.pettingzoo.worker import ParallelFactory, ParallelGuest, ParallelNativeAdapter
 from envherd.shm.specs import Key, LeafSpec
 from envherd.workers.adapters.pettingzoo.adapter import possible_agents
+from envherd.workers.adapters.registry import is_one_of
 from envherd.workers.errors import SpecError
 
 #: Key of the rows: uint8 `[A]`, the bits of the dicts of the latest step or reset that had an entry for the agent.
@@ -69,7 +70,7 @@ class MultiAgentFactory(ParallelFactory):
     def __call__(self) -> MultiAgentAdapter:
         """Build the env."""
         env = self.env_fn()
-        if _RLLIB not in {f"{cls.__module__}.{cls.__qualname__}" for cls in type(env).__mro__}:
+        if not is_one_of(env, _RLLIB):
             from envherd.executor.facades.pettingzoo.stacked import parallel_env  # only with PettingZoo
 
             env = _ParallelAgents(parallel_env(lambda: env))

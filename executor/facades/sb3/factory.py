@@ -12,6 +12,7 @@ import pickle
 from typing import Any
 
 from envherd.workers.adapters.named import reference_of
+from envherd.workers.adapters.registry import is_one_of
 from envherd.workers.build import Factory, describe, modules_of, pickle_factory
 from envherd.workers.interpreters import interpreter_of
 
@@ -41,13 +42,8 @@ class Sb3Factory:
         """Return the env, or its adapter."""
         importlib.import_module(_LIGHT)  # before the function imports anything
         env = pickle.loads(self._pickled)()
-        if not is_gymnasium(env):
+        if not is_one_of(env, "gymnasium.core.Env"):
             return env
         from envherd.executor.facades.sb3.worker import Sb3Adapter  # other families do without
 
         return Sb3Adapter(env)
-
-
-def is_gymnasium(env: Any) -> bool:
-    """Return whether an env is a `gymnasium.Env`, without importing Gymnasium."""
-    return any(f"{cls.__module__}.{cls.__qualname__}" == "gymnasium.core.Env" for cls in type(env).__mro__)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from envherd.executor.facades.columns import Column
+from envherd.executor.facades.columns import Column, LatestColumn
 from envherd.executor.facades.fitting import as_array, fitted
 from envherd.executor.facades.leaf_spaces import Space
 from envherd.executor.facades.sb3.spaces import observed_leaves
@@ -26,23 +26,22 @@ class Reader:
     """Reads steps and resets from the slab.
 
     Args:
-        positions: of the envs.
+        positions: of the envs, whose observations have the same keys.
         shapes: of the leaves of one row's observation.
         num_agents: rows per env.
+
+    Attributes:
+        observed: the leaves of the observation.
+        flags: of the envs, by name.
     """
 
     def __init__(self, positions: Positions, shapes: Sequence[tuple[int, ...]], num_agents: int) -> None:
-        slab, loans = positions.slab, positions.loans
-        groups, num_envs = slab.groups, slab.plan.num_envs
+        groups, slab, num_envs = positions.slab.groups, positions.slab, positions.slab.plan.num_envs
         num_rows = num_envs * num_agents
-
-        def columns(section: str, leaves: Sequence[Sequence[LeafSpec]], shape: tuple[int, ...]) -> Column:
-            return Column(slab, section, [leaf.key for (leaf,) in leaves], num_rows, shape, loans)
-
-        observed = [[leaf for _, leaf in observed_leaves(group.spec)] for group in groups]
-        self.next = [columns("next", [[own[i]] for own in observed], shape) for i, shape in enumerate(shapes)]
-        self.root = [columns("root", [[own[i]] for own in observed], shape) for i, shape in enumerate(shapes)]
-        self._reward = columns("next", [group.spec.reward for group in groups], ())
+        leaves = zip(observed_leaves(groups[0].spec), shapes, strict=True)
+        self.observed = [LatestColumn(positions, leaf.key, num_rows, shape) for leaf, shape in leaves]
+        rewards = [group.spec.reward[0].key for group in groups]
+        self._reward = Column(slab, "next", rewards, num_rows, ())
         self.flags = {
             name: Column(slab, "next", [(name,)] * len(groups), num_envs, ()) for name in ("terminated", "truncated")
         }

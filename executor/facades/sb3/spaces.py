@@ -32,16 +32,14 @@ def num_agents(spec: EnvSpec) -> int:
     return spec.groups[0][1][0] if spec.groups else 1
 
 
-def observed_leaves(spec: EnvSpec) -> list[tuple[int, LeafSpec]]:
-    """Return `(index, leaf)` of the observation leaves that a row sees: no masks, and no entries of infos."""
-    unseen = spec.episode_keys
-    seen = [(i, leaf) for i, leaf in enumerate(spec.observation) if leaf.key not in unseen and leaf.key[0] != "info"]
+def observed_leaves(spec: EnvSpec) -> list[LeafSpec]:
+    """Return the observation leaves that a row sees: no masks, and no entries of infos."""
+    seen = [leaf for leaf in spec.observation if leaf.key not in spec.episode_keys and leaf.key[0] != "info"]
     if not spec.groups:
         return seen
     group = spec.groups[0][0]
-    own = [(i, leaf) for i, leaf in seen if leaf.key[: len(group)] == group]
-    observed = [(i, leaf) for i, leaf in own if leaf.key[len(group)] == "observation"]
-    return observed or own
+    own = [leaf for leaf in seen if leaf.key[: len(group)] == group]
+    return [leaf for leaf in own if leaf.key[len(group)] == "observation"] or own
 
 
 def compose_for(space: Space) -> Compose:
@@ -63,7 +61,7 @@ def compose_for(space: Space) -> Compose:
 def spaces_of(spec: EnvSpec) -> tuple[Space, Space]:
     """Return the observation and action space of a row of an env that has none itself (no Gymnasium env)."""
     lead, prefix = (1, (*spec.groups[0][0], "observation")) if spec.groups else (0, ())
-    seen = [leaf for _, leaf in observed_leaves(spec) if not leaf.is_side]
+    seen = [leaf for leaf in observed_leaves(spec) if not leaf.is_side]
     observed, acted = (
         {name_below(leaf.key, prefix): space_of(leaf, lead) for leaf in leaves} for leaves in (seen, spec.action)
     )

@@ -142,7 +142,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         infos = self._infos_of_reset()
         self.reset_infos = [self._of_row(infos, row) for row in range(self.num_envs)]
         columns = self._positions.columns
-        return self._compose([leaf.read_each(columns) for leaf in self._reader.root])
+        return self._compose([leaf.fresh.read_each(columns) for leaf in self._reader.observed])
 
     def step_async(self, actions: Any) -> None:
         """Begin a step of all envs; the caller continues, and `step_wait` ends the step.
@@ -186,7 +186,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         finally:
             self.waiting = False
         column, ended, reader = self._flight.at, self._flight.ended, self._reader
-        leaves = [leaf.own(column) for leaf in reader.next]
+        leaves = [leaf.after.own(column) for leaf in reader.observed]
         rewards = reader.rewards(column)
         infos = self._step_infos()
         if ended is None:
@@ -231,8 +231,8 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             if has_interrupted and interrupted[env_id, 0]:
                 info["interrupted"] = True
             self.reset_infos[row] = self._of_row(infos_of_reset, row)
-        for leaf, root in zip(leaves, reader.root, strict=True):
-            leaf[rows] = root.look(column)[rows]
+        for values, leaf in zip(leaves, reader.observed, strict=True):
+            values[rows] = leaf.fresh.look(column)[rows]
         dones = np.zeros(self.num_envs, bool)
         dones[rows] = True
         return dones
@@ -428,7 +428,7 @@ class DummyVecEnv(ExecutorVecEnv):
         elif len(actions) < len(self._adapters):
             raise ActionError(f"step failed: expected {len(self._adapters)} actions, got {len(actions)}.")
         for adapter, action in zip(self._adapters, actions, strict=False):  # SB3 ignores surplus actions
-            adapter.next_action = action
+            adapter.guest.give(action)
 
     def _infos_of_step(self) -> Mapping[int, Info]:
         if not self._adapters:

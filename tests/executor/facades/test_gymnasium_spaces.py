@@ -176,6 +176,7 @@ def test_max_concurrency_limits_the_processes():
 def test_make_vec():
     with installed():
         inside = gymnasium.make_vec("CartPole-v1", 2, "async", vector_kwargs={"num_workers": 1})
+        assert gymnasium.vector.async_vector_env.AsyncVectorEnv is AsyncVectorEnv
     assert isinstance(inside, AsyncVectorEnv)
     assert gymnasium.vector.AsyncVectorEnv is not AsyncVectorEnv
     for envs in (inside, make_vec("CartPole-v1", 2), make_vec("CartPole-v1", 2, "sync", max_episode_steps=3)):

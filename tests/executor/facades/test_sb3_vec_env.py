@@ -232,6 +232,22 @@ def test_what_an_env_raises_in_a_reset_is_of_its_type(make):
     env.close()
 
 
+@BOTH
+def test_a_step_with_four_values_is_named(make):
+    env = make([OldApi] * 2)
+    env.reset()
+    with pytest.raises(ValueError, match=r"got 4 values \(ndarray, float, .*\. This is the API of gym before"):
+        env.step(ZEROS[:2])
+    env.close()
+
+
+class OldApi(SampledEnv):
+    """Returns what envs of gym before 0.26 return."""
+
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, {}
+
+
 class Refusing(SampledEnv):
     """Refuses some options; its steps break its space."""
 

@@ -67,3 +67,10 @@ def _describe(value: Any, array: np.ndarray | None) -> str:
     if array is None or array.dtype.kind not in "biufc":
         return type(value).__name__
     return f"{type(value).__name__} of {array.dtype} {array.shape}"
+
+
+def outline(result: Any) -> str:
+    """Return how many values of which types a method of an env has returned, for messages."""
+    if isinstance(result, (tuple, list)):
+        return f"{len(result)} values ({', '.join(type(item).__name__ for item in result[:8])})"
+    return type(result).__name__

@@ -15,14 +15,14 @@ Seeds: dm_env has no API for seeding, so the adapter reseeds the generators of t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import dm_env
 import numpy as np
 
 from envherd.shm.specs import EnvSpec
-from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
 from envherd.workers.adapters.dm_env import specs as dm_env_specs
 from envherd.workers.errors import ResetNeeded, SpecError
@@ -69,18 +69,8 @@ class DmEnvAdapter(Adapter):
             metadata=_metadata(env),
         )
 
-    def reset(
-        self,
-        seed: int | None,
-        options: Mapping[str, Any] | None = None,
-        mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
-    ) -> list[Any]:
-        """Start a new episode; see `Adapter.reset`.
-
-        Args:
-            seed: for the generators that the env is known to keep; None leaves them unchanged.
-            options: must be empty.
-            mask: not used.
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
+        """Start a new episode; see `Adapter.reset`. The seed is for the generators that the env is known to keep.
 
         Raises:
             TypeError: any keyword: `dm_env.Environment.reset` takes none.

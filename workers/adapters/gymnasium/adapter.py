@@ -17,12 +17,11 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import gymnasium
-import numpy as np
 
 from envherd.shm.specs import EnvSpec, LeafSpec
-from envherd.workers.adapters.base import Adapter, EnvCall, StepValues
+from envherd.workers.adapters.base import Adapter, EnvCall, Mask, Options, StepValues
 from envherd.workers.adapters.common.reset_options import own_options
-from envherd.workers.adapters.common.scalars import as_flag, as_float
+from envherd.workers.adapters.common.scalars import as_flag, as_float, outline
 from envherd.workers.adapters.common.tree import Leaf, Node, builder, flattener, is_bare, leaf_specs
 from envherd.workers.adapters.gymnasium import spaces as gymnasium_spaces
 from envherd.workers.errors import SpecError
@@ -63,11 +62,12 @@ class GymnasiumAdapter(Adapter):
     _where: ClassVar[str | None] = "observation"
     #: What to do about several rewards, for messages.
     _fix_rewards: ClassVar[str] = _SEVERAL_REWARDS
+    _as_flag = staticmethod(as_flag)
     _has_one_reward = True
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         observation, renamed = gymnasium_spaces.observation_tree(getattr(env, "observation_space", None))
-        action = gymnasium_spaces.action_tree(getattr(env, "action_space", None))
+        action = gymnasium_spaces.tree_below(getattr(env, "action_space", None), "action")
         reward = gymnasium_spaces.reward_leaf(_wrapper_attr(env, "reward_space"))
         self._has_one_reward = reward is None
         self._describe(env, observation, action, "float32", _metadata(env, renamed))
@@ -93,18 +93,8 @@ class GymnasiumAdapter(Adapter):
             metadata=metadata,
         )
 
-    def reset(
-        self,
-        seed: int | None,
-        options: Mapping[str, Any] | None = None,
-        mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
-    ) -> list[Any]:
-        """Start a new episode; see `Adapter.reset`.
-
-        Args:
-            seed: passed to the env; None leaves its generator unchanged.
-            options: `{"options": {...}}`, of which the env gets a copy, or nothing.
-            mask: not used.
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
+        """Start a new episode; `options` are `{"options": {...}}`, of which the env gets a copy, or nothing.
 
         Raises:
             TypeError: a keyword other than `options`.
@@ -120,7 +110,7 @@ class GymnasiumAdapter(Adapter):
             raise SpecError(f"reset failed: expected reset(seed=..., options=...), got {error}. {old}") from error
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
             raise SpecError(
-                f"reset failed: expected (observation, info dict), got {_outline(result)}. "
+                f"reset failed: expected (observation, info dict), got {outline(result)}. "
                 + _OLD_API.format(new="(observation, info)")
             )
         observation, self.info = result
@@ -157,9 +147,9 @@ class GymnasiumAdapter(Adapter):
         if reward.__class__ is not float and self._has_one_reward:
             reward = as_float(reward, "reward", self._fix_rewards)
         if terminated.__class__ is not bool:
-            terminated = as_flag(terminated, "terminated")
+            terminated = self._as_flag(terminated, "terminated")
         if truncated.__class__ is not bool:
-            truncated = as_flag(truncated, "truncated")
+            truncated = self._as_flag(truncated, "truncated")
         return ([observation] if self._is_bare else self._flatten(observation)), [reward], terminated, truncated
 
     def render(self) -> Any:
@@ -182,16 +172,10 @@ class GymnasiumAdapter(Adapter):
 
 def _wrong_arity(result: Any) -> SpecError:
     expected = "(observation, reward, terminated, truncated, info)"
-    message = f"step failed: expected {expected}, got {_outline(result)}. "
+    message = f"step failed: expected {expected}, got {outline(result)}. "
     if isinstance(result, (tuple, list)) and len(result) == 4:
         return SpecError(message + _OLD_API.format(new="these five values"))
     return SpecError(message + "Return five values from env.step.")
-
-
-def _outline(result: Any) -> str:
-    if isinstance(result, (tuple, list)):
-        return f"{len(result)} values ({', '.join(type(item).__name__ for item in result[:8])})"
-    return type(result).__name__
 
 
 def _wrapper_attr(env: gymnasium.Env[Any, Any], name: str) -> Any:

@@ -15,7 +15,7 @@ from gymnasium import spaces
 
 from envherd.shm.specs import Domain, Key, MultiDiscrete
 from envherd.workers.adapters.common.tree import Convert, Leaf
-from envherd.workers.adapters.gymnasium.spaces import MakeLeaf, Space, action_leaf, observation_leaf
+from envherd.workers.adapters.gymnasium.spaces import MakeLeaf, Space, action_leaf, from_indices, observation_leaf
 
 _FIRST = np.s_[:, 0]
 
@@ -34,7 +34,7 @@ def observations_of(num_rows: int) -> MakeLeaf:
 
 
 def actions_of(num_rows: int) -> MakeLeaf:
-    """Return a function that describes the actions of `num_rows` rows, for `action_tree`."""
+    """Return a function that describes the actions of `num_rows` rows, for `tree_below`."""
 
     def make_leaf(space: Space, key: Key) -> Leaf:
         row = action_leaf(space, key)
@@ -42,7 +42,7 @@ def actions_of(num_rows: int) -> MakeLeaf:
             each = _for_each(row.give)
             return Leaf(row.spec, give=lambda values: tuple(each(values)))
         if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
-            return Leaf(_of_rows(row, num_rows), give=_from_indices(space))
+            return Leaf(_of_rows(row, num_rows), give=from_indices(space))
         return Leaf(_of_rows(row, num_rows), give=None if row.give is None else _as_flat)
 
     return make_leaf
@@ -68,13 +68,6 @@ def _domain_of_rows(domain: Domain, num_rows: int) -> Domain:
     if isinstance(domain, MultiDiscrete):
         return MultiDiscrete((domain.nvec,) * num_rows, (domain.start,) * num_rows if domain.start else ())
     return domain
-
-
-def _from_indices(space: spaces.Discrete[Any] | spaces.MultiDiscrete[Any]) -> Convert | None:
-    dtype, start = space.dtype, np.asarray(space.start, np.int64)
-    if not start.any():
-        return None if dtype == np.int64 else lambda indices: indices.astype(dtype)
-    return lambda indices: (indices + start).astype(dtype, copy=False)
 
 
 def _for_each(convert: Convert | None) -> Convert:

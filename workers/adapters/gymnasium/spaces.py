@@ -89,24 +89,20 @@ def observation_tree(space: Any, make_leaf: MakeLeaf | None = None) -> tuple[Nod
     return tree, {ours: native for native, ours in renames.items() if native in space.spaces}
 
 
-def action_tree(space: Any, key: Key = ("action",), make_leaf: MakeLeaf | None = None) -> Node:
-    """Describe an action space whose leaves are at or below `key`; `make_leaf` as of `observation_tree`.
+def tree_below(space: Any, what: str, *above: str, make_leaf: MakeLeaf | None = None) -> Node:
+    """Describe a space whose leaves, including a Dict's, are at or below one key.
+
+    Args:
+        space: of one env.
+        what: "observation" or "action".
+        *above: the first names of the key; `what` is its last.
+        make_leaf: as of `observation_tree`.
 
     Raises:
         SpecError: no space at all.
     """
-    _check_space(space, "action_space")
-    return _tree(space, key, make_leaf or action_leaf)
-
-
-def nested_observation_tree(space: Any, key: Key, make_leaf: MakeLeaf | None = None) -> Node:
-    """Describe an observation space whose leaves, including a Dict's, are at or below `key`; `make_leaf` as above.
-
-    Raises:
-        SpecError: no space at all.
-    """
-    _check_space(space, "observation_space")
-    return _tree(space, key, make_leaf or observation_leaf)
+    _check_space(space, f"{what}_space")
+    return _tree(space, (*above, what), make_leaf or (observation_leaf if what == "observation" else action_leaf))
 
 
 def native_tree(space: Space, name: str, order: Any = None, take: Convert | None = dumps) -> Node:
@@ -209,7 +205,7 @@ def action_leaf(space: Space, key: Key) -> Leaf:
     if isinstance(space, spaces.MultiDiscrete):
         starts = nested(space.start.tolist()) if space.start.any() else ()
         indices = MultiDiscrete(nested(space.nvec.tolist()), starts)
-        return Leaf(LeafSpec(key, space.shape, "int64", indices), give=_from_indices(space))
+        return Leaf(LeafSpec(key, space.shape, "int64", indices), give=from_indices(space))
     return Leaf(side_leaf(key), give=_reviver(space))
 
 
@@ -240,8 +236,9 @@ def ready_values(give: Convert | None) -> tuple[Any, ...]:
     return tuple(table[i] for i in range(len(table))) if isinstance(table, _Scalars) else ()
 
 
-def _from_indices(space: spaces.MultiDiscrete[Any]) -> Convert | None:
-    dtype, start = space.dtype, space.start.astype(np.int64)
+def from_indices(space: spaces.Discrete[Any] | spaces.MultiDiscrete[Any]) -> Convert | None:
+    """Return the function from an array of indices to what a space has in their place; None if they are the same."""
+    dtype, start = space.dtype, np.asarray(space.start, np.int64)
     if not start.any():
         return None if dtype == np.int64 else lambda indices: indices.astype(dtype)
     return lambda indices: (indices + start).astype(dtype, copy=False)

@@ -36,7 +36,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
 from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
-from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.common.reset_options import own_options
 from envherd.workers.adapters.common.scalars import are_flags
 from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
@@ -102,9 +102,8 @@ class GymnasiumVectorAdapter(Adapter):
         space = getattr(env, "single_observation_space", None)
         row, _ = gymnasium_spaces.observation_tree(space)
         batch, renamed = gymnasium_spaces.observation_tree(space, gymnasium_rows.observations_of(n))
-        action = gymnasium_spaces.action_tree(
-            getattr(env, "single_action_space", None), make_leaf=gymnasium_rows.actions_of(n)
-        )
+        actions = getattr(env, "single_action_space", None)
+        action = gymnasium_spaces.tree_below(actions, "action", make_leaf=gymnasium_rows.actions_of(n))
         self._flatten_row = flattener(row, "final_obs")
         self._flatten = flattener(batch, "observation")
         self._build = builder(action)
@@ -128,9 +127,7 @@ class GymnasiumVectorAdapter(Adapter):
         """Make the next reset of all rows use its seed, even if the env has already begun their episodes by itself."""
         self._is_reseeded = True
 
-    def reset(
-        self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
-    ) -> list[Any]:
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
         """Start new episodes in some rows; see `Adapter.reset`.
 
         Args:

@@ -28,7 +28,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.common import EnvMetaData
 
 from envherd.shm.specs import EnvSpec, Key, LeafSpec, done_leaves
-from envherd.workers.adapters.base import Adapter, EnvCall, StepValues
+from envherd.workers.adapters.base import Adapter, EnvCall, Mask, Options, StepValues
 from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
 from envherd.workers.adapters.registry import register
 from envherd.workers.adapters.torchrl.direct import DirectWay, direct_way
@@ -344,13 +344,8 @@ class GuestAdapter(Adapter):
         )
         self._is_on_cpu = env.device is None or env.device.type == "cpu"
 
-    def reset(
-        self,
-        seed: int | None,  # noqa: ARG002  # seeds are set by name, and masks are given by name or in a row
-        options: Mapping[str, Any] | None = None,
-        mask: np.ndarray | None = None,  # noqa: ARG002
-    ) -> list[Any]:
-        """Reset the env; see `Guest.begin`."""
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
+        """Reset the env; see `Guest.begin`. Seeds are set by name, and masks are given by name or in a row."""
         guest = self.env
         direct = guest.direct
         if direct is not None and not options:

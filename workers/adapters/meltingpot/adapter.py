@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from envherd.shm.specs import Discrete, EnvSpec, Key, LeafSpec
-from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.common.generators import seeded_random
 from envherd.workers.adapters.meltingpot.episodes import Episodes
 from envherd.workers.adapters.meltingpot.fast_step import Views
@@ -76,12 +76,7 @@ class MeltingPotAdapter(Adapter):
         if self._is_scenario and worlds:
             env.observables().substrate.timestep.subscribe(on_next=self._views.take_worlds)
 
-    def reset(
-        self,
-        seed: int | None,
-        options: Mapping[str, Any] | None = None,
-        mask: np.ndarray | None = None,  # noqa: ARG002  # always None: the env is one row
-    ) -> list[Any]:
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
         """Build and start an episode, from the seed if there is one. Melting Pot takes no options."""
         if options:
             raise ValueError(f"reset failed: expected no arguments, for Melting Pot has none, got {sorted(options)}.")

@@ -28,11 +28,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
-from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.common.reset_options import own_options
-from envherd.workers.adapters.common.scalars import as_flag, as_float
+from envherd.workers.adapters.common.scalars import as_flag, as_float, outline
 from envherd.workers.adapters.pettingzoo.groups import Agent, AgentGroup, Seat, make_groups, read_agent
+from envherd.workers.adapters.registry import is_one_of
 from envherd.workers.errors import ResetNeeded, SpecError
+
+#: PettingZoo's base class of envs whose agents take turns.
+AEC = "pettingzoo.utils.env.AECEnv"
 
 _FIVE = "(observations, rewards, terminations, truncations, infos), each a dict by agent"
 
@@ -59,18 +63,8 @@ class ParallelAdapter(Adapter):
         self._rewards: list[np.ndarray] = []  # in which the seats store them, aligned with the spec
         self._needs_reset = True
 
-    def reset(
-        self,
-        seed: int | None,
-        options: Mapping[str, Any] | None = None,
-        mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch
-    ) -> list[Any]:
-        """Start a new episode; see `Adapter.reset`.
-
-        Args:
-            seed: passed to the env; None leaves its generator unchanged.
-            options: `{"options": {...}}`, of which the env gets a copy, or nothing.
-            mask: not used.
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
+        """Start a new episode; `options` are `{"options": {...}}`, of which the env gets a copy, or nothing.
 
         Raises:
             TypeError: a keyword other than `options`.
@@ -105,6 +99,10 @@ class ParallelAdapter(Adapter):
         terminated, truncated = self._note_ends(terminations, truncations, acting)
         self._needs_reset = terminated or truncated
         return self._row(), list(self._rewards), terminated, truncated
+
+    def render(self) -> Any:
+        """Return what `env.render()` draws, uint8 `[H, W, 3]`, if its render mode is "rgb_array", else None."""
+        return self._parallel.render() if getattr(self._parallel, "render_mode", None) == "rgb_array" else None
 
     def state_dict(self) -> Any:
         """Return the env's state, and which agents have ended."""
@@ -186,7 +184,7 @@ class PettingZooAdapter(ParallelAdapter):
         super().__init__(env, env, {seat.agent: seat for group in self._groups for seat in group.seats})
         self._values = [value for group in self._groups for value in group.values]
         self._rewards = [group.reward for group in self._groups]
-        self._done_values = [value for group in self._groups for value in group.done_values]
+        self._done_values = [value for group in self._groups for value in group.flags]
         has_state = options is not None and options.return_state
         self._state = _state_leaf(env) if has_state else None
         self.spec = self._make_spec()
@@ -194,10 +192,6 @@ class PettingZooAdapter(ParallelAdapter):
     def done_values(self) -> list[Any]:
         """Return done, terminated and truncated of each group, bool `[A, 1]`."""
         return self._done_values
-
-    def render(self) -> Any:
-        """Return what `env.render()` draws, uint8 `[H, W, 3]`, if its render mode is "rgb_array", else None."""
-        return self.env.render() if getattr(self.env, "render_mode", None) == "rgb_array" else None
 
     def _actions(self, action: list[Any], acting: list[Agent]) -> dict[Agent, Any]:
         start, parts = 0, {}
@@ -248,7 +242,7 @@ class PettingZooAdapter(ParallelAdapter):
 
 def as_parallel(env: Any) -> Any:
     """Return an env as a parallel env, converted if it is an AEC env."""
-    if not any(f"{cls.__module__}.{cls.__qualname__}" == "pettingzoo.utils.env.AECEnv" for cls in type(env).__mro__):
+    if not is_one_of(env, AEC):
         return env
     from pettingzoo.utils.conversions import aec_to_parallel
 
@@ -296,7 +290,7 @@ def acting_agents(env: Any, turns: Any) -> list[Agent]:
 def checked_step(result: Any) -> Any:
     """Return the five dicts by agent that `env.step` has returned; refuse anything else."""
     if not (isinstance(result, (tuple, list)) and len(result) == 5 and all(isinstance(d, Mapping) for d in result)):
-        raise SpecError(f"step failed: expected {_FIVE}, got {_outline(result)}. Return them from env.step.")
+        raise SpecError(f"step failed: expected {_FIVE}, got {outline(result)}. Return them from env.step.")
     return result
 
 
@@ -304,7 +298,7 @@ def checked_reset(result: Any) -> tuple[Mapping[Agent, Any], Mapping[Any, Any]]:
     """Return the observations and infos that `env.reset` has returned; refuse anything else."""
     if not (isinstance(result, (tuple, list)) and len(result) == 2 and all(isinstance(d, Mapping) for d in result)):
         raise SpecError(
-            f"reset failed: expected (observations, infos), both dicts by agent, got {_outline(result)}. "
+            f"reset failed: expected (observations, infos), both dicts by agent, got {outline(result)}. "
             f"PettingZoo before 1.23 returned observations alone: return both from env.reset."
         )
     return result[0], result[1]
@@ -315,12 +309,6 @@ def _state_leaf(env: Any) -> LeafSpec:
     space = getattr(env, "state_space", None)
     like = np.asarray(env.state()) if space is None or space.shape is None else np.empty(space.shape, space.dtype)
     return LeafSpec(("state",), like.shape, like.dtype.name)
-
-
-def _outline(result: Any) -> str:
-    if isinstance(result, (tuple, list)):
-        return f"{len(result)} values ({', '.join(type(item).__name__ for item in result[:8])})"
-    return type(result).__name__
 
 
 def _metadata(env: Any, groups: list[AgentGroup]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from gymnasium import spaces
 
 from envherd.shm.specs import Binary, Box, Discrete, Domain, LeafSpec, MultiDiscrete, Unbounded
 from envherd.workers.adapters.common.tree import RESERVED_NAMES, builder, flattener, leaf_specs, nested, shrunk
-from envherd.workers.adapters.gymnasium.spaces import action_tree, nested_observation_tree
+from envherd.workers.adapters.gymnasium.spaces import tree_below
 from envherd.workers.errors import SpecError
 from envherd.workers.writers import writer_for
 
@@ -88,7 +88,8 @@ class AgentGroup:
         values: arrays aligned with `observation`.
         action: leaves of their actions.
         seats: one for each agent.
-        reward, done, terminated, truncated: `[A, 1]`.
+        reward: `[A, 1]`.
+        flags: done, terminated and truncated, bool `[3, A, 1]`.
         mask, action_mask: `[A]`, and `[A, actions]` or None.
 
     Raises:
@@ -98,12 +99,12 @@ class AgentGroup:
     def __init__(self, name: str, members: Sequence[AgentSpaces]) -> None:
         self.name = name
         self.size = size = len(members)
-        trees = [nested_observation_tree(member.observation, (name, "observation")) for member in members]
-        acts = [action_tree(member.action, (name, "action")) for member in members]
+        trees = [tree_below(member.observation, "observation", name) for member in members]
+        acts = [tree_below(member.action, "action", name) for member in members]
         observation = _stacked([leaf_specs(tree) for tree in trees], members)
         self.action = _stacked([leaf_specs(act) for act in acts], members)
         self.reward = np.zeros((size, 1), np.float32)
-        self.done, self.terminated, self.truncated = (np.zeros((size, 1), bool) for _ in range(3))
+        self.flags = np.zeros((3, size, 1), bool)
         self.mask, self.action_mask = np.zeros(size, bool), _common_mask(members)
         self.observed = [np.zeros(leaf.shape, leaf.dtype) for leaf in observation]
         self.infos = {key: np.zeros((size, *shape), np.float32) for key, shape in _common_infos(members).items()}
@@ -117,25 +118,46 @@ class AgentGroup:
         triples = zip(members, trees, acts, strict=True)
         self.seats = [Seat(self, index, member, tree, act) for index, (member, tree, act) in enumerate(triples)]
 
+
+class Place:
+    """Where an agent's reward and flags are stored.
+
+    Args:
+        agent: as the env calls it.
+        reward: `[1]` (VIEW).
+        flags: done, terminated and truncated, bool `[3]` (VIEW).
+    """
+
+    def __init__(self, agent: Agent, reward: np.ndarray, flags: np.ndarray) -> None:
+        self.agent = agent
+        self._reward, self._ends = reward, flags
+
+    def take_reward(self, reward: float) -> None:
+        """Store the agent's reward."""
+        self._reward[0] = reward
+
     @property
-    def done_values(self) -> tuple[np.ndarray, ...]:
-        """The three done leaves, in their order."""
-        return self.done, self.terminated, self.truncated
+    def end(self) -> tuple[bool, bool]:
+        """Whether the agent has terminated, and whether it was truncated."""
+        return bool(self._ends[1]), bool(self._ends[2])
+
+    @end.setter
+    def end(self, flags: tuple[bool, bool]) -> None:
+        self._ends[:] = any(flags), *flags
 
 
-class Seat:
+class Seat(Place):
     """One agent's place in its group.
 
     Attributes:
-        agent: as the env calls it.
         build: action leaves of this agent -> its action.
     """
 
     def __init__(self, group: AgentGroup, index: int, known: AgentSpaces, observation: Any, action: Any) -> None:
+        super().__init__(known.agent, group.reward[index], group.flags[:, index, 0])
         name = str(known.agent)
         self.group = group
         self.index = index
-        self.agent = known.agent
         self.build = builder(action)
         self._flatten = flattener(observation, f"the observation of {name}")
         leaves = [replace(leaf, key=(name, *leaf.key[1:])) for leaf in leaf_specs(observation)]
@@ -146,21 +168,6 @@ class Seat:
         }
         self._has_mask_in_observation = known.has_mask_in_observation
         self._is_blank = False
-
-    def take_reward(self, reward: float) -> None:
-        """Store the agent's reward."""
-        self.group.reward[self.index, 0] = reward
-
-    @property
-    def end(self) -> tuple[bool, bool]:
-        """Whether the agent has terminated, and whether it was truncated."""
-        return bool(self.group.terminated[self.index, 0]), bool(self.group.truncated[self.index, 0])
-
-    @end.setter
-    def end(self, flags: tuple[bool, bool]) -> None:
-        group, index = self.group, self.index
-        group.terminated[index, 0], group.truncated[index, 0] = flags
-        group.done[index, 0] = any(flags)
 
     def blank(self) -> None:
         """Store that the env returned nothing for the agent and that it does not act."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ import torch
 
 from envherd.shm.specs import LeafSpec
 from envherd.workers import seeding
-from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.common.generators import OwnGenerators
 from envherd.workers.adapters.torchrl.reading import to_numpy
 from envherd.workers.errors import ResetNeeded, SpecError
@@ -67,9 +67,7 @@ class TorchBatchAdapter(Adapter):
         self._generators = OwnGenerators(seeding.caller_state, seeding.restore_caller)
         self._latest: Leaves | None = None
 
-    def reset(
-        self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
-    ) -> list[Any]:
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
         """Start an episode in all rows, or in those in `mask` (the first reset is of all rows); see `Adapter.reset`.
 
         Args:

@@ -34,7 +34,7 @@ from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, Tensor
 from torchrl.envs import EnvBase
 
 from envherd.shm.specs import DONE_KEYS, EnvSpec, Unbounded, done_leaves
-from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.torchrl.gym import base_env, refuse_late_resets
 from envherd.workers.adapters.torchrl.private_api import seeding_names
 from envherd.workers.adapters.torchrl.reading import ends_reader, reader, to_numpy, to_plain, topmost
@@ -96,9 +96,7 @@ class TorchRLAdapter(Adapter):
         self._root: TensorDictBase | None = None
         self._latest: TensorDictBase = TensorDict({}, env.batch_size)
 
-    def reset(
-        self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
-    ) -> list[Any]:
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
         """Start an episode, or one for the rows in `mask` (the first reset is of all rows); see `Adapter.reset`.
 
         Returns:
