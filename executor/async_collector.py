@@ -377,7 +377,8 @@ class AsyncCollector:
         """Act for the envs without a command: all at first, later those that have failed."""
         env, states, limit = self.env, self.env.engine.states, self._wanted[1]
         if not self._has_begun:
-            env.reset()
+            if not env.is_resumed:
+                env.reset()
             self._has_begun = True
         self._rows.repair()
         self._has_sent()

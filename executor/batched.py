@@ -62,7 +62,10 @@ class BatchedEnv:
         device: of the batches, or None.
         specs: one `EnvSpec` per env.
         options: the `ExecutorOptions` in force.
+        is_resumed: whether `load_state_dict` has loaded the state of the envs; collectors then continue their episodes.
     """
+
+    is_resumed = False
 
     def __init__(
         self,
@@ -564,6 +567,7 @@ class BatchedEnv:
         """
         with self._guard:
             saving.load_state_dict(self._engine, state)
+        self.is_resumed = "roots" in state.get("executor", ())
 
     def infos(self, section: Literal["next", "root"] = "next") -> list[dict[str, Any]]:
         """Return each env's info of its latest command; empty if it has none.

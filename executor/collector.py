@@ -52,6 +52,8 @@ class Rolls(Protocol):
 class Collector:
     """Iterates batches `[N, T]` of `frames_per_batch` transitions (N envs, T = `frames_per_batch` / N).
 
+    The first batch begins with a reset of all envs, unless `env.load_state_dict` has loaded their state.
+
     Args:
         env: the executor.
         policy: takes a root batch `[N]` and returns it with the action; other keys that it adds are kept. None draws
@@ -177,7 +179,8 @@ class Collector:
                 envs: the state is lost with the data.)
         """
         try:
-            resets = self._resets_always or not self._has_begun
+            is_first = not (self._has_begun or getattr(self.env, "is_resumed", False))
+            resets = self._resets_always or is_first
             data = self.env.rollout(
                 self.num_steps,
                 self._policy_now(),

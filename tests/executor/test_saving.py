@@ -12,7 +12,16 @@ import pytest
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
 
-from envherd import Busy, EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
+from envherd import (
+    AsyncCollector,
+    Busy,
+    Collector,
+    EnvError,
+    ExecutorOptions,
+    ParallelEnv,
+    ResetNeeded,
+    SerialEnv,
+)
 from envherd.workers.testing import CountingEnv
 from tests.executor.calls import RESTART, both, kill
 from tests.executor.drives import act
@@ -300,6 +309,28 @@ def test_a_state_without_envs_begins_the_episodes_that_would_have_come_next(befo
     assert (found == expected).all()
     seeds = [set(batch["observation"][..., 0].flatten().tolist()) for batch in (data, found)]
     assert not seeds[0] & seeds[1]
+
+
+@pytest.mark.parametrize("kind", [Collector, AsyncCollector])
+@pytest.mark.parametrize("num_steps", [3, 5])  # in the middle of the episodes; all envs have ended
+def test_a_collector_of_loaded_envs_continues_their_episodes(kind, num_steps):
+    def policy(td):
+        return td.set("action", torch.ones(len(td), dtype=torch.int64))
+
+    def make():
+        return SerialEnv(2, lambda: CountingEnv(length=5), seed=3)
+
+    with make() as env:
+        td = env.reset()
+        for _ in range(num_steps):
+            td = env.step(policy(td))["next"]
+        state = env.state_dict()
+        expected = env.rollout(4, policy, auto_reset=False, break_when_any_done=False)
+    with make() as env, kind(env, policy, frames_per_batch=8, total_frames=8) as collector:
+        env.load_state_dict(state)
+        (data,) = collector
+    assert (data["next", "observation"] == expected["next", "observation"]).all()
+    assert (data["observation"] == expected["observation"]).all()
 
 
 def test_the_state_says_at_which_episode_each_env_is():
