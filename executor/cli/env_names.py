@@ -61,7 +61,7 @@ def factory_for(name: str, *, with_frames: bool = False) -> Factory:
     name = full_name(name)
     key, _, rest = name.partition(":")
     if not rest:
-        raise FactoryError(_no_family(name, []))
+        raise FactoryError(_no_family(name, [], []))
     family = FAMILIES[key]
     if family.package:
         _require(family.package)
@@ -118,18 +118,22 @@ def full_name(name: str) -> str:
     if colon and rest.replace(".", "").isidentifier() and _is_there(module):
         return f"python:{name}"
     known: list[str] = []
+    missing: list[str] = []
     for family in () if colon else LISTED:
-        with contextlib.suppress(FactoryError):
+        try:
             names = known_names(family)
-            if name in names:
-                return f"{family}:{name}"
-            known += names
+        except FactoryError:
+            missing.append(family)
+            continue
+        if name in names:
+            return f"{family}:{name}"
+        known += names
     with contextlib.suppress(ImportError):
         found = plug_in_ids()
         if name in found:
             return f"gymnasium:{found[name]}:{name}"
         known += found
-    raise FactoryError(_no_family(name, known))
+    raise FactoryError(_no_family(name, known, missing))
 
 
 def is_only_looked_up(name: str) -> bool:
@@ -162,13 +166,34 @@ def known_names(family: str) -> tuple[str, ...]:
     return found
 
 
-def _no_family(name: str, known: list[str]) -> str:
-    """Return the message for a name whose family is missing or unknown; `known` are the names without a family."""
+def _no_family(name: str, known: list[str], missing: list[str]) -> str:
+    """Return the message for a name whose family is missing or unknown.
+
+    Args:
+        name: what the user wrote.
+        known: the names without a family.
+        missing: the families whose package is not installed, if names of all families were searched.
+    """
+    if (written := _as_callable(name)) and name.partition(":")[0] not in FAMILIES:
+        return f"{name!r} failed: expected MODULE:CALLABLE, got a module or a path. Write {written}."
     family, colon, _ = name.partition(":")
     candidates = [f"{prefix}:" for prefix in FAMILIES] if colon else known
     hint = "" if family in ("", *FAMILIES) else closest(f"{family}:" if colon else name, candidates)
     got = f", got neither a family nor a module {family!r}" if colon and family not in ("", *FAMILIES) else ""
-    return f"{name!r} failed: expected one of {', '.join(FORMS)}{got}.{hint}"
+    absent = f" Not installed: {', '.join(missing)}." if name and missing else ""
+    return f"{name!r} failed: expected one of {', '.join(FORMS)}{got}.{hint}{absent}"
+
+
+def _as_callable(name: str) -> str:
+    """Return `MODULE:CALLABLE` for a module, its path, or a dotted name in it; "" for other names. Imports nothing."""
+    path, _, attribute = name.partition(":")
+    module = path.removeprefix("./").removesuffix(".py").replace("/", ".")
+    is_name = not attribute or attribute.replace(".", "").isidentifier()
+    if not (is_name and _is_there(module.partition(".")[0])):
+        return ""
+    if "." in module and path == module:
+        module, _, attribute = module.rpartition(".")
+    return f"{module}:{attribute or 'CALLABLE'}"
 
 
 def _is_there(module: str) -> bool:

@@ -18,6 +18,7 @@ from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.options import Top
 from envherd.executor.monitor.statistics import WorkerStatistics
 from envherd.executor.monitor.watching import Watch, plates, stack_of
+from envherd.executor.pools.process_log import without_own_frames
 from envherd.executor.sizing.settings import size_text, time_text
 from envherd.shm.platforms import missing
 
@@ -44,7 +45,8 @@ def run(options: Top) -> int:
                 if options.json:
                     _print_json(options, watches, stack)
                 elif live is None:
-                    console.print(screen(watches, stack, console.width))
+                    console.print(Text(stack), soft_wrap=True, end="\n" if stack else "")
+                    console.print(screen(watches, "", console.width))
                 else:
                     live.update(screen(watches, stack, console.width), refresh=True)
                 if options.once:
@@ -104,7 +106,7 @@ def _stack(watches: list[Watch], row: int | None) -> str:
     if row is None or not 0 <= row < len(workers):
         return ""
     worker = workers[row]
-    return f"Stack of worker {worker.worker_id}, pid {worker.pid}\n{stack_of(worker.pid)}"
+    return f"Stack of worker {worker.worker_id}, pid {worker.pid}\n{without_own_frames(stack_of(worker.pid))}"
 
 
 def screen(watches: list[Watch], stack: str, width: int) -> RenderableType:

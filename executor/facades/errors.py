@@ -15,6 +15,19 @@ from envherd.workers.errors import EnvError, EnvherdError, FactoryError, RemoteT
 _kinds: dict[tuple[type[EnvherdError], type[Exception]], type[EnvherdError] | None] = {}
 
 
+def listed(operation: str, env_fns: Any) -> tuple[Any, ...]:
+    """Return the factories of a vector env.
+
+    Raises:
+        TypeError: one function instead of a list.
+    """
+    if callable(env_fns):
+        raise TypeError(
+            f"{operation} failed: expected a list of functions, one per env, got one function. Write [make_env] * 8."
+        )
+    return tuple(env_fns)
+
+
 def as_raised(error: EnvherdError, call: str = "") -> EnvherdError:
     """Return an error that is also an instance of the exception type of the env or factory, or the error itself.
 

@@ -323,7 +323,7 @@ class Crew:
             has_exited = worker.has_exited()  # asked first: what it wrote before its end is there to be read
             self.drain(worker_id)
             if has_exited and not self._inbox[worker_id]:
-                raise worker_lost(worker, self.blueprint.blocks[worker_id], phase, self.options)
+                raise worker_lost(worker, self.blueprint.blocks[worker_id], phase)
         return self._inbox[worker_id].pop(0)
 
     def has_answered(self, worker_id: int) -> bool:

@@ -37,7 +37,7 @@ numbering = Numbering()
 
 
 _REMEDY = "Use fewer envs or workers (`envherd size` says how many fit), or raise the limit."
-_RESTART = "ExecutorOptions(on_worker_loss='restart') replaces lost workers."
+RESTART = "ExecutorOptions(on_worker_loss='restart') replaces lost workers."
 #: Text about a killed worker, by where the kernel has killed processes for lack of memory since.
 _KILLERS = {
     "group": f"The kernel killed it, or a process of its control group, for the memory limit of that group. {_REMEDY}",
@@ -60,7 +60,6 @@ def worker_lost(
     worker: WorkerProcess,
     env_ids: Sequence[int],
     phase: str,
-    options: ExecutorOptions,
     env_id: int | None = None,
 ) -> WorkerLost:
     """Return the error for a worker that has ended.
@@ -69,16 +68,14 @@ def worker_lost(
         worker: has exited; its log is still open.
         env_ids: of its envs.
         phase: of the worker.
-        options: of the executor.
         env_id: of the env that it worked on, if known.
     """
     how = worker.exit_description()
     hint = " " + _KILLERS[worker.killed_for_memory()] if "SIGKILL" in how else ""
-    advice = "" if options.on_worker_loss == "restart" else f" {_RESTART}"
     lines = worker.last_lines()
     return WorkerLost(
         f"{_operation(phase)} failed: worker {_called(worker)} ended with {how} {_in_words(phase, env_id)} "
-        f"({_where(worker, env_ids)}).{hint}{advice}" + (f"\nIts last output:\n{lines}" if lines else ""),
+        f"({_where(worker, env_ids)}).{hint}" + (f"\nIts last output:\n{lines}" if lines else ""),
         remote_traceback=lines or None,
         exit_code=worker.exit_code(),
         **_context(worker, env_ids, phase, env_id),
@@ -185,7 +182,8 @@ def env_error(faults: Sequence[Frame], worker_id: int, pid: int, gpu: str | None
     if is_without_state:
         what = fault["message"]  # of the adapter
     is_over = phase in ("step", "reset") or (phase == "restore" and not is_without_state)
-    advice = "The other envs go on; reset this one to use it again." if is_over else "Its episode goes on."
+    again = "reset these to use them again" if others else "reset this one to use it again"
+    advice = f"The other envs go on; {again}." if is_over else "Its episode goes on."
     return EnvError(
         f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_gpu(gpu)}{_place()}).{also} {advice}",
         remote_traceback=without_own_frames(fault["traceback"]),

@@ -27,7 +27,15 @@ from typing import NamedTuple, Protocol
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.crew import Crew
-from envherd.executor.pools.error_messages import another_spec, log, not_replaced, worker_late, worker_lost
+from envherd.executor.pools.error_messages import (
+    RESTART,
+    another_spec,
+    log,
+    not_replaced,
+    with_sentence,
+    worker_late,
+    worker_lost,
+)
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.restarts import Restarts
 from envherd.executor.pools.worker_process import WorkerProcess
@@ -131,7 +139,8 @@ class Supervisor:
 
     def declare_lost(self, worker_id: int, error: EnvherdError) -> None:
         """Take a worker out of service; the parent now owns its words."""
-        error = self._recorded(worker_id, error)
+        is_raised = self._options.on_worker_loss == "raise"
+        error = self._recorded(worker_id, with_sentence(error, RESTART) if is_raised else error)
         self.num_losses += 1
         self._lost_at = now = time.monotonic()
         self.absent[worker_id] = Absence(Condition.LOST, now, error)
@@ -140,7 +149,6 @@ class Supervisor:
         self._pool.lose_answers_of(worker_id)
         if not self._crew.is_closing:  # by another thread, or at the interpreter's exit
             # Not the error itself: a kept record would keep its frames alive. An error that is raised has the output.
-            is_raised = self._options.on_worker_loss == "raise"
             log.warning("%s", error.message.partition("\n")[0] if is_raised else error.message)
 
     def _recorded(self, worker_id: int, error: EnvherdError) -> EnvherdError:
@@ -200,7 +208,7 @@ class Supervisor:
         """Return the error that describes the loss of a worker that has ended."""
         phase, env_id = self._pool.phase_of(worker_id)
         env_ids = self._crew.blueprint.blocks[worker_id]
-        return worker_lost(self._crew.workers[worker_id], env_ids, phase, self._options, env_id)
+        return worker_lost(self._crew.workers[worker_id], env_ids, phase, env_id)
 
     def give_up_late(self, owing: Iterable[int], timeout_s: float) -> None:
         """Kill workers that have not answered in time.

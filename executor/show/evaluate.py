@@ -8,6 +8,7 @@ continued.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +34,7 @@ from envherd.executor.show.video import require_imageio
 from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from envherd.workers.adapters.named import FAMILIES, NamedFactory
+from envherd.workers.errors import FactoryError
 from envherd.workers.options import Infos
 
 #: One policy for all players, or a dict of policies by player, role and "*"; see `PerPlayer`.
@@ -259,6 +261,11 @@ def _factory(env: Any, *, has_background: bool) -> Any:
     if family in FAMILIES and family != "meltingpot":
         kind = FAMILIES[family].factory
         return NamedFactory(family, rest) if kind is None else kind(rest)
+    if family not in FAMILIES and importlib.util.find_spec("meltingpot") is None:
+        raise FactoryError(
+            f"evaluate failed: expected FAMILY:NAME, got {env!r}. Write 'gymnasium:{env}' for an env of Gymnasium. "
+            f"Names without a family are those of Melting Pot, which is not installed."
+        )
     return for_evaluation(MeltingPotFactory(rest or env), has_background=has_background)
 
 

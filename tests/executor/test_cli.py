@@ -335,7 +335,11 @@ def test_a_check_that_proved_nothing_fails():
     assert result.exit_code == 1
     assert "nothing was proved" in result.output
     assert check("my_envs:Breaks", "--steps", "20").exit_code == 1
-    assert check("my_envs:refuses").exit_code == 1
+    result = check("my_envs:refuses")
+    assert result.exit_code == 1
+    assert "error: check failed: the env raised OSError: no such track\n" in result.stderr
+    assert "my_envs.py" in result.stderr
+    assert "contract.py" not in result.stderr
     assert check("my_envs:refuse").exit_code == 2
 
 

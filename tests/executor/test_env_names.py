@@ -76,6 +76,11 @@ UNKNOWN = {
     "CartPole-v9": ["Did you mean CartPole-v1", *FORMS],
     "no_such_module_x:make": [*FORMS, "got neither a family nor a module 'no_such_module_x'"],
     "meltingpot:": list(FORMS),
+    "json": ["Write json:CALLABLE."],
+    "json.py": ["Write json:CALLABLE."],
+    "./json/decoder.py": ["Write json.decoder:CALLABLE."],
+    "./json.py:loads": ["Write json:loads."],
+    "json.loads": ["Write json:loads."],
     "": list(FORMS),
 }
 

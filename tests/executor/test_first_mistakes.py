@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import signal
+import time
 import traceback
 from typing import Any
 
@@ -29,6 +30,7 @@ from envherd import (
     SerialEnv,
     VideoRecorder,
     WorkerLost,
+    WorkerTimeout,
 )
 from envherd.executor.pools.process_log import without_own_frames
 from envherd.workers.testing import ContractViolation, CountingEnv, check_env_contract
@@ -61,6 +63,13 @@ class Outside(OldReset):
     def step(self, _action: Any) -> Any:
         self.left -= 1
         return np.full(2, 7, np.float32), 0.0, self.left == 0, False, {}
+
+
+class Raises(Outside):
+    """An env that raises."""
+
+    def step(self, _action: Any) -> Any:
+        raise ValueError
 
 
 class Argmax(nn.Module):
@@ -134,6 +143,11 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         ContractViolation,
         r"expected observation in \[0\.0, 1\.0\], got 7\.0",
     ),
+    "two envs that raise": (
+        lambda _: serial(2, Raises).rollout(1),
+        EnvError,
+        r"Envs \[1\] raised too\. The other envs go on; reset these to use them again\.",
+    ),
     "a misspelt attribute": (
         lambda env: env.num_env,
         AttributeError,
@@ -188,6 +202,42 @@ def test_each_rollout_that_is_cut_short_warns(env, caplog):
         with caplog.at_level(logging.WARNING, "envherd"):
             env.rollout(500)
         assert "of 500 steps, since an env ended" in caplog.text
+
+
+@needs("sb3")
+def test_one_function_in_place_of_a_list_is_refused():
+    from envherd.gymnasium import AsyncVectorEnv, SyncVectorEnv
+    from envherd.sb3 import DummyVecEnv, SubprocVecEnv
+
+    for kind in (AsyncVectorEnv, SyncVectorEnv, DummyVecEnv, SubprocVecEnv):
+        facade: Any = kind
+        with pytest.raises(TypeError, match=rf"{kind.__name__} failed: .*Write \[make_env\] \* 8\."):
+            facade(make_cartpole)
+
+
+def test_a_name_without_a_family_is_refused_if_melting_pot_is_missing(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(FactoryError, match=r"expected FAMILY:NAME, got 'CartPole-v1'\. Write 'gymnasium:CartPole-v1'"):
+        envherd.evaluate(None, "CartPole-v1", episodes=1)
+
+
+class Hanging(Outside):
+    """An env that hangs in its first step."""
+
+    def step(self, _action: Any) -> Any:
+        time.sleep(60)
+
+
+@pytest.mark.slow
+@pytest.mark.broken_pool
+def test_a_late_worker_is_reported_with_both_remedies():
+    options = ExecutorOptions(step_timeout_s=0.2)
+    with ParallelEnv(1, Hanging, num_workers=1, options=options) as env, pytest.raises(WorkerTimeout) as caught:
+        env.rollout(1)
+    sentences = (
+        r"Raise ExecutorOptions\.step_timeout_s .*on_worker_loss='restart'\) replaces lost workers\.\nIt was stuck in"
+    )
+    assert re.search(sentences, caught.value.message)
 
 
 class Dying(Outside):

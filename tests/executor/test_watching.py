@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -140,6 +141,9 @@ def test_top_once_as_a_table_and_as_json():
         assert f"process {os.getpid()}" in done.output
         assert "worker" in done.output
         assert "most recent call first" in done.output
+        own_stack = ["top", "--once", "--interval", "0.1", "--stack", "0", *own]
+        done = runner.invoke(app, own_stack, env={"COLUMNS": "40"})
+        assert re.search(r'File "[^"\n]*entry\.py", line \d+', done.output)  # paths are not broken
         done = runner.invoke(app, ["top", "--once", "--json", "--interval", "0.1", *own])
         (one,) = json.loads(done.stdout)["executors"]
         assert one["num_envs"] == 2

@@ -23,6 +23,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.episode_columns import EpisodeColumns
+from envherd.executor.facades.errors import listed
 from envherd.executor.facades.gymnasium.errors import as_gymnasium
 from envherd.executor.facades.gymnasium.rows import Actions, Observations
 from envherd.executor.facades.gymnasium.spaces import Description, batch, check_mode, describe_all
@@ -52,7 +53,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self, env_fns: EnvFns, *, copy: bool, observation_mode: Any, autoreset_mode: str | AutoresetMode
     ) -> None:
         self.closed = True  # Gymnasium 1.1 closes deleted envs, even if the constructor has raised
-        self.env_fns = tuple(env_fns)
+        self.env_fns = listed(type(self).__name__, env_fns)
         self.copy = copy
         self.observation_mode = observation_mode
         self.autoreset_mode = AutoresetMode(autoreset_mode)

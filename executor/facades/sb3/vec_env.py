@@ -31,7 +31,7 @@ from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.episode_columns import EpisodeColumns
-from envherd.executor.facades.errors import as_raised
+from envherd.executor.facades.errors import as_raised, listed
 from envherd.executor.facades.installing import replaced
 from envherd.executor.facades.leaf_spaces import Space, inner_spaces, tails
 from envherd.executor.facades.sb3.factory import Sb3Factory
@@ -389,6 +389,7 @@ class SubprocVecEnv(ExecutorVecEnv):
         options: ExecutorOptions | None = None,
     ) -> None:
         options = _as_sb3(checked_options(options), start_method)
+        env_fns = listed("SubprocVecEnv", env_fns)
         for env_fn in env_fns:
             check_factory(env_fn)
         factories = [Sb3Factory(env_fn, env_id) for env_id, env_fn in enumerate(env_fns)]
@@ -412,7 +413,7 @@ class DummyVecEnv(ExecutorVecEnv):
     """
 
     def __init__(self, env_fns: Sequence[EnvFn]) -> None:
-        made = [_adapted_here(env_fn()) for env_fn in env_fns]
+        made = [_adapted_here(env_fn()) for env_fn in listed("DummyVecEnv", env_fns)]
         self.envs = [one.env if isinstance(one, Sb3DirectAdapter) else one for one in made]
         different = {id(getattr(env, "unwrapped", env)) for env in self.envs}
         if len(different) != len(self.envs):
