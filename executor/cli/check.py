@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import os
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
-import envherd
 from envherd.executor.cli.commands import carry_out
 from envherd.executor.cli.env_names import factory_for
 from envherd.executor.cli.exit_codes import EXIT_FAILED
@@ -21,7 +20,7 @@ from envherd.workers.testing.compare import ContractViolation
 from envherd.workers.testing.contract import Contract, NoEpisodeEnd
 
 Found = TypeVar("Found")
-_PACKAGE = os.path.dirname(envherd.__file__)
+_PACKAGE = str(Path(__file__).parents[2])
 
 
 def run(options: Check) -> int:

@@ -318,15 +318,15 @@ def test_an_env_that_keeps_the_contract_is_found_to():
 def test_a_rule_that_is_broken_is_named():
     result = check("my_envs:Forgets", "--steps", "20")
     assert result.exit_code == 1
-    assert "broken   7  the same seed and actions" in result.output
+    assert "broken   6  the same seed and actions" in result.output
     assert "ok       1" in result.output
     result = check("my_envs:Leaves", "--steps", "20")
     assert result.exit_code == 1
-    assert "broken  11  observations are within the bounds" in result.output
+    assert "broken   8  observations are within the bounds" in result.output
     assert "in [0, 1], got 2 at (0, 0)" in result.output
     result = check("my_envs:Forgets", "--steps", "20", "--random")
     assert result.exit_code == 0, result.output
-    assert "skipped  7" in result.output
+    assert "skipped  6" in result.output
 
 
 @pytest.mark.usefixtures("folder")

@@ -32,7 +32,7 @@ def check_done(row: Row, where: str) -> None:
         done, terminated, truncated = (row[(*key[:-1], *last)] for last in DONE_KEYS)
         if not np.array_equal(done, terminated | truncated):
             raise ContractViolation(
-                f"rule 6 is broken: expected {show_key(key)} to be terminated | truncated, got {show(done)} for "
+                f"rule 5 is broken: expected {show_key(key)} to be terminated | truncated, got {show(done)} for "
                 f"{show(terminated)} and {show(truncated)} ({where})."
             )
 
@@ -47,7 +47,7 @@ def check_bounds(row: Row, spec: EnvSpec, where: str) -> None:
         if outside.any():
             at = tuple(map(int, np.argwhere(outside)[0]))
             raise ContractViolation(
-                f"rule 11 is broken: expected {show_key(leaf.key)} in {leaf.domain}, got {value[at]} at {at} "
+                f"rule 8 is broken: expected {show_key(leaf.key)} in {leaf.domain}, got {value[at]} at {at} "
                 f"({where}). Mend the env's observation_space, or clip its observations."
             )
 

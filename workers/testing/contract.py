@@ -13,12 +13,12 @@ The rules:
     2   a reset touches exactly the envs in its mask
     3   `next` holds the last observation of an episode; the root behind it, the reset's
     4   an env that has ended is not stepped (the executor's rule: checked where one runs the envs)
-    6   `done` is `terminated | truncated`, everywhere
-    7   the same seed and actions give the same data, bit for bit
-    10  what was handed out is not changed by a later step or reset, nor is a caller's mask
-    11  observations are within the bounds of their spaces
-    12  envs that share a process have the data that they have alone, pictures included (only with `together=N`)
-    13  an env that is saved and restored continues with the same data (only for envs that can be saved)
+    5   `done` is `terminated | truncated`, everywhere
+    6   the same seed and actions give the same data, bit for bit
+    7   what was handed out is not changed by a later step or reset, nor is a caller's mask
+    8   observations are within the bounds of their spaces
+    9   envs that share a process have the data that they have alone, pictures included (only with `together=N`)
+    10  an env that is saved and restored continues with the same data (only for envs that can be saved)
 The contract fails if it saw no episode end: without one it has checked nothing.
 
 It takes four traces with the same seed and actions (with resets fused into the step; with separate resets; in new envs
@@ -94,10 +94,10 @@ class Contract:
         num_steps: steps of each trace; several episodes should end within them.
         seed: root seed of envs and actions.
         actions: draws one env's action; None draws from the spec.
-        is_deterministic: whether seeds determine the data; without that, rules 2, 7 and 10 are checked in part.
+        is_deterministic: whether seeds determine the data; without that, rules 2, 6 and 7 are checked in part.
         ends_where_it_starts: whether a last observation may equal the next episode's first one.
         make_batch: what runs the envs; None for blocks in this process.
-        together: envs that rule 12 puts into one process; below 2, the rule is not checked.
+        together: envs that rule 9 puts into one process; below 2, the rule is not checked.
     """
 
     make_env: MakeEnv
@@ -110,22 +110,22 @@ class Contract:
     together: int = 0
 
     #: In this order because breaking a rule may also break later ones.
-    RULES: ClassVar[tuple[int, ...]] = (1, 6, 7, 10, 3, 2, 4, 11, 13)
+    RULES: ClassVar[tuple[int, ...]] = (1, 5, 6, 7, 3, 2, 4, 8, 10)
     #: Rule -> what holds.
     TITLES: ClassVar[dict[int, str]] = {
         1: "one transition is one env.step, and a step never resets",
         2: "a reset touches the envs in its mask, and no others",
         3: "an episode's last observation is delivered, and after it the first one of the next",
         4: "an env that has ended is not stepped",
-        6: "done is terminated or truncated",
-        7: "the same seed and actions give the same data",
-        10: "what was handed out is not changed by a later step or reset",
-        11: "observations are within the bounds of their spaces",
-        12: "envs in one process do not disturb each other",
-        13: "an env that is saved and restored continues with the same data",
+        5: "done is terminated or truncated",
+        6: "the same seed and actions give the same data",
+        7: "what was handed out is not changed by a later step or reset",
+        8: "observations are within the bounds of their spaces",
+        9: "envs in one process do not disturb each other",
+        10: "an env that is saved and restored continues with the same data",
     }
     #: The rules that are not checked if seeds do not determine the data.
-    COMPARES: ClassVar[tuple[int, ...]] = (2, 7, 13)
+    COMPARES: ClassVar[tuple[int, ...]] = (2, 6, 10)
 
     def check(self, rule: int) -> None:
         """Check one rule.
@@ -138,12 +138,12 @@ class Contract:
             2: self._check_masks,
             3: self._check_ends,
             4: self._check_refusal,
-            6: self._check_flags,
-            7: self._check_seeds,
-            10: self._check_copies,
-            11: self._check_bounds,
-            12: self._check_together,
-            13: self._check_saving,
+            5: self._check_flags,
+            6: self._check_seeds,
+            7: self._check_copies,
+            8: self._check_bounds,
+            9: self._check_together,
+            10: self._check_saving,
         }
         checks[rule]()
 
@@ -156,9 +156,9 @@ class Contract:
 
     @property
     def rules(self) -> tuple[int, ...]:
-        """The rules to check: `RULES`, without 13 if the env cannot be saved, and 12 if asked for."""
-        found = self.RULES if self._saving else tuple(rule for rule in self.RULES if rule != 13)
-        return (*found, 12) if self.together > 1 else found
+        """The rules to check: `RULES`, without 10 if the env cannot be saved, and 9 if asked for."""
+        found = self.RULES if self._saving else tuple(rule for rule in self.RULES if rule != 10)
+        return (*found, 9) if self.together > 1 else found
 
     @property
     def num_ends(self) -> int:
@@ -268,16 +268,16 @@ class Contract:
         within, by_hand = self._pair
         if self.is_deterministic:
             why = "new envs gave other data for the same seed and actions. Draw all randomness from reset's seed."
-            compare(7, within, self._spread[0], why)
-            compare_ends(7, within, self._spread[0], why)
+            compare(6, within, self._spread[0], why)
+            compare_ends(6, within, self._spread[0], why)
             why = "the same envs, seeded again, gave other data: something of an earlier episode outlives the reset."
-            compare(7, within, by_hand, why)
+            compare(6, within, by_hand, why)
 
     def _check_copies(self) -> None:
         within, by_hand = self._pair
         if self.is_deterministic:
             why = "the reset has overwritten the last observation. Does the adapter hand out what the env changes?"
-            compare_ends(10, within, by_hand, why)
+            compare_ends(7, within, by_hand, why)
         assert self._spread  # taking the trace has checked that masks are unchanged
 
     def _check_bounds(self) -> None:
@@ -295,7 +295,7 @@ class Contract:
         why = "something that the env's future depends on is not in its state."
         for number, (first, again) in enumerate(zip(*self._saving, strict=True)):
             step = 1 + number // (2 * NUM_ENVS)
-            demand(13, first, again, f"step {step} after the restore, env {number % NUM_ENVS}", why)
+            demand(10, first, again, f"step {step} after the restore, env {number % NUM_ENVS}", why)
 
     def _check_together(self) -> None:
         check_together(

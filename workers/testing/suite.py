@@ -54,25 +54,25 @@ class PartialResetContract:
 
     def test_rule_6_done_is_terminated_or_truncated(self) -> None:
         """The three flags agree."""
-        self._check(6)
+        self._check(5)
 
     def test_rule_7_seeds_decide(self) -> None:
         """The same seed and actions give the same data."""
         if not self.is_deterministic:
             raise unittest.SkipTest("is_deterministic is False")
-        self._check(7)
+        self._check(6)
 
     def test_rule_10_what_was_handed_out_stays(self) -> None:
         """No later step or reset changes it."""
-        self._check(10)
+        self._check(7)
 
     def test_rule_11_observations_are_within_bounds(self) -> None:
         """The bounds of the observation space."""
-        self._check(11)
+        self._check(8)
 
     def test_rule_13_what_is_restored_continues(self) -> None:
         """Only for envs that can be saved."""
-        self._check(13)
+        self._check(10)
 
     def _check(self, rule: int) -> None:
         cls = type(self)

@@ -117,7 +117,7 @@ def disturbed(batch: Batch, actions: list[list[Any]], step: int) -> tuple[list[R
     given = mask.copy()
     roots = batch.reset(mask)
     if not np.array_equal(mask, given):
-        raise ContractViolation(f"rule 10 is broken: a reset changed the mask that it was given ({where}).")
+        raise ContractViolation(f"rule 7 is broken: a reset changed the mask that it was given ({where}).")
     demand(2, untouched[1], roots[1], f"env 1, {where}", "it changed when env 0 was reset.")
     return nexts, roots
 
