@@ -155,7 +155,7 @@ VIOLATIONS = [
     (6, Remembers, None, "something of an earlier episode outlives the reset"),
     (7, CountingEnv, LosesEnds, "the reset has overwritten the last observation"),
     (8, LeavesItsSpace, None, r"expected .* in \[0, 1\], got 2 at \(0, 0\) \(next, env 0, step 1\)"),
-    (10, ForgetsItsSteps, None, r"something that the env's future depends on is not in its state"),
+    (9, ForgetsItsSteps, None, r"something that the env's future depends on is not in its state"),
     (7, CountingEnv, WritesMasks, "a reset changed the mask that it was given"),
 ]
 

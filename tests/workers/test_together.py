@@ -1,4 +1,4 @@
-"""Rule 9: envs that share a process have the data that they have alone."""
+"""Rule 10: envs that share a process have the data that they have alone."""
 
 import random
 from typing import ClassVar
@@ -96,14 +96,14 @@ class OwnScreen(Walk):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_envs_share_is_named_with_the_remedy(make_env, match):
-    with pytest.raises(ContractViolation, match=f"(?s)rule 9 is broken: .*{match}"):
+    with pytest.raises(ContractViolation, match=f"(?s)rule 10 is broken: .*{match}"):
         check_env_contract(make_env, num_steps=20, together=2, is_deterministic=False)
 
 
 def test_envs_that_share_nothing_pass():
     report = check_env_contract(Walk, num_steps=20, together=3)
-    assert report.rules[-1] == 9
-    assert 9 not in check_env_contract(Walk, num_steps=20).rules
+    assert report.rules[-1] == 10
+    assert 10 not in check_env_contract(Walk, num_steps=20).rules
 
 
 def test_the_end_of_a_process_is_reported():
@@ -115,4 +115,4 @@ def test_the_end_of_a_process_is_reported():
     from envherd.workers.testing.contract import Contract
 
     with pytest.raises(ContractViolation, match=r"a process with env 0 ended with exit code 5"):
-        Contract(make_env, together=2).check(9)
+        Contract(make_env, together=2).check(10)

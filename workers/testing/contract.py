@@ -17,8 +17,8 @@ The rules:
     6   the same seed and actions give the same data, bit for bit
     7   what was handed out is not changed by a later step or reset, nor is a caller's mask
     8   observations are within the bounds of their spaces
-    9   envs that share a process have the data that they have alone, pictures included (only with `together=N`)
-    10  an env that is saved and restored continues with the same data (only for envs that can be saved)
+    9   an env that is saved and restored continues with the same data (only for envs that can be saved)
+    10  envs that share a process have the data that they have alone, pictures included (only with `together=N`)
 The contract fails if it saw no episode end: without one it has checked nothing.
 
 It takes four traces with the same seed and actions (with resets fused into the step; with separate resets; in new envs
@@ -97,7 +97,7 @@ class Contract:
         is_deterministic: whether seeds determine the data; without that, rules 2, 6 and 7 are checked in part.
         ends_where_it_starts: whether a last observation may equal the next episode's first one.
         make_batch: what runs the envs; None for blocks in this process.
-        together: envs that rule 9 puts into one process; below 2, the rule is not checked.
+        together: envs that rule 10 puts into one process; below 2, the rule is not checked.
     """
 
     make_env: MakeEnv
@@ -110,7 +110,7 @@ class Contract:
     together: int = 0
 
     #: In this order because breaking a rule may also break later ones.
-    RULES: ClassVar[tuple[int, ...]] = (1, 5, 6, 7, 3, 2, 4, 8, 10)
+    RULES: ClassVar[tuple[int, ...]] = (1, 5, 6, 7, 3, 2, 4, 8, 9)
     #: Rule -> what holds.
     TITLES: ClassVar[dict[int, str]] = {
         1: "one transition is one env.step, and a step never resets",
@@ -121,11 +121,11 @@ class Contract:
         6: "the same seed and actions give the same data",
         7: "what was handed out is not changed by a later step or reset",
         8: "observations are within the bounds of their spaces",
-        9: "envs in one process do not disturb each other",
-        10: "an env that is saved and restored continues with the same data",
+        9: "an env that is saved and restored continues with the same data",
+        10: "envs in one process do not disturb each other",
     }
     #: The rules that are not checked if seeds do not determine the data.
-    COMPARES: ClassVar[tuple[int, ...]] = (2, 6, 10)
+    COMPARES: ClassVar[tuple[int, ...]] = (2, 6, 9)
 
     def check(self, rule: int) -> None:
         """Check one rule.
@@ -142,8 +142,8 @@ class Contract:
             6: self._check_seeds,
             7: self._check_copies,
             8: self._check_bounds,
-            9: self._check_together,
-            10: self._check_saving,
+            9: self._check_saving,
+            10: self._check_together,
         }
         checks[rule]()
 
@@ -156,9 +156,9 @@ class Contract:
 
     @property
     def rules(self) -> tuple[int, ...]:
-        """The rules to check: `RULES`, without 10 if the env cannot be saved, and 9 if asked for."""
-        found = self.RULES if self._saving else tuple(rule for rule in self.RULES if rule != 10)
-        return (*found, 9) if self.together > 1 else found
+        """The rules to check: `RULES`, without 9 if the env cannot be saved, and 10 if asked for."""
+        found = self.RULES if self._saving else tuple(rule for rule in self.RULES if rule != 9)
+        return (*found, 10) if self.together > 1 else found
 
     @property
     def num_ends(self) -> int:
@@ -295,7 +295,7 @@ class Contract:
         why = "something that the env's future depends on is not in its state."
         for number, (first, again) in enumerate(zip(*self._saving, strict=True)):
             step = 1 + number // (2 * NUM_ENVS)
-            demand(10, first, again, f"step {step} after the restore, env {number % NUM_ENVS}", why)
+            demand(9, first, again, f"step {step} after the restore, env {number % NUM_ENVS}", why)
 
     def _check_together(self) -> None:
         check_together(

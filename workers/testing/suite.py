@@ -72,7 +72,7 @@ class PartialResetContract:
 
     def test_rule_13_what_is_restored_continues(self) -> None:
         """Only for envs that can be saved."""
-        self._check(10)
+        self._check(9)
 
     def _check(self, rule: int) -> None:
         cls = type(self)

@@ -29,7 +29,7 @@ from envherd.workers.testing.batch import BlockBatch, MakeEnv, Row
 from envherd.workers.testing.compare import ContractViolation, equal, show, show_key
 from envherd.workers.testing.traces import DrawAction
 
-_RULE = "rule 9 is broken"
+_RULE = "rule 10 is broken"
 _PICTURE = ("picture",)
 _DEEPEST = 20  # wrappers around an env
 #: Packages whose classes are not suspected.
