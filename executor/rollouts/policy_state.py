@@ -85,7 +85,7 @@ def run_policy(policy: Callable[[TensorDictBase], Any], root: TensorDictBase) ->
 
     Raises:
         TypeError: the result is no TensorDict. Anything else: of the policy; an error that shows that the policy takes
-            tensors has a note that explains it.
+            tensors, or reads a key that is not there, has a note that explains it.
     """
     try:
         acted = policy(root)
@@ -94,12 +94,21 @@ def run_policy(policy: Callable[[TensorDictBase], Any], root: TensorDictBase) ->
         if is_of_batch and _NOTE not in getattr(error, "__notes__", ()):
             error.add_note(_NOTE)
         raise
+    except KeyError as error:
+        if "tensordict" in str(error).lower():
+            error.add_note(f"The policy was called with a batch of these keys: {', '.join(map(str, _names(root)))}.")
+        raise
     if not isinstance(acted, TensorDictBase):
         raise TypeError(
             f"rollout failed: expected the policy to return a TensorDict with the action, got "
             f"{type(acted).__name__}. {_WRAP}"
         )
     return acted
+
+
+def _names(td: TensorDictBase) -> list[str | Key]:
+    """Return the keys of a batch's leaves as a policy would write them."""
+    return [key[0] if len(key) == 1 else key for key in leaf_keys(td)]
 
 
 def leaf_keys(td: TensorDictBase) -> list[Key]:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torch import nn
 
 import envherd
@@ -120,6 +121,11 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         r"expected a bool mask of shape \(4,\) or \(4, 1\), got bool \(3,\)\. .*TensorDict\({'_reset': mask}",
     ),
     "a network of torch": (lambda env: env.rollout(3, nn.Sequential(nn.Linear(4, 2))), TypeError, WRAP),
+    "a key that the batch lacks": (
+        lambda env: env.rollout(3, TensorDictModule(nn.Linear(4, 2), ["obs"], ["action"])),
+        KeyError,
+        r"called with a batch of these keys: .*observation",
+    ),
     "a network of one's own": (lambda env: env.rollout(3, Argmax()), TypeError, WRAP),
     "a list of another length": (lambda env: env.set("x", [1, 2]), ValueError, r"pass \[value\] \* 4"),
     "infos that are dropped": (lambda env: env.infos(), ValueError, r'options=ExecutorOptions\(infos="plain"\)'),
