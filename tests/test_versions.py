@@ -39,8 +39,11 @@ def test_the_upper_bound_is_above_the_newest_minor_version_that_was_run(requirem
             assert max(versions_of(requirement)).release[:2] == (upper.major, upper.minor - 1)
 
 
-def test_what_an_installation_without_extras_imports_is_required():
+@pytest.mark.parametrize(
+    ("parts", "extras"), [(("shm/*", "workers/*", "executor/*"), ()), (("executor/doctor.py",), ("cli",))]
+)
+def test_what_an_installation_without_other_extras_imports_is_required(parts, extras):
     """What another package requires may be missing with its next version."""
-    imported = set().union(*(ALLOWED[part] for part in ("shm/*", "workers/*", "executor/*", "executor/doctor.py")))
-    required = {one.name for one in compat.requirements(())}
+    imported = set().union(*(ALLOWED[part] for part in parts))
+    required = {one.name for one in compat.requirements(extras)}
     assert {name for name in imported if not name.startswith("envherd.")} <= required
