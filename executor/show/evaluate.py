@@ -287,7 +287,7 @@ class _Choice:
         policies = self._policies[name] if self._is_by_task else self._policies
         if self._policy_for is not None:
             policies = self._policy_for(name, env)
-        title = str(spec.metadata.get("name") or spec.family)
+        title = str(spec.metadata.get("name") or spec.metadata.get("env_id") or spec.family)
         policy = join_policies(policies, spec, self._background, self._focal)
         if isinstance(policy, PerPlayer):
             is_focal = _focal(self._focal, spec.metadata.get("is_focal"), policy.names)

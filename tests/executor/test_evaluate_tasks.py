@@ -194,6 +194,7 @@ def test_policies_by_task():
 def test_names_are_those_of_the_commands():
     found = evaluate(None, ["CartPole-v1", "gymnasium:CartPole-v1"], 1, num_workers=1)
     assert found["CartPole-v1"].returns.tolist() == found["gymnasium:CartPole-v1"].returns.tolist()
+    assert evaluate(None, "CartPole-v1", 1, num_workers=1).env == "CartPole-v1"
     with pytest.raises(FactoryError, match="gymnasium:"):
         evaluate(None, "gymnasum:CartPole-v1", 1)
 
