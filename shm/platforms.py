@@ -88,6 +88,8 @@ HANDLED_SIGNALS: tuple[int, ...] = tuple(
 SIGKILL: int = getattr(signal, "SIGKILL", signal.SIGTERM)
 #: Makes a worker write its stacks; None where there is no such signal.
 SIGUSR2: int | None = getattr(signal, "SIGUSR2", None) if hasattr(faulthandler, "register") else None
+_DEFAULT_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGCHLD") if hasattr(signal, name)]
+_OOM_SCORE = "300"  # of 1000: under memory pressure the kernel should kill a worker, not the learner
 _BLOCKED: set[int] = {signal.SIGINT, *(() if SIGUSR2 is None else (SIGUSR2,))}
 register_at_fork: Callable[..., None] = getattr(os, "register_at_fork", lambda **_: None)
 sched_yield = _sched_yield()
@@ -166,14 +168,31 @@ def can_pin() -> bool:
     return hasattr(os, "sched_setaffinity")
 
 
-def lead_group() -> None:
-    """Make this process the leader of a new process group, away from the terminal's Ctrl-C."""
-    if hasattr(os, "setpgid"):
+def detach(log_fd: int, *, is_captured: bool) -> None:
+    """Cut a worker off from its parent's surroundings: the terminal, Ctrl-C, signals that it ignored, and its input.
+
+    Args:
+        log_fd: of the worker's log.
+        is_captured: send the output there.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(AttributeError, OSError):
         os.setpgid(0, 0)
+    for number in _DEFAULT_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    if is_captured:
+        os.dup2(log_fd, 1)
+        os.dup2(log_fd, 2)
+    for name, text in (("oom_score_adj", _OOM_SCORE), ("comm", "envherd-worker")):
+        with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
 
 
 def kill_group(pid: int) -> None:
-    """Kill the process group of a worker that has called `lead_group`, where there are groups."""
+    """Kill the process group of a worker that has called `detach`, where there are groups."""
     if hasattr(os, "killpg"):
         os.killpg(pid, SIGKILL)
 

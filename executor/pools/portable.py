@@ -244,24 +244,18 @@ def _open_log() -> tuple[str, int]:
 
 
 class PortableCrew(Crew):
-    """The workers of a `PortablePool`.
+    """The workers of a `PortablePool`, see `Crew`.
 
-    Args:
-        blueprint, options, on_row_frame: see `Crew`.
-        go: doorbells of the workers.
-        done: the caller's doorbell.
+    Attributes:
+        bells: doorbells of the workers, and the caller's.
     """
 
     def __init__(
-        self,
-        blueprint: Blueprint,
-        options: ExecutorOptions,
-        on_row_frame: Callable[[dict[str, Any]], None],
-        go: Sequence[SocketBell],
-        done: SocketBell,
+        self, blueprint: Blueprint, options: ExecutorOptions, on_row_frame: Callable[[dict[str, Any]], None]
     ) -> None:
         super().__init__(blueprint, options, on_row_frame)
-        self._go, self._done = go, done
+        with uninterrupted():
+            self.bells = [SocketBell.create() for _ in blueprint.blocks], SocketBell.create()
 
     def _get_helper(self) -> None:
         """Refuse to start workers while a process that `multiprocessing` spawns runs the script again."""
@@ -269,11 +263,13 @@ class PortableCrew(Crew):
             raise RuntimeError(_GUARD)
 
     def _start_process(self, worker_id: int, generation: int, config: dict[str, Any]) -> WorkerProcess:
-        return PortableProcess(worker_id, generation, config, (self._go[worker_id], self._done))
+        go, done = self.bells
+        return PortableProcess(worker_id, generation, config, (go[worker_id], done))
 
     def close(self, timeout_s: float) -> None:
         super().close(timeout_s)
-        for bell in (*self._go, self._done):
+        go, done = self.bells
+        for bell in (*go, done):
             bell.close()
 
 
@@ -283,15 +279,14 @@ class PortablePool(WorkerPool):
     _create_segment = staticmethod(Segment.create_with_name)
     _lends = can_fork = False
 
+    crew: PortableCrew
+
     def _make_crew(self) -> Crew:
         self.why_python = ["the pool is portable"]
-        with uninterrupted():
-            go, done = [SocketBell.create() for _ in self.worker_ids], SocketBell.create()
-            self._bells = go, done
-            return PortableCrew(self.blueprint, self.options, self._take_frame, go, done)
+        return PortableCrew(self.blueprint, self.options, self._take_frame)
 
     def _make_bells(self, buffer: np.ndarray) -> tuple[Sequence[Bell], Bell]:  # noqa: ARG002  # they are not in it
-        return self._bells
+        return self.crew.bells
 
     def _make_caller(self) -> Any:
         """Return None: commands are given in Python."""
