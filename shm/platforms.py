@@ -86,8 +86,10 @@ HANDLED_SIGNALS: tuple[int, ...] = tuple(
 )
 #: Ends a process that does not cooperate.
 SIGKILL: int = getattr(signal, "SIGKILL", signal.SIGTERM)
-#: Makes a worker write its stacks; None where there is no such signal.
-SIGUSR2: int | None = getattr(signal, "SIGUSR2", None) if hasattr(faulthandler, "register") else None
+#: Makes a worker write its stacks; None where there is no such signal, or none can be sent or handled.
+SIGUSR2: int | None = (
+    getattr(signal, "SIGUSR2", None) if hasattr(faulthandler, "register") and hasattr(os, "kill") else None
+)
 _DEFAULT_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGCHLD") if hasattr(signal, name)]
 _OOM_SCORE = "300"  # of 1000: under memory pressure the kernel should kill a worker, not the learner
 _BLOCKED: set[int] = {signal.SIGINT, *(() if SIGUSR2 is None else (SIGUSR2,))}
@@ -128,6 +130,13 @@ def usable_cpus() -> tuple[int, ...]:
 def clock_ticks() -> int:
     """Return the unit of processor time in /proc, per second."""
     return os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+def parent_id() -> int:
+    """Return the id of the process that started this one; 0 where that is unknown."""
+    with contextlib.suppress(AttributeError, OSError):
+        return os.getppid()
+    return 0
 
 
 def user_id() -> int | None:
@@ -200,10 +209,12 @@ def kill_group(pid: int) -> None:
 def arm_lifeline(fd: int, pid: int) -> None:
     """Ask the kernel to kill a process, or the group of a negative number, when the other end of a pipe is closed.
 
+    A message through the pipe kills, too: without `SIGUSR2` the pipe carries the requests for stacks.
+
     Raises:
         OSError, AttributeError: this system cannot do so.
     """
-    if not IS_LINUX:
+    if not IS_LINUX or SIGUSR2 is None:
         raise OSError(errno.ENOSYS, "this system has no F_SETSIG")
     fcntl.fcntl(fd, fcntl.F_SETOWN, pid)
     fcntl.fcntl(fd, F_SETSIG, SIGKILL)
@@ -309,7 +320,7 @@ _NEEDS: dict[str, Callable[[], None]] = {
 
 #: The names that it needs; what these do cannot be tried without harm.
 _NAMES: dict[Any, str] = {
-    os: "fork setpgid killpg pread getsid getpriority set_blocking O_ASYNC O_CLOEXEC O_NOCTTY O_NONBLOCK",
+    os: "fork kill setpgid killpg pread getsid getpriority set_blocking O_ASYNC O_CLOEXEC O_NOCTTY O_NONBLOCK",
     signal: "SIGKILL SIGUSR2 SIGCHLD pidfd_send_signal set_wakeup_fd",
     select: "poll",
     socket: "AF_UNIX SOCK_SEQPACKET SCM_RIGHTS MSG_DONTWAIT MSG_NOSIGNAL send_fds recv_fds",

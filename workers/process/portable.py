@@ -52,7 +52,8 @@ def main(
     platforms.let_signals_in()
     with contextlib.suppress(OSError, AttributeError):
         platforms.arm_lifeline(watch.fileno(), -os.getpid())
-    threading.Thread(target=_watch, args=(watch, log_fd, os.getppid()), name="envherd-watch", daemon=True).start()
+    parent = platforms.parent_id()
+    threading.Thread(target=_watch, args=(watch, log_fd, parent), name="envherd-watch", daemon=True).start()
     take_over(config["caller"])
     process.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]  # noqa: SLF001  # envs start some
     from envherd.workers.adapters.registry import install_import_hooks
@@ -65,7 +66,7 @@ def main(
 def _watch(watch: Connection, log_fd: int, parent: int) -> None:
     """Write the stacks when the owner asks for them, and end this process when the owner has ended."""
     with contextlib.suppress(EOFError, OSError):
-        while os.getppid() == parent:
+        while platforms.parent_id() == parent:
             if watch.poll(_LOOK_S):
                 watch.recv_bytes()
                 faulthandler.dump_traceback(log_fd, all_threads=True)
