@@ -311,8 +311,8 @@ def test_an_env_is_sized_without_what_the_pool_does_not_have():
 #: Calls that are missing or refused alone, or in strange company; `tests.lacking.subsets` has more.
 PARTS = (
     "os.memfd_create! signal.pthread_sigmask! os.posix_fallocate! resource.getrlimit! os.killpg! os.kill! /proc",
-    "libc.sem_init os.sched_getaffinity! os.sched_yield! mmap.PROT_READ time.CLOCK_MONOTONIC os.getppid!"
-    " faulthandler.register",
+    "libc.sem_init os.sched_getaffinity! os.sched_yield! mmap.PROT_READ time.CLOCK_MONOTONIC",
+    "os.getppid! faulthandler.register",
 )
 
 
