@@ -29,7 +29,7 @@ READERS = {
 #: Lines of Python and C of each sub-package, as `python -m tests.architecture --budget` prints them. Not a limit but a
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
 BUDGET = {
-    "shm/*": 2005,
+    "shm/*": 2035,
     "workers/*": 3163,
     "workers/adapters": 1039,
     "workers/adapters/common": 488,
@@ -42,7 +42,7 @@ BUDGET = {
     "workers/adapters/torchrl": 1884,
     "workers/block": 1769,
     "workers/native": 1582,
-    "workers/process": 1628,
+    "workers/process": 1596,
     "workers/testing": 1833,
     "executor/*": 2990,
     "executor/batches": 1681,
@@ -58,7 +58,7 @@ BUDGET = {
     "executor/machine": 477,
     "executor/monitor": 422,
     "executor/native": 941,
-    "executor/pools": 5604,
+    "executor/pools": 5583,
     "executor/protocol": 3345,
     "executor/rollouts": 911,
     "executor/show": 2227,
