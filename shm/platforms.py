@@ -86,8 +86,12 @@ HANDLED_SIGNALS: tuple[int, ...] = tuple(
 )
 #: Ends a process that does not cooperate.
 SIGKILL: int = getattr(signal, "SIGKILL", signal.SIGTERM)
-#: Makes a worker write its stacks; None where there is no such signal.
-SIGUSR2: int | None = getattr(signal, "SIGUSR2", None) if hasattr(faulthandler, "register") else None
+#: Makes a worker write its stacks; None where there is no such signal, or none can be sent or handled.
+SIGUSR2: int | None = (
+    getattr(signal, "SIGUSR2", None) if hasattr(faulthandler, "register") and hasattr(os, "kill") else None
+)
+_DEFAULT_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGCHLD") if hasattr(signal, name)]
+_OOM_SCORE = "300"  # of 1000: under memory pressure the kernel should kill a worker, not the learner
 _BLOCKED: set[int] = {signal.SIGINT, *(() if SIGUSR2 is None else (SIGUSR2,))}
 register_at_fork: Callable[..., None] = getattr(os, "register_at_fork", lambda **_: None)
 sched_yield = _sched_yield()
@@ -128,6 +132,13 @@ def clock_ticks() -> int:
     return os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
+def parent_id() -> int:
+    """Return the id of the process that started this one; 0 where that is unknown."""
+    with contextlib.suppress(AttributeError, OSError):
+        return os.getppid()
+    return 0
+
+
 def user_id() -> int | None:
     """Return the id of this process's user; None where users have no numbers."""
     return os.getuid() if hasattr(os, "getuid") else None
@@ -166,14 +177,31 @@ def can_pin() -> bool:
     return hasattr(os, "sched_setaffinity")
 
 
-def lead_group() -> None:
-    """Make this process the leader of a new process group, away from the terminal's Ctrl-C."""
-    if hasattr(os, "setpgid"):
+def detach(log_fd: int, *, is_captured: bool) -> None:
+    """Cut a worker off from its parent's surroundings: the terminal, Ctrl-C, signals that it ignored, and its input.
+
+    Args:
+        log_fd: of the worker's log.
+        is_captured: send the output there.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(AttributeError, OSError):
         os.setpgid(0, 0)
+    for number in _DEFAULT_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    if is_captured:
+        os.dup2(log_fd, 1)
+        os.dup2(log_fd, 2)
+    for name, text in (("oom_score_adj", _OOM_SCORE), ("comm", "envherd-worker")):
+        with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
 
 
 def kill_group(pid: int) -> None:
-    """Kill the process group of a worker that has called `lead_group`, where there are groups."""
+    """Kill the process group of a worker that has called `detach`, where there are groups."""
     if hasattr(os, "killpg"):
         os.killpg(pid, SIGKILL)
 
@@ -181,10 +209,12 @@ def kill_group(pid: int) -> None:
 def arm_lifeline(fd: int, pid: int) -> None:
     """Ask the kernel to kill a process, or the group of a negative number, when the other end of a pipe is closed.
 
+    A message through the pipe kills, too: without `SIGUSR2` the pipe carries the requests for stacks.
+
     Raises:
         OSError, AttributeError: this system cannot do so.
     """
-    if not IS_LINUX:
+    if not IS_LINUX or SIGUSR2 is None:
         raise OSError(errno.ENOSYS, "this system has no F_SETSIG")
     fcntl.fcntl(fd, fcntl.F_SETOWN, pid)
     fcntl.fcntl(fd, F_SETSIG, SIGKILL)
@@ -290,7 +320,7 @@ _NEEDS: dict[str, Callable[[], None]] = {
 
 #: The names that it needs; what these do cannot be tried without harm.
 _NAMES: dict[Any, str] = {
-    os: "fork setpgid killpg pread getsid getpriority set_blocking O_ASYNC O_CLOEXEC O_NOCTTY O_NONBLOCK",
+    os: "fork kill setpgid killpg pread getsid getpriority set_blocking O_ASYNC O_CLOEXEC O_NOCTTY O_NONBLOCK",
     signal: "SIGKILL SIGUSR2 SIGCHLD pidfd_send_signal set_wakeup_fd",
     select: "poll",
     socket: "AF_UNIX SOCK_SEQPACKET SCM_RIGHTS MSG_DONTWAIT MSG_NOSIGNAL send_fds recv_fds",

@@ -24,6 +24,7 @@ import pytest
 from hypothesis import settings
 
 import envherd.workers.adapters.hosts.light_tensorboard  # noqa: F401  # before a test imports Stable-Baselines3
+from envherd.shm import platforms
 from envherd.shm.segment import NAMES
 from tests.scale import IS_FULL
 from tests.script_host import ScriptHost
@@ -251,10 +252,11 @@ def _preloads(node: pytest.Item | pytest.Collector | None) -> tuple[str, ...] | 
 def _shared_helper(request: pytest.FixtureRequest) -> Iterator[None]:
     """Let the executors of many test modules share a helper: workers that import torch by themselves start in seconds.
 
-    Modules that are marked `preloads(...)` share one with more modules.
+    Modules that are marked `preloads(...)` share one with more modules. There is none where `tests/lacking` takes away
+    what helpers need.
     """
     modules = _preloads(request.node)
-    if modules is None and request.node.nodeid.startswith(_WITHOUT_HELPER):
+    if platforms.missing() or (modules is None and request.node.nodeid.startswith(_WITHOUT_HELPER)):
         yield
     else:
         from envherd.executor.pools import preloading

@@ -29,7 +29,7 @@ READERS = {
 #: Lines of Python and C of each sub-package, as `python -m tests.architecture --budget` prints them. Not a limit but a
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
 BUDGET = {
-    "shm/*": 2005,
+    "shm/*": 2035,
     "workers/*": 3163,
     "workers/adapters": 1300,
     "workers/adapters/common": 495,
@@ -42,7 +42,7 @@ BUDGET = {
     "workers/adapters/torchrl": 1882,
     "workers/block": 1763,
     "workers/native": 1582,
-    "workers/process": 1628,
+    "workers/process": 1596,
     "workers/testing": 1829,
     "executor/*": 3000,
     "executor/batches": 1688,
@@ -58,7 +58,7 @@ BUDGET = {
     "executor/machine": 477,
     "executor/monitor": 422,
     "executor/native": 957,
-    "executor/pools": 5609,
+    "executor/pools": 5588,
     "executor/protocol": 3344,
     "executor/rollouts": 920,
     "executor/show": 2162,

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import multiprocessing
 import os
-import socket
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -24,12 +23,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from envherd.executor.machine.cgroups import count_oom_kills
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.ahead_pool import AheadPool
 from envherd.executor.pools.crew import Blueprint, Crew
 from envherd.executor.pools.error_messages import log
-from envherd.executor.pools.process_log import request_stacks
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.pools.worker_process import WorkerProcess
 from envherd.shm import platforms
@@ -37,7 +34,6 @@ from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.segment import Segment
 from envherd.shm.socket_bells import Bell, SocketBell
 from envherd.workers.errors import WorkerLost
-from envherd.workers.messages import Channel
 from envherd.workers.process.portable import main
 
 _NAME = "envherd-worker"
@@ -129,41 +125,41 @@ class PortableProcess(WorkerProcess):
         sentinel: for `multiprocessing.connection.wait`: ready when the process has ended.
     """
 
+    _has_ended = False
+    _log_path: str | None = None
+
     def __init__(
         self, worker_id: int, generation: int, config: dict[str, Any], bells: tuple[SocketBell, SocketBell]
     ) -> None:
-        self.worker_id, self.generation = worker_id, generation
-        self._oom_kills = count_oom_kills()
-        self._has_ended, self._exit_code = False, None
         context = multiprocessing.get_context("spawn")
-        ours, theirs = socket.socketpair()
         watched, self._watch = context.Pipe(duplex=False)
-        path, self.log_fd = _open_log()
+        super().__init__(worker_id, generation)
+        self._process = context.Process(
+            target=main,
+            args=(self._theirs, (bells[0].reader, bells[1].writer), watched, self._log_path, config),
+            name=f"{_NAME}-{worker_id}",
+            daemon=True,
+        )
         try:
-            self._process = context.Process(
-                target=main,
-                args=(theirs, (bells[0].reader, bells[1].writer), watched, path, config),
-                name=f"{_NAME}-{worker_id}",
-                daemon=True,
-            )
             _start(self._process)
         except BaseException as error:
-            ours.close()
-            self._watch.close()
-            os.close(self.log_fd)
-            with ignoring_refusals():
-                os.unlink(path)
+            self.release()
             if isinstance(error, BlockingIOError):  # at a limit
                 raise WorkerLost(f"starting a worker failed: {error}.", phase="start") from error
             raise
         finally:
-            theirs.close()
+            self._theirs.close()
             watched.close()
-        self._log_path: str | None = path
         assert self._process.pid is not None
         self.pid = self._process.pid
         self.sentinel = self._process.sentinel
-        self.channel = Channel(ours)
+
+    def _open_log(self) -> int:
+        fd, self._log_path = tempfile.mkstemp(prefix="envherd-log-")
+        if platforms.O_TEMPORARY:
+            os.close(fd)
+            fd = os.open(self._log_path, os.O_RDWR | platforms.O_TEMPORARY | platforms.O_BINARY)
+        return fd
 
     def has_exited(self) -> bool:
         """Return whether the process has ended; never blocks."""
@@ -178,12 +174,6 @@ class PortableProcess(WorkerProcess):
         if self._exit_code is None:
             self._exit_code = self._process.exitcode
         return self._exit_code
-
-    def stack(self) -> str:
-        """Return the present Python stacks of the worker's threads; see the table of docs/portable.md."""
-        with ignoring_refusals():
-            return request_stacks(self.log_fd, self._request_stacks)
-        return "(the worker has gone)"
 
     def _request_stacks(self) -> None:
         if not platforms.request_stacks(self.pid):
@@ -220,48 +210,30 @@ class PortableProcess(WorkerProcess):
 
     def release(self) -> None:
         """Close this process's descriptors of it. Idempotent."""
-        self.channel.close()
+        super().release()
         self._watch.close()
-        self.exit_code()
-        with contextlib.suppress(ValueError):  # it still runs
+        with contextlib.suppress(AttributeError, ValueError):  # it was not created, it still runs, or it is closed
+            self.exit_code()
             self._process.close()
-        if self.log_fd >= 0:
-            fd, self.log_fd = self.log_fd, -1
-            os.close(fd)
         if self._log_path is not None:
             path, self._log_path = self._log_path, None
             with ignoring_refusals():  # the system has removed it
                 os.unlink(path)
 
 
-def _open_log() -> tuple[str, int]:
-    """Create a log file; return its path and a descriptor."""
-    fd, path = tempfile.mkstemp(prefix="envherd-log-")
-    if platforms.O_TEMPORARY:
-        os.close(fd)
-        fd = os.open(path, os.O_RDWR | platforms.O_TEMPORARY | platforms.O_BINARY)
-    return path, fd
-
-
 class PortableCrew(Crew):
-    """The workers of a `PortablePool`.
+    """The workers of a `PortablePool`, see `Crew`.
 
-    Args:
-        blueprint, options, on_row_frame: see `Crew`.
-        go: doorbells of the workers.
-        done: the caller's doorbell.
+    Attributes:
+        bells: doorbells of the workers, and the caller's.
     """
 
     def __init__(
-        self,
-        blueprint: Blueprint,
-        options: ExecutorOptions,
-        on_row_frame: Callable[[dict[str, Any]], None],
-        go: Sequence[SocketBell],
-        done: SocketBell,
+        self, blueprint: Blueprint, options: ExecutorOptions, on_row_frame: Callable[[dict[str, Any]], None]
     ) -> None:
         super().__init__(blueprint, options, on_row_frame)
-        self._go, self._done = go, done
+        with uninterrupted():
+            self.bells = [SocketBell.create() for _ in blueprint.blocks], SocketBell.create()
 
     def _get_helper(self) -> None:
         """Refuse to start workers while a process that `multiprocessing` spawns runs the script again."""
@@ -269,11 +241,13 @@ class PortableCrew(Crew):
             raise RuntimeError(_GUARD)
 
     def _start_process(self, worker_id: int, generation: int, config: dict[str, Any]) -> WorkerProcess:
-        return PortableProcess(worker_id, generation, config, (self._go[worker_id], self._done))
+        go, done = self.bells
+        return PortableProcess(worker_id, generation, config, (go[worker_id], done))
 
     def close(self, timeout_s: float) -> None:
         super().close(timeout_s)
-        for bell in (*self._go, self._done):
+        go, done = self.bells
+        for bell in (*go, done):
             bell.close()
 
 
@@ -283,15 +257,14 @@ class PortablePool(WorkerPool):
     _create_segment = staticmethod(Segment.create_with_name)
     _lends = can_fork = False
 
+    crew: PortableCrew
+
     def _make_crew(self) -> Crew:
         self.why_python = ["the pool is portable"]
-        with uninterrupted():
-            go, done = [SocketBell.create() for _ in self.worker_ids], SocketBell.create()
-            self._bells = go, done
-            return PortableCrew(self.blueprint, self.options, self._take_frame, go, done)
+        return PortableCrew(self.blueprint, self.options, self._take_frame)
 
     def _make_bells(self, buffer: np.ndarray) -> tuple[Sequence[Bell], Bell]:  # noqa: ARG002  # they are not in it
-        return self._bells
+        return self.crew.bells
 
     def _make_caller(self) -> Any:
         """Return None: commands are given in Python."""

@@ -47,7 +47,7 @@ class WorkerProcess:
     is_attached = False
     pid, pidfd = 0, -1
 
-    def __init__(self, worker_id: int, generation: int, zygote: Zygote) -> None:
+    def __init__(self, worker_id: int, generation: int, zygote: Zygote | None = None) -> None:
         self.worker_id = worker_id
         self.generation = generation
         self._zygote = zygote
@@ -57,10 +57,13 @@ class WorkerProcess:
         ours, self._theirs = socket.socketpair()
         self.channel = Channel(ours)
         try:
-            self.log_fd = os.memfd_create(f"envherd-log-{worker_id}", os.MFD_CLOEXEC)
+            self.log_fd = self._open_log()
         except BaseException:
             self.release()
             raise
+
+    def _open_log(self) -> int:
+        return os.memfd_create(f"envherd-log-{self.worker_id}", os.MFD_CLOEXEC)
 
     def start(self, fork: Callable[[int, int], int]) -> None:
         """Start the process; after an error it must be released.
@@ -94,7 +97,7 @@ class WorkerProcess:
 
     def exit_code(self) -> int | None:
         """Return the exit code, negative for a signal; None if the process lives or its exit code is unknown."""
-        if self._exit_code is None:
+        if self._exit_code is None and self._zygote is not None:
             self._exit_code = self._zygote.exit_code(self.pid)
         return self._exit_code
 
@@ -126,8 +129,11 @@ class WorkerProcess:
     def stack(self) -> str:
         """Return the present Python stacks of the worker's threads, also if it is stuck in C."""
         with ignoring_refusals():
-            return request_stacks(self.log_fd, lambda: signal.pidfd_send_signal(self.pidfd, signal.SIGUSR2))
+            return request_stacks(self.log_fd, self._request_stacks)
         return "(the worker has gone)"
+
+    def _request_stacks(self) -> None:
+        signal.pidfd_send_signal(self.pidfd, signal.SIGUSR2)
 
     def kill(self) -> None:
         """Kill the worker and its envs' processes; safe if it is dead."""

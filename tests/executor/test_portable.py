@@ -165,6 +165,21 @@ def test_a_saved_state_continues_in_all_envs_and_another_executor():
         assert env.step(env.current().set("action", torch.tensor([1])))["next", "observation"].equal(batch[:1])
 
 
+@pytest.mark.broken_pool
+def test_a_worker_obeys_signals_that_its_owner_ignores_and_is_killed_first_for_memory():
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with portable(1, CountingEnv, num_workers=1) as env:
+            root, pid = env.reset(), env.statistics().workers[0].pid
+            assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "300\n"
+            os.kill(pid, signal.SIGTERM)
+            wait_for(lambda: not is_running(pid), "the worker ignores SIGTERM")
+            with pytest.raises(WorkerLost, match=r"SIGTERM\(-15\)"):
+                env.step(env.rand_action(root))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class ParentEnv(CountingEnv):
     """Starts a process of `multiprocessing` when it is built."""
 
@@ -295,8 +310,9 @@ def test_an_env_is_sized_without_what_the_pool_does_not_have():
 
 #: Calls that are missing or refused alone, or in strange company; `tests.lacking.subsets` has more.
 PARTS = (
-    "os.memfd_create! signal.pthread_sigmask! os.posix_fallocate! resource.getrlimit! os.killpg! /proc",
+    "os.memfd_create! signal.pthread_sigmask! os.posix_fallocate! resource.getrlimit! os.killpg! os.kill! /proc",
     "libc.sem_init os.sched_getaffinity! os.sched_yield! mmap.PROT_READ time.CLOCK_MONOTONIC",
+    "os.getppid! faulthandler.register",
 )
 
 

@@ -1,5 +1,6 @@
 """A user's script for any system: envs in workers, faults, loops and a facade. It has no main guard."""
 
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
@@ -14,7 +15,7 @@ from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.pools.capsule_file import load_capsule
 from envherd.shm import platforms
 from envherd.workers.adapters.named import NamedFactory
-from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv
 
 
 def check(holds, what):
@@ -72,6 +73,13 @@ vector = AsyncVectorEnv([NamedFactory("gymnasium", "CartPole-v1")] * 2, num_work
 vector.reset(seed=1)
 check(vector.step(np.zeros(2, np.int64))[0].shape == (2, 4), "the facade of Gymnasium")
 vector.close()
+if importlib.util.find_spec("pettingzoo") is not None:
+    from envherd.executor.facades.pettingzoo import ParallelVectorEnv
+
+    agents = ParallelVectorEnv([AgentsEnv] * 2, num_workers=1)
+    seen, _ = agents.reset(seed=1)
+    check(all(rows.shape[0] == 2 for rows in seen.values()), "the facade of PettingZoo")
+    agents.close()
 
 try:
     preloaded("json").__enter__()

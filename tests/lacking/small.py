@@ -14,6 +14,8 @@ def rollouts_of(env):
     """Return two rollouts, a step and what was sent."""
     torch.manual_seed(1)
     with env:
+        if isinstance(env, ParallelEnv):
+            assert env._pool.crew.workers[0].stack()  # and does not end it
         data = [env.rollout(5, break_when_any_done=False) for _ in range(2)]
         _, root = env.step_and_maybe_reset(env.rand_action(env.reset()))
         env.send(env.rand_action(root))

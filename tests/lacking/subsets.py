@@ -26,7 +26,7 @@ os.memfd_create os.memfd_create! os.pidfd_open os.pidfd_open! os.fork os.fork! o
 os.sched_getaffinity! os.sched_setaffinity os.sched_yield os.sched_yield! os.getpgid os.killpg os.killpg! os.setpgid
 os.setpgid! os.eventfd os.pread os.pwrite os.posix_fallocate os.posix_fallocate! os.waitid os.waitid! os.pipe2
 os.statvfs os.statvfs! os.getloadavg os.sysconf os.getuid os.geteuid os.uname os.getpriority os.nice os.O_ASYNC
-os.set_blocking os.P_ALL os.WNOWAIT os.kill!
+os.set_blocking os.P_ALL os.WNOWAIT os.kill os.kill! os.getppid os.getppid!
 signal.SIGKILL signal.SIGUSR1 signal.SIGUSR2 signal.SIGHUP signal.SIGQUIT signal.SIGALRM signal.SIGCHLD signal.SIGSTOP
 signal.pthread_sigmask signal.pthread_sigmask! signal.setitimer signal.pidfd_send_signal signal.pidfd_send_signal!
 signal.set_wakeup_fd

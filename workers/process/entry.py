@@ -19,7 +19,6 @@ import faulthandler
 import functools
 import os
 import select
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from envherd.shm.platforms import arm_lifeline, fcntl, listen_for_stack_requests, pread
+from envherd.shm.platforms import arm_lifeline, detach, fcntl, listen_for_stack_requests, pread
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, Storage
 from envherd.shm.socket_bells import SocketBell
@@ -47,17 +46,13 @@ from envherd.workers.reply import Fault
 _LOG_LIMIT = 1 << 20  # bytes of a worker's log before it is cut
 _LOG_KEPT = 1 << 16  # bytes that are kept then
 _FIRST_FD = 512  # of the worker's own descriptors
-_OOM_SCORE = "300"  # of 1000: under memory pressure the kernel should kill a worker, not the learner
 
 
 def main(sock: socket.socket, lifeline_fd: int, log_fd: int, config: dict[str, Any]) -> None:
     """Run a worker until a message tells it to exit; never returns."""
-    _detach_from_terminal()
+    detach(log_fd, is_captured=config.get("output") == "capture")
     lifeline_fd = _arm_lifeline(lifeline_fd)
     sock, log_fd = socket.socket(fileno=_out_of_the_way(sock.detach())), _out_of_the_way(log_fd)
-    if config.get("output") == "capture":
-        os.dup2(log_fd, 1)
-        os.dup2(log_fd, 2)
     run(sock, log_fd, config, lifeline_fd=lifeline_fd)
 
 
@@ -89,20 +84,6 @@ def run(
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(0)
-
-
-def _detach_from_terminal() -> None:
-    with contextlib.suppress(OSError):
-        os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    for name, text in (("oom_score_adj", _OOM_SCORE), ("comm", "envherd-worker")):
-        with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
 
 
 def _out_of_the_way(fd: int) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import signal
 import socket
 import threading
 from multiprocessing import process
@@ -45,18 +44,16 @@ def main(
         log_path: of the log, a file that the owner has open.
         config: see `executor.pools.worker_process.worker_config`.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError):
-        platforms.lead_group()
     log_fd = os.open(log_path, os.O_RDWR | os.O_APPEND | platforms.O_TEMPORARY | platforms.O_BINARY)
     with contextlib.suppress(OSError):  # Windows removes it when it is closed
         os.unlink(log_path)
+    platforms.detach(log_fd, is_captured=config["output"] == "capture")
     platforms.listen_for_stack_requests(log_fd)
     platforms.let_signals_in()
-    _point_output(log_fd, is_captured=config["output"] == "capture")
     with contextlib.suppress(OSError, AttributeError):
         platforms.arm_lifeline(watch.fileno(), -os.getpid())
-    threading.Thread(target=_watch, args=(watch, log_fd, os.getppid()), name="envherd-watch", daemon=True).start()
+    parent = platforms.parent_id()
+    threading.Thread(target=_watch, args=(watch, log_fd, parent), name="envherd-watch", daemon=True).start()
     take_over(config["caller"])
     process.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]  # noqa: SLF001  # envs start some
     from envherd.workers.adapters.registry import install_import_hooks
@@ -66,20 +63,10 @@ def main(
     run(sock, log_fd, config, bells=(SocketBell(bells[0], None), SocketBell(None, bells[1])))
 
 
-def _point_output(log_fd: int, *, is_captured: bool) -> None:
-    """Send the output to the log, and read nothing from the console."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    if is_captured:
-        os.dup2(log_fd, 1)
-        os.dup2(log_fd, 2)
-
-
 def _watch(watch: Connection, log_fd: int, parent: int) -> None:
     """Write the stacks when the owner asks for them, and end this process when the owner has ended."""
     with contextlib.suppress(EOFError, OSError):
-        while os.getppid() == parent:
+        while platforms.parent_id() == parent:
             if watch.poll(_LOOK_S):
                 watch.recv_bytes()
                 faulthandler.dump_traceback(log_fd, all_threads=True)

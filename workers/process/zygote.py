@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from envherd.shm.platforms import arm_lifeline, fcntl, termios
+from envherd.shm.platforms import arm_lifeline, fcntl, parent_id, termios
 from envherd.workers.current import MARK, mark_of
 
 _PACKET = 1 << 15  # bytes of the largest packet; a socket's buffer has 208 KiB by default
@@ -359,7 +359,7 @@ def take_over(caller: dict[str, Any] | None) -> None:
         for name in set(os.environ) - set(caller["environ"]):
             del os.environ[name]
         os.environ.update(caller["environ"])
-        os.environ[MARK] = mark_of(os.getppid(), os.getpid())
+        os.environ[MARK] = mark_of(parent_id(), os.getpid())
 
 
 def _children() -> list[int]:

@@ -150,9 +150,12 @@ def check_outcome(outcome, i, expected):
     return len(AGENTS) - len(expected[0])
 
 
-@pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_agents_get_what_their_envs_give(mode):
-    with ParallelVectorEnv([Village] * 3, num_workers=2, autoreset_mode=mode) as envs:
+@pytest.mark.parametrize(
+    ("mode", "start_method"), [*((mode, "zygote") for mode in AutoresetMode), (AutoresetMode.SAME_STEP, "portable")]
+)
+def test_agents_get_what_their_envs_give(mode, start_method):
+    options = ExecutorOptions(start_method=start_method)
+    with ParallelVectorEnv([Village] * 3, num_workers=2, autoreset_mode=mode, options=options) as envs:
         assert envs.possible_agents == AGENTS
         for agent in AGENTS:
             envs.action_space(agent).seed(7)

@@ -114,10 +114,24 @@ def test_an_id_that_only_the_script_has_registered() -> None:
     assert {len(episode) for episode in episodes if episode.is_done} == {4}
 
 
-@pytest.mark.parametrize("env", [Together, Turns, Leaving])
-def test_episodes_of_agents_are_rllibs(env: Any) -> None:
+class InPortablePool(MultiAgentEnvRunner):
+    """Runs the workers as on a system without forks."""
+
+    executor_options = ExecutorOptions(start_method="portable")
+
+
+@pytest.mark.parametrize(
+    ("env", "runner_class"),
+    [
+        (Together, MultiAgentEnvRunner),
+        (Turns, MultiAgentEnvRunner),
+        (Leaving, MultiAgentEnvRunner),
+        (Leaving, InPortablePool),
+    ],
+)
+def test_episodes_of_agents_are_rllibs(env: Any, runner_class: Any) -> None:
     config = multi_agent(make_config(env))
-    ours, theirs = sampled(MultiAgentEnvRunner, config), sampled(TheirMultiAgentEnvRunner, config)
+    ours, theirs = sampled(runner_class, config), sampled(TheirMultiAgentEnvRunner, config)
     assert_same(ours, theirs)
     for one, other in zip(ours, theirs, strict=True):
         assert one.env_t_to_agent_t == other.env_t_to_agent_t
