@@ -221,12 +221,6 @@ def test_one_function_in_place_of_a_list_is_refused():
             facade(make_cartpole)
 
 
-def test_a_name_without_a_family_is_refused_if_melting_pot_is_missing(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(FactoryError, match=r"expected FAMILY:NAME, got 'CartPole-v1'\. Write 'gymnasium:CartPole-v1'"):
-        envherd.evaluate(None, "CartPole-v1", episodes=1)
-
-
 class Hanging(Outside):
     """An env that hangs in its first step."""
 

@@ -259,8 +259,9 @@ class SimulatedPool(WorkerPool):
         num_envs = sum(map(len, blocks))
         blueprint = Blueprint((b"",) * num_envs, ({},) * num_envs, tuple(map(tuple, blocks)), 0)
         super().__init__(blueprint, options)
+        bells = getattr(self.crew, "bells", None)
         self.crew = SimulatedCrew(blueprint, options, self._take_frame)
-        self.crew.bells = getattr(self, "_bells", None)
+        self.crew.bells = bells
         self.fates: dict[int, Fate] = {}
         self.start()
         restarts: Any = self.supervisor._restarts
