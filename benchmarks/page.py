@@ -29,7 +29,7 @@ _TITLES = {
     "w200": "200 µs a step",
     "cartpole": "CartPole, episodes of about nine steps",
     "spikes": "200 µs, 1 % of steps x 100 (envherd: first-K)",
-    "commons_harvest": "Melting Pot commons_harvest, with resets, on another machine (envherd: first-K)",
+    "commons_harvest": "Melting Pot commons_harvest, with resets (envherd: first-K)",
 }
 #: Workloads of the README: synchronous steps, of one run on one machine. It has only the first three of `_OTHERS`.
 _README_WORKLOADS = ("w200", "cartpole")
@@ -66,7 +66,9 @@ _HEAD = (
     "Written by `make bench`; do not edit. "
     "How to run and read them: [benchmarks/README.md](../../benchmarks/README.md)."
 )
-_MACHINE = "**Machine.** {cpu}, {usable_cores} usable cores, Linux {kernel}, Python {python}; {packages}."
+_MACHINE = (
+    "**Machine.** {cpu}, {usable_cores} usable cores, Linux {kernel}, Python {python}; {packages}. Measured {dates}."
+)
 _METHOD = """\
 **How it was measured.** All pools of a table were alive at the same time, each under a separate process, and took
 turns in random order in slots of {slot} s; what is compared is always the ratio within a round (for
@@ -89,10 +91,11 @@ def render(results: Mapping[str, Any], pictures: Sequence[str]) -> str:
     """
     machine = results["machine"]
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items() if version)
+    dates = dict.fromkeys(workload.get("date", "earlier") for workload in results["workloads"].values())
     parts = [
         "# Benchmarks",
         _HEAD,
-        _MACHINE.format(**{**machine, "packages": packages}),
+        _MACHINE.format(**{**machine, "packages": packages, "dates": ", ".join(dates)}),
         _METHOD.format(slot=_slots(results)).strip(),
         _gate_text(results),
         "## Compared with other libraries",

@@ -68,6 +68,7 @@ def sheet_of_workload(workload: Mapping[str, Any]) -> Sheet:
         note += "Episodes that ended: " + ", ".join(f"{name} {count}" for name, count in ends.items()) + "."
     if "measured_on" in workload:
         note += f" Measured on another machine: {workload['measured_on']}."
+    note += f" Measured {workload['date']}." if "date" in workload else ""
     return Sheet(workload["title"], columns, rows, note.strip())
 
 

@@ -206,6 +206,7 @@ class Suite:
             "num_workers": job.num_workers,
             "plan": plan._asdict(),
             "is_complete": is_complete,
+            "date": time.strftime("%d %b %Y"),
             "pressure_at_rest": rest,
             "pressure_after": pressure_line(),
             "seconds": time.monotonic() - began,
