@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from rich import print as show
+from rich.console import Console
 from rich.table import Table
 
 from benchmarks.accounting import usage_of
@@ -199,7 +199,7 @@ def main() -> None:
             " ".join(f"{statistics.median(cost):,.0f}" for cost in costs.values()),
             " ".join(f"{seconds:.1f}" for seconds in starts),
         )
-    show(table)
+    Console(width=160).print(table)
 
 
 if __name__ == "__main__":
