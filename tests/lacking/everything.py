@@ -77,8 +77,8 @@ if importlib.util.find_spec("pettingzoo") is not None:
     from envherd.executor.facades.pettingzoo import ParallelVectorEnv
 
     agents = ParallelVectorEnv([AgentsEnv] * 2, num_workers=1)
-    seen, _ = agents.reset(seed=1)
-    check(all(rows.shape[0] == 2 for rows in seen.values()), "the facade of PettingZoo")
+    by_agent, _ = agents.reset(seed=1)
+    check(all(rows.shape[0] == 2 for rows in by_agent.values()), "the facade of PettingZoo")
     agents.close()
 
 try:
