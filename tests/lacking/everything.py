@@ -77,7 +77,7 @@ if importlib.util.find_spec("pettingzoo") is not None:
     from envherd.executor.facades.pettingzoo import ParallelVectorEnv
 
     agents = ParallelVectorEnv([AgentsEnv] * 2, num_workers=1)
-    by_agent, _ = agents.reset(seed=1)
+    by_agent, _infos = agents.reset(seed=1)
     check(all(rows.shape[0] == 2 for rows in by_agent.values()), "the facade of PettingZoo")
     agents.close()
 
