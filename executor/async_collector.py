@@ -379,7 +379,7 @@ class AsyncCollector:
         if not self._has_begun:
             if not env.is_resumed:
                 env.reset()
-            self._has_begun = True
+            self._has_begun, env.is_resumed = True, False
         self._rows.repair()
         self._has_sent()
         idle = np.flatnonzero(~states.under_way)

@@ -62,7 +62,8 @@ class BatchedEnv:
         device: of the batches, or None.
         specs: one `EnvSpec` per env.
         options: the `ExecutorOptions` in force.
-        is_resumed: whether `load_state_dict` has loaded the state of the envs; collectors then continue their episodes.
+        is_resumed: whether `load_state_dict` has loaded the state of the envs, and no collector has used them since:
+            the first collector continues their episodes.
     """
 
     is_resumed = False

@@ -179,8 +179,8 @@ class Collector:
                 envs: the state is lost with the data.)
         """
         try:
-            is_first = not (self._has_begun or getattr(self.env, "is_resumed", False))
-            resets = self._resets_always or is_first
+            is_resumed = getattr(self.env, "is_resumed", False)
+            resets = self._resets_always or not (self._has_begun or is_resumed)
             data = self.env.rollout(
                 self.num_steps,
                 self._policy_now(),
@@ -195,6 +195,8 @@ class Collector:
             self._state = getattr(self.env, "policy_state", None)
             raise
         self._has_begun = True
+        if is_resumed:
+            self.env.is_resumed = False  # type: ignore[attr-defined]  # of an executor
         self._state = self._state_after(data)
         self.num_frames += self.frames_per_batch
         if self._storing_device is not None:

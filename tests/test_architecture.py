@@ -44,7 +44,7 @@ BUDGET = {
     "workers/native": 1582,
     "workers/process": 1596,
     "workers/testing": 1829,
-    "executor/*": 3000,
+    "executor/*": 3003,
     "executor/batches": 1688,
     "executor/cli": 2992,
     "executor/cluster": 2115,

@@ -23,6 +23,7 @@ from envherd import (
     SerialEnv,
 )
 from envherd.workers.testing import CountingEnv
+from envherd.workers.testing.envs import STEP
 from tests.executor.calls import RESTART, both, kill
 from tests.executor.drives import act
 from tests.extras import needs
@@ -326,9 +327,13 @@ def test_a_collector_of_loaded_envs_continues_their_episodes(kind, num_steps):
             td = env.step(policy(td))["next"]
         state = env.state_dict()
         expected = env.rollout(4, policy, auto_reset=False, break_when_any_done=False)
-    with make() as env, kind(env, policy, frames_per_batch=8, total_frames=8) as collector:
+    with make() as env:
         env.load_state_dict(state)
-        (data,) = collector
+        with kind(env, policy, frames_per_batch=8, total_frames=8, close_env=False) as collector:
+            (data,) = collector
+        with kind(env, policy, frames_per_batch=8, total_frames=8, close_env=False) as collector:
+            (fresh,) = collector
+    assert (fresh["observation"][:, 0, STEP] == 0).all(), "a further collector begins with a reset"
     assert (data["next", "observation"] == expected["next", "observation"]).all()
     assert (data["observation"] == expected["observation"]).all()
 
