@@ -28,6 +28,7 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
+from envherd.executor.pools.zygote import end_idle
 from envherd.executor.protocol.env_states import FOLLOWS, Event, State
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from envherd.workers.testing.faults import BAD_OBSERVATIONS, DEATHS, EXCEPTIONS, HANGS
@@ -404,7 +405,8 @@ def _descendants(pid: int) -> set[str]:
 
 
 def _left(before: tuple[set[str], set[str], set[str]]) -> list[str]:
-    """Return resources that were gained since `before`, after a short time for ending ones."""
+    """Return resources that were gained since `before`, after a short time for ending ones; end a kept helper."""
+    end_idle()
     end = time.monotonic() + 3
     while True:
         now = _held()
