@@ -58,7 +58,7 @@ BUDGET = {
     "executor/machine": 477,
     "executor/monitor": 422,
     "executor/native": 957,
-    "executor/pools": 5588,
+    "executor/pools": 5597,
     "executor/protocol": 3344,
     "executor/rollouts": 920,
     "executor/show": 2162,

@@ -37,13 +37,15 @@ class _Warm:
 
 @contextlib.contextmanager
 def preloaded(*modules: str, options: ExecutorOptions | None = None) -> Iterator[None]:
-    """Make executors created in this block start their workers from one helper that has imported `modules`.
+    """Make executors created in this block start their workers from one helper that imports `modules`.
 
         with preloaded("torchrl.envs", "gymnasium"):
+            from my_training import settings, make_env   # imports TorchRL, while the helper does too
             for setting in settings:
                 with ParallelEnv(8, make_env) as env:    # starts in milliseconds instead of seconds
                     ...
 
+    The helper begins at once, and the first executor waits until it has imported all modules.
     Modules that executors would preload by themselves are imported by their workers, unless they are among `modules`.
     Each module is imported once, so workers of this block do not see later changes of its file. An executor still uses
     another helper if its start method, `env_vars`, `worker_threads` or `worker_output` differ from those of `options`
@@ -59,7 +61,7 @@ def preloaded(*modules: str, options: ExecutorOptions | None = None) -> Iterator
         options: of the executors; only start method, `env_vars`, `worker_threads` and `worker_output` are used.
 
     Raises:
-        ImportError: a module cannot be imported.
+        ImportError: an executor was made, and a module cannot be imported.
         ValueError: there are no modules, or the start method is not "zygote".
     """
     require("preloaded")
@@ -69,22 +71,15 @@ def preloaded(*modules: str, options: ExecutorOptions | None = None) -> Iterator
             "preloaded failed: expected names of modules and the start method 'zygote', got "
             f"{modules!r} and {options.start_method!r}."
         )
-    with preloading(*modules, options=options) as zygote:
-        zygote.wait_ready()
-        if zygote.failed_preloads:
-            name, why = next(iter(zygote.failed_preloads.items()))
-            raise ImportError(f"preloaded failed: expected modules that can be imported, got {name!r} ({why}).")
+    with preloading(*modules, options=options, must_import=True):
         yield
 
 
 @contextlib.contextmanager
-def preloading(*modules: str, options: ExecutorOptions) -> Iterator[Zygote]:
-    """Begin to import modules in a helper, for the executors of this block; the first executor waits for it.
-
-    Modules that cannot be imported are left to the workers. Otherwise as `preloaded`.
-    """
+def preloading(*modules: str, options: ExecutorOptions, must_import: bool = False) -> Iterator[Zygote]:
+    """As `preloaded`; unless `must_import`, modules that cannot be imported are left to the workers."""
     surroundings = _surroundings(options)
-    zygote = Zygote(options, list(modules))
+    zygote = Zygote(options, list(modules), must_import=must_import)
     try:
         zygote.begin()
         warm = _Warm(zygote, surroundings)

@@ -126,10 +126,18 @@ class Zygote:
         options: for its environment variables, output, start method and deadline.
         preload: modules to import.
         key: see `shared`; None if it ends with its last user.
+        must_import: a module that cannot be imported is an error.
     """
 
-    def __init__(self, options: ExecutorOptions, preload: list[str], key: tuple[object, ...] | None = None) -> None:
-        self.key, self._num_users = key, 1
+    def __init__(
+        self,
+        options: ExecutorOptions,
+        preload: list[str],
+        key: tuple[object, ...] | None = None,
+        *,
+        must_import: bool = False,
+    ) -> None:
+        self.key, self._num_users, self._must_import = key, 1, must_import
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._awaited: set[int] = set()
@@ -203,21 +211,27 @@ class Zygote:
         Raises:
             WorkerLost: the helper has ended.
             WorkerTimeout: it is still importing after `options.build_timeout_s`, and was killed.
+            ImportError: a module cannot be imported, and the helper was made with `must_import`.
         """
         with self._lock:  # other users wait for the same
-            if self._is_ready:
-                return
-            self.begin()
-            assert self._start_number is not None
-            try:  # takes seconds; after a Ctrl-C, the waiting executor closes this
-                answer = self._answer(self._start_number, self._options.build_timeout_s)
-            except DeadlinePassed:
-                raise self._late() from None
-            self.failed_preloads = answer["failed"]
-            self.num_threads = answer["num_threads"]
-            self._set_by_imports = answer["environ"]
-            self._is_costly = answer["cpu_s"] >= _KEPT_CPU_S
-            self._is_ready = True
+            if not self._is_ready:
+                self._receive_start()
+        if self._must_import and self.failed_preloads:
+            name, why = next(iter(self.failed_preloads.items()))
+            raise ImportError(f"preloaded failed: expected modules that can be imported, got {name!r} ({why}).")
+
+    def _receive_start(self) -> None:
+        self.begin()
+        assert self._start_number is not None
+        try:  # takes seconds; after a Ctrl-C, the waiting executor closes this
+            answer = self._answer(self._start_number, self._options.build_timeout_s)
+        except DeadlinePassed:
+            raise self._late() from None
+        self.failed_preloads = answer["failed"]
+        self.num_threads = answer["num_threads"]
+        self._set_by_imports = answer["environ"]
+        self._is_costly = answer["cpu_s"] >= _KEPT_CPU_S
+        self._is_ready = True
 
     def resume(self) -> bool:
         """Return whether it still serves, and a new one would import the same: nothing that imports read has changed.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from envherd.executor import ExecutorOptions, ParallelEnv, preloaded
 from tests.executor.seeing_env import Seeing
+from tests.gates import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -133,6 +135,31 @@ def test_what_cannot_be_imported_is_said():
         pytest.raises(ImportError, match=r"no_such_module_here.*ModuleNotFoundError"),
         preloaded("no_such_module_here"),
     ):
-        pass
+        ParallelEnv(1, Seeing)
     with pytest.raises(ValueError, match="expected names of modules"), preloaded():
         pass
+
+
+def test_the_script_goes_on_while_the_helper_imports(tmp_path, monkeypatch):
+    (tmp_path / "waits_for_go.py").write_text(
+        "import os, pathlib, time\nwhile not pathlib.Path(os.environ['GO']).exists():\n    time.sleep(0.01)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ExecutorOptions(env_vars={"GO": str(tmp_path / "go")})
+    with preloaded("waits_for_go", options=options):
+        (tmp_path / "go").touch()
+        with ParallelEnv(1, Seeing, options=options) as env:
+            assert env.call("has_imported", "waits_for_go") == [True]
+
+
+def test_the_end_of_a_block_ends_a_helper_that_still_imports(tmp_path, monkeypatch):
+    (tmp_path / "never_ends.py").write_text(
+        "import os, pathlib, time\npathlib.Path(os.environ['AT']).write_text(str(os.getpid()))\ntime.sleep(1000)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    at = tmp_path / "at"
+    with preloaded("never_ends", options=ExecutorOptions(env_vars={"AT": str(at)})):
+        wait_for(lambda: at.exists() and at.read_text())
+        began = time.monotonic()
+    assert time.monotonic() - began < 3
+    assert not is_there(at.read_text())
