@@ -134,7 +134,8 @@ def _descriptors() -> dict[int, str]:
     return found
 
 
-def _command(pid: int) -> str:
+def command(pid: int | str) -> str:
+    """Return the beginning of a process's command line."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
     return "(gone)"
@@ -196,7 +197,7 @@ class Possessions:
     def gained(self) -> list[str]:
         """Return the resources that were gained since."""
         now = Possessions()
-        found = [f"process {pid}: {_command(pid)}" for pid in sorted(now.children - self.children)]
+        found = [f"process {pid}: {command(pid)}" for pid in sorted(now.children - self.children)]
         found += [
             f"descriptor {fd}: {target}"
             for fd, target in now.descriptors.items()

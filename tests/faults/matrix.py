@@ -32,7 +32,7 @@ from envherd.executor.pools.zygote import end_idle
 from envherd.executor.protocol.env_states import FOLLOWS, Event, State
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from envherd.workers.testing.faults import BAD_OBSERVATIONS, DEATHS, EXCEPTIONS, HANGS
-from tests.conftest import shm_names
+from tests.conftest import command, shm_names
 
 NUM_ENVS, VICTIM = 3, 1
 #: Numbers of envs in the victim's worker and in the other one.
@@ -416,5 +416,5 @@ def _left(before: tuple[set[str], set[str], set[str]]) -> list[str]:
         now = _held()
         found = [f"{kind} {name}" for kind, a, b in zip(("process", "fd", "shm"), before, now) for name in b - a]  # noqa: B905
         if not found or time.monotonic() > end:
-            return found
+            return [f"{one}: {command(one.split()[1])}" if one.startswith("process") else one for one in found]
         time.sleep(0.02)
