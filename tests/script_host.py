@@ -47,16 +47,15 @@ class ScriptHost:
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self._path = str(folder / "script_host")
-        self._process: subprocess.Popen[bytes] | None = None
         with open(f"{self._path}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
                 self._lease = self._connect()
             except OSError:
-                self._process = self._start(environment)
+                self._start(environment)
                 self._lease = self._connect()
 
-    def _start(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _start(self, environment: Mapping[str, str]) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
         listener = socket.socket(socket.AF_UNIX)
@@ -64,9 +63,8 @@ class ScriptHost:
             listener.bind(self._path)
             listener.listen(64)
             command = [sys.executable, __file__, str(listener.fileno())]
-            return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, env={**os.environ, **environment}, pass_fds=[listener.fileno()]
-            )
+            environ = {**os.environ, **environment}
+            subprocess.run(command, stdin=subprocess.DEVNULL, env=environ, pass_fds=[listener.fileno()], check=True)
 
     def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
@@ -102,9 +100,6 @@ class ScriptHost:
     def close(self) -> None:
         """Drop this connection. Another test process may still use the host."""
         self._lease.close()
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)
 
 
 def serve(listener: socket.socket) -> None:
@@ -173,4 +168,6 @@ def _run(command: list[str], folder: str, files: list[str], timeout_s: float, en
 
 
 if __name__ == "__main__":
+    if os.fork():  # no descendant of the first test process, or that would see the scripts of all others as its own
+        os._exit(0)
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -394,11 +394,7 @@ def _held() -> tuple[set[str], set[str], set[str]]:
 
 
 def _descendants(pid: int) -> set[str]:
-    """Return the pids of a process's running descendants, without those that a Ray cluster of other tests starts."""
     found: set[str] = set()
-    with contextlib.suppress(OSError):
-        if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet":
-            return found
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for child in task.read_text().split():
