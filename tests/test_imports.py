@@ -62,6 +62,8 @@ ALLOWED = {
     "benchmarks/__main__.py": {"typer"},
     "benchmarks/benchmarl.py": {"benchmarl"},
     "benchmarks/rllib.py": {"ray"},
+    "benchmarks/rllib_agents.py": {"ray"},
+    "benchmarks/starts.py": {"ray", "torchrl", "envherd"},
     "benchmarks/cluster.py": {"psutil", "ray", "torchrl"},
     "benchmarks/asynchronous.py": {"torchrl"},
     "benchmarks/torchrl_scripts.py": {"torchrl", "dm_control", "pettingzoo"},
