@@ -33,7 +33,7 @@ from envherd.workers.adapters.common.tree import nested
 from envherd.workers.errors import SpecError
 
 #: Names of the dtypes that torch and numpy share.
-_DTYPES = frozenset(
+DTYPES = frozenset(
     {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"}
     | {"float16", "float32", "float64", "complex64", "complex128"}
 )
@@ -200,7 +200,7 @@ def _leaf(spec: Any, key: Key) -> PlacedLeaf:
 
 def _dtype_name(dtype: Any, key: Key) -> str:
     name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
+    if name not in DTYPES:
         raise SpecError(
             f"reading the env's specs failed: expected a dtype that numpy has too, got {dtype} ({'/'.join(key)}). "
             f"Append DTypeCastTransform({dtype}, torch.float32) to the env in the factory."
