@@ -27,9 +27,9 @@ from envherd.workers.adapters.common.tree import (
     Node,
     as_row,
     as_scalar,
-    check_root,
     dict_branch,
     interval,
+    refuse_reserved,
     side_leaf,
 )
 from envherd.workers.errors import SpecError
@@ -53,9 +53,9 @@ def observation_tree(spec: Any, *, has_dynamic: bool) -> Node:
 
     if not isinstance(spec, Mapping):
         return _tree(spec, ("observation",), make_leaf)
-    tree = dict_branch(spec, (), lambda inner, key: _tree(inner, key, make_leaf), "reading observation_spec")
-    check_root(tree, tuple(map(str, spec)), "reading observation_spec")
-    return tree
+    operation = "reading observation_spec"
+    refuse_reserved(map(str, spec), operation)
+    return dict_branch(spec, (), lambda inner, key: _tree(inner, key, make_leaf), operation)
 
 
 def action_tree(spec: Any) -> Node:

@@ -48,10 +48,11 @@ from envherd.workers.adapters.common.tree import (
     Node,
     as_row,
     as_scalar,
-    check_root,
+    check_names,
     dict_branch,
     interval,
     nested,
+    refuse_reserved,
     side_leaf,
 )
 from envherd.workers.errors import SpecError
@@ -85,7 +86,8 @@ def observation_tree(space: Any, make_leaf: MakeLeaf | None = None) -> tuple[Nod
     names = tuple(renames.get(str(key), str(key)) for key in space.spaces)
     entries = zip(names, space.spaces.items(), strict=True)
     tree = Branch(dict, tuple((key, _tree(sub, (name,), make_leaf)) for name, (key, sub) in entries))
-    check_root(tree, names, "reading observation_space")
+    refuse_reserved(names, "reading observation_space")
+    check_names(tree, names, "reading observation_space")
     return tree, {ours: native for native, ours in renames.items() if native in space.spaces}
 
 

@@ -29,7 +29,7 @@ from envherd.shm.specs import (
     OneHot,
     Unbounded,
 )
-from envherd.workers.adapters.common.tree import nested
+from envherd.workers.adapters.common.tree import nested, shrunk, stacked
 from envherd.workers.errors import SpecError
 
 #: Names of the dtypes that torch and numpy share.
@@ -159,29 +159,8 @@ def _merge(leaves: list[PlacedLeaf], count: int, dim: int) -> LeafSpec | None:
     if len(leaves) < count or len(alike) > 1 or first.spec.is_side or first.path != first.spec.key:
         return None
     shape = (*first.spec.shape[:dim], count, *first.spec.shape[dim:])
-    return replace(first.spec, shape=shape, domain=_stack_domains([leaf.spec for leaf in leaves], dim))
-
-
-def _stack_domains(leaves: list[LeafSpec], dim: int) -> Domain:
-    domains, shape = [leaf.domain for leaf in leaves], leaves[0].shape
-    first = domains[0]
-    if all(domain == first and not _is_positional(domain) for domain in domains):
-        return first
-    boxes = [domain for domain in domains if isinstance(domain, Box)]
-    if len(boxes) == len(domains):
-        low = np.stack([np.broadcast_to(box.low, shape) for box in boxes], dim)
-        return Box(_fold(low), _fold(np.stack([np.broadcast_to(box.high, shape) for box in boxes], dim)))
-    nvecs = [_nvec(domain, shape) for domain in domains if isinstance(domain, (Discrete, MultiDiscrete))]
-    return MultiDiscrete(nested(np.stack(nvecs, dim))) if len(nvecs) == len(domains) else Unbounded()
-
-
-def _is_positional(domain: Domain) -> bool:
-    """Return whether a domain differs between entries, so that its arrays must grow with the leaf."""
-    return isinstance(domain, MultiDiscrete) or (isinstance(domain, Box) and domain.low.ndim + domain.high.ndim > 0)
-
-
-def _nvec(domain: Discrete | MultiDiscrete, shape: tuple[int, ...]) -> np.ndarray:
-    return np.broadcast_to(domain.n if isinstance(domain, Discrete) else np.asarray(domain.nvec), shape)
+    domain = stacked([leaf.spec.domain for leaf in leaves], first.spec.shape, dim)
+    return replace(first.spec, shape=shape, domain=domain)
 
 
 def _leaf(spec: Any, key: Key) -> PlacedLeaf:
@@ -211,7 +190,7 @@ def _dtype_name(dtype: Any, key: Key) -> str:
 def _domain(spec: Any, shape: tuple[int, ...]) -> Domain:
     kind = _kind(spec)
     if kind == "Bounded" and 0 not in shape:
-        return Box(_fold(spec.space.low.cpu().numpy()), _fold(spec.space.high.cpu().numpy()))
+        return Box(shrunk(spec.space.low.cpu().numpy()), shrunk(spec.space.high.cpu().numpy()))
     if kind in ("Binary", "MultiOneHot"):
         return Binary()
     if kind == "OneHot":
@@ -223,10 +202,3 @@ def _domain(spec: Any, shape: tuple[int, ...]) -> Domain:
     if kind == "Categorical" and spec.space.n > 0:
         return Discrete(int(spec.space.n))
     return Unbounded()
-
-
-def _fold(bound: np.ndarray) -> np.ndarray:
-    """Return a bound that is the same everywhere as a scalar array (one number for an image, not 20,000)."""
-    if (bound == bound.flat[0]).all():
-        return np.array(bound.flat[0])
-    return np.ascontiguousarray(bound)
