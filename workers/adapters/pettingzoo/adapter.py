@@ -130,8 +130,16 @@ class ParallelAdapter(Adapter):
         """Record how agents have ended; return whether the episode has terminated, and whether it was truncated."""
         present = self._parallel.agents
         for agent, seat in self._seats.items():
-            flags = terminations.get(agent), truncations.get(agent)
-            _note_end(seat, *flags, is_present=agent in present, has_acted=agent in acting)
+            terminated, truncated = terminations.get(agent), truncations.get(agent)
+            if terminated is not None or truncated is not None:
+                seat.end = (
+                    terminated is not None and as_flag(terminated, f"terminations[{agent!r}]"),
+                    truncated is not None and as_flag(truncated, f"truncations[{agent!r}]"),
+                )
+            elif agent in present:
+                seat.end = (False, False)
+            elif agent in acting:
+                seat.end = (True, False)
         return _end_episode(self._seats, present)
 
     def _actions(self, action: list[Any], acting: list[Agent]) -> dict[Agent, Any]:
@@ -325,27 +333,6 @@ def _metadata(env: Any, groups: list[AgentGroup]) -> dict[str, Any]:
     if isinstance(fps, (int, float)):
         facts["render_fps"] = fps
     return facts
-
-
-def _note_end(seat: Any, terminated: Any, truncated: Any, *, is_present: bool, has_acted: bool) -> None:
-    """Record how an agent has ended.
-
-    Args:
-        seat: of the agent.
-        terminated: the env's flag; None if it has none for this agent.
-        truncated: likewise.
-        is_present: whether it is one of `env.agents` now.
-        has_acted: whether it was one of them before the step.
-    """
-    if terminated is not None or truncated is not None:
-        seat.end = (
-            terminated is not None and as_flag(terminated, f"terminations[{seat.agent!r}]"),
-            truncated is not None and as_flag(truncated, f"truncations[{seat.agent!r}]"),
-        )
-    elif is_present:
-        seat.end = (False, False)
-    elif has_acted:
-        seat.end = (True, False)
 
 
 def _end_episode(seats: Mapping[Agent, Any], agents: Collection[Agent]) -> tuple[bool, bool]:
