@@ -87,7 +87,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._engine = engine
         self._guard = engine.guard
         self._actions = Actions(engine, first.action_space, self.action_space)
-        self._observations = Observations(engine, first.observation_space, is_copy=self.copy)
+        leaves = engine.pool.slab.groups[0].spec.observation
+        self._observations = Observations(engine, first.observation_space, leaves, self.num_envs, is_copy=self.copy)
         self._episodes = EpisodeColumns.of(engine.pool.slab, self._num_returns())
         self._flight: Flight | None = None
         engine.states.remedy = "Call reset(), or reset(options={'reset_mask': mask}) for these envs alone."

@@ -30,14 +30,16 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.facades.columns import Column
 from envherd.executor.facades.episode_columns import EpisodeColumns
 from envherd.executor.facades.errors import as_raised, listed
+from envherd.executor.facades.gymnasium.rows import Observations
 from envherd.executor.facades.installing import replaced
-from envherd.executor.facades.leaf_spaces import Space, inner_spaces, tails
+from envherd.executor.facades.leaf_spaces import Space
 from envherd.executor.facades.sb3.factory import Sb3Factory
 from envherd.executor.facades.sb3.masks import ActionMasks
-from envherd.executor.facades.sb3.rows import Reader, Writer
-from envherd.executor.facades.sb3.spaces import compose_for, num_agents, spaces_of
+from envherd.executor.facades.sb3.rows import Writer
+from envherd.executor.facades.sb3.spaces import check_observed, num_agents, observed_leaves, spaces_of
 from envherd.executor.facades.sb3.worker import Sb3DirectAdapter
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions, StartMethod
@@ -100,15 +102,19 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self._is_gymnasium = executor.spec.family == "gymnasium"
         self._agents = executor.spec.metadata["agent_names"] if executor.spec.family == "pettingzoo" else ()
         observation_space, action_space = self._find_spaces()
-        self._compose = compose_for(observation_space)
-        inner = inner_spaces(observation_space)
-        self._reader = Reader(self._positions, [tuple(sub.shape or ()) for sub in inner], self.num_agents)
-        self._tails = tails(inner)
-        self._writer = Writer(self._positions.slab, action_space, self.num_agents)
+        check_observed(observation_space)
+        slab, num_envs, num_rows = self._positions.slab, executor.num_envs, executor.num_envs * self.num_agents
+        seen = observed_leaves(executor.spec)
+        self._observations = Observations(self._engine, observation_space, seen, num_rows, is_copy=True)
+        self._rewards = Column(slab, "next", [group.spec.reward[0].key for group in slab.groups], num_rows, ())
+        self._terminated, self._truncated = (
+            Column(slab, "next", [(name,)] * len(slab.groups), num_envs, ()) for name in ("terminated", "truncated")
+        )
+        self._writer = Writer(slab, action_space, self.num_agents)
         self._masks = ActionMasks.of(self._positions, self.num_agents)
-        self._episodes = EpisodeColumns.of(self._positions.slab, self.num_agents)
+        self._episodes = EpisodeColumns.of(slab, self.num_agents)
         self._began = time.time()
-        super().__init__(executor.num_envs * self.num_agents, observation_space, action_space)
+        super().__init__(num_rows, observation_space, action_space)
         if executor.spec.family in ("gymnasium", "pettingzoo") and self.has_attr("metadata"):
             self.metadata = self.get_attr("metadata", 0)[0]  # scripts name files by it, a VecVideoRecorder reads it
 
@@ -141,8 +147,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self._reset_options()
         infos = self._infos_of_reset()
         self.reset_infos = [self._of_row(infos, row) for row in range(self.num_envs)]
-        columns = self._positions.columns
-        return self._compose([leaf.fresh.read_each(columns) for leaf in self._reader.observed])
+        return self._observations.now()
 
     def step_async(self, actions: Any) -> None:
         """Begin a step of all envs; the caller continues, and `step_wait` ends the step.
@@ -185,14 +190,13 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             self._raise_for_env(error)
         finally:
             self.waiting = False
-        column, ended, reader = self._flight.at, self._flight.ended, self._reader
-        leaves = [leaf.after.own(column) for leaf in reader.observed]
-        rewards = reader.rewards(column)
-        infos = self._step_infos()
-        if ended is None:
-            return self._compose(leaves), rewards, np.zeros(self.num_envs, bool), infos
-        dones = self._finish_episodes(ended, leaves, infos)
-        return self._compose(leaves), rewards, dones, infos
+        column, ended, agents = self._flight.at, self._flight.ended, self.num_agents
+        rewards, dones, infos = self._rewards.look(column), np.zeros(self.num_envs, bool), self._step_infos()
+        if ended is not None:
+            ended = ended if agents == 1 else (ended[:, None] * agents + np.arange(agents)).ravel()
+            dones[ended] = True
+            self._finish_episodes(ended, column, infos)
+        return self._observations.after(column, ended), rewards.astype(np.float32), dones, infos
 
     def _step_infos(self) -> list[Info]:
         """Return a fresh info for every row."""
@@ -212,30 +216,22 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             return info
         return next((own for name, own in info.items() if str(name) == self._agents[agent]), {})
 
-    def _finish_episodes(self, ended: np.ndarray, leaves: list[np.ndarray], infos: list[Info]) -> np.ndarray:
-        """Move the last observations of ended episodes to their infos, and put the first ones of new episodes there."""
-        column, reader, agents = self._flight.at, self._reader, self.num_agents
-        terminated, truncated = (reader.flags[name].look(column) for name in ("terminated", "truncated"))
+    def _finish_episodes(self, rows: np.ndarray, column: int, infos: list[Info]) -> None:
+        """Put the last observations of ended episodes into their infos, and take the infos of new episodes."""
+        terminated, truncated = self._terminated.look(column), self._truncated.look(column)
         has_interrupted, interrupted = self._positions.has_interrupted, self._positions.interrupted
         infos_of_reset = self._infos_of_reset()
         self.reset_infos = list(self.reset_infos)
-        rows = ended if agents == 1 else (ended[:, None] * agents + np.arange(agents)).ravel()
-        lasts = [(leaf[rows], tail) for leaf, tail in zip(leaves, self._tails, strict=True)]
         if self._episodes is not None:
             self._note_episodes(self._episodes, rows, infos)
-        for place, row in enumerate(rows.tolist()):
-            env_id = row // agents
+        for row in rows.tolist():
+            env_id = row // self.num_agents
             info = infos[row]
             info["TimeLimit.truncated"] = bool(truncated[env_id]) and not terminated[env_id]
-            info["terminal_observation"] = self._compose([leaf[place, *tail].copy() for leaf, tail in lasts])
+            info["terminal_observation"] = self._observations.last_of(row, column)
             if has_interrupted and interrupted[env_id, 0]:
                 info["interrupted"] = True
             self.reset_infos[row] = self._of_row(infos_of_reset, row)
-        for values, leaf in zip(leaves, reader.observed, strict=True):
-            values[rows] = leaf.fresh.look(column)[rows]
-        dones = np.zeros(self.num_envs, bool)
-        dones[rows] = True
-        return dones
 
     def _note_episodes(self, episodes: EpisodeColumns, rows: np.ndarray, infos: list[Info]) -> None:
         """Put what SB3's `Monitor` reports of an episode into the infos of rows that have ended."""
