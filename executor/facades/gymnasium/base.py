@@ -22,7 +22,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.facades.episode_columns import EpisodeColumns
+from envherd.executor.facades.episode_columns import ReadEpisodes, episode_reader
 from envherd.executor.facades.errors import listed
 from envherd.executor.facades.gymnasium.errors import as_gymnasium, raising_gymnasiums
 from envherd.executor.facades.gymnasium.rows import Actions, Observations
@@ -89,7 +89,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._actions = Actions(engine, first.action_space, self.action_space)
         leaves = engine.pool.slab.groups[0].spec.observation
         self._observations = Observations(engine, first.observation_space, leaves, self.num_envs, is_copy=self.copy)
-        self._episodes = EpisodeColumns.of(engine.pool.slab, self._num_returns())
+        self._episodes = episode_reader(engine.pool.slab, self._num_returns())
         self._flight: Flight | None = None
         engine.states.remedy = "Call reset(), or reset(options={'reset_mask': mask}) for these envs alone."
         engine.allow_steps()  # in Gymnasium the env decides whether it may be stepped before a reset
@@ -216,11 +216,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             infos,
         )
 
-    def _of_episodes(self, episodes: EpisodeColumns, ended: np.ndarray, column: int) -> dict[str, Any]:
+    def _of_episodes(self, read: ReadEpisodes, ended: np.ndarray, column: int) -> dict[str, Any]:
         """Return the entries of Gymnasium's `RecordEpisodeStatistics` for a step in which episodes have ended."""
         is_over = np.zeros(self.num_envs, bool)
         is_over[ended] = True
-        returns, lengths, seconds = episodes.read(column)
+        returns, lengths, seconds = read(column)
         returns = np.where(is_over[:, None], returns, 0)
         figures = {name: np.where(is_over, value, 0) for name, value in (("l", lengths), ("t", seconds))}
         return {"episode": {"r": returns[:, 0] if returns.shape[1] == 1 else returns, **figures}, "_episode": is_over}

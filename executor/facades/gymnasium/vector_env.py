@@ -23,7 +23,7 @@ from gymnasium.vector import AutoresetMode
 from envherd.executor.facades.gymnasium.base import EnvFns, HostedVectorEnv, StepResult
 from envherd.executor.facades.gymnasium.errors import CallTimeout, raising_gymnasiums
 from envherd.executor.facades.gymnasium.spaces import Description, has_custom
-from envherd.executor.facades.gymnasium.worker import NativeAdapter, NativeFactory, loads
+from envherd.executor.facades.gymnasium.worker import NativeFactory, loads
 from envherd.executor.facades.installing import replaced
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
@@ -297,10 +297,11 @@ class SyncVectorEnv(HostedVectorEnv):
     ) -> None:
         super().__init__(env_fns, copy=copy, observation_mode=observation_mode, autoreset_mode=autoreset_mode)
         keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
-        self.envs: list[Any] = []
-        factories = [_KeepingFactory(env_fn, self.envs, keeps_final=keeps_final) for env_fn in self.env_fns]
+        factories = [NativeFactory(env_fn, keeps_final=keeps_final) for env_fn in self.env_fns]
         with raising_gymnasiums():
             executor = SerialEnv(self.num_envs, factories, copy=copy, options=self._options(options))
+        pool: Any = executor.engine.pool
+        self.envs: list[Any] = [adapter.env.env for adapter in pool.adapters.values()]
         self._host(executor)
 
     def reset(
@@ -332,20 +333,6 @@ class SyncVectorEnv(HostedVectorEnv):
     def close_extras(self, **_: Any) -> None:
         """Close the envs."""
         self.executor.close()
-
-
-class _KeepingFactory(NativeFactory):
-    """A factory that also keeps the envs it has built in a list."""
-
-    def __init__(self, env_fn: Callable[[], Any], built: list[Any], *, keeps_final: bool) -> None:
-        super().__init__(env_fn, keeps_final=keeps_final)
-        self._built = built
-
-    def __call__(self) -> Adapter:
-        adapter = super().__call__()
-        if isinstance(adapter, NativeAdapter):
-            self._built.append(adapter.env.env)
-        return adapter
 
 
 def make_vec(id: Any, num_envs: int = 1, vectorization_mode: str = "async", **kwargs: Any) -> Any:  # noqa: A002

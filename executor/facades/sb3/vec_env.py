@@ -25,19 +25,18 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 from gymnasium import Env, Wrapper
 from stable_baselines3.common import vec_env
-from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.columns import Column
-from envherd.executor.facades.episode_columns import EpisodeColumns
+from envherd.executor.facades.episode_columns import ReadEpisodes, episode_reader
 from envherd.executor.facades.errors import as_raised, listed
 from envherd.executor.facades.gymnasium.rows import Observations
 from envherd.executor.facades.installing import replaced
 from envherd.executor.facades.leaf_spaces import Space
 from envherd.executor.facades.sb3.factory import Sb3Factory
-from envherd.executor.facades.sb3.masks import ActionMasks
+from envherd.executor.facades.sb3.masks import mask_reader
 from envherd.executor.facades.sb3.rows import Writer
 from envherd.executor.facades.sb3.spaces import check_observed, num_agents, observed_leaves, spaces_of
 from envherd.executor.facades.sb3.worker import Sb3DirectAdapter
@@ -111,8 +110,8 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             Column(slab, "next", [(name,)] * len(slab.groups), num_envs, ()) for name in ("terminated", "truncated")
         )
         self._writer = Writer(slab, action_space, self.num_agents)
-        self._masks = ActionMasks.of(self._positions, self.num_agents)
-        self._episodes = EpisodeColumns.of(slab, self.num_agents)
+        self._masks = mask_reader(self._positions, self.num_agents)
+        self._episodes = episode_reader(slab, self.num_agents)
         self._began = time.time()
         super().__init__(num_rows, observation_space, action_space)
         if executor.spec.family in ("gymnasium", "pettingzoo") and self.has_attr("metadata"):
@@ -203,10 +202,9 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         infos = self._infos_of_step()
         if not infos:
             return [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
-        per_env = range(self.executor.num_envs)
-        if self.num_agents == 1:
-            return [{**infos.get(i, {}), "TimeLimit.truncated": False} for i in per_env]
-        return [{**deepcopy(self._of_row(infos, row)), "TimeLimit.truncated": False} for row in range(self.num_envs)]
+        copied: Callable[[Info], Info] = dict if self.num_agents == 1 else deepcopy  # rows of an env may share one
+        rows = range(self.num_envs)
+        return [{**copied(self._of_row(infos, row)), "TimeLimit.truncated": False} for row in rows]
 
     def _of_row(self, infos: Mapping[int, Info], row: int) -> Info:
         """Return the info of a row: of its env, or of its agent where the env has an info for each (PettingZoo)."""
@@ -233,9 +231,9 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
                 info["interrupted"] = True
             self.reset_infos[row] = self._of_row(infos_of_reset, row)
 
-    def _note_episodes(self, episodes: EpisodeColumns, rows: np.ndarray, infos: list[Info]) -> None:
+    def _note_episodes(self, read: ReadEpisodes, rows: np.ndarray, infos: list[Info]) -> None:
         """Put what SB3's `Monitor` reports of an episode into the infos of rows that have ended."""
-        returns, lengths, _ = episodes.read(self._flight.at)
+        returns, lengths, _ = read(self._flight.at)
         elapsed = round(time.time() - self._began, 6)
         for row in rows.tolist():
             env_id, agent = divmod(row, self.num_agents)
@@ -294,7 +292,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         if method_name == _ACTION_MASKS and self._masks is not None:
             if self.waiting:
                 raise Busy(f"{call_name()} failed: a step is under way. Call step_wait() first.")
-            masks = self._masks.read()
+            masks = self._masks()
             return [masks[row] for row in self._rows_of(indices)]
         return self._by_row("call", indices, name=method_name, args=method_args, kwargs=method_kwargs)
 
@@ -416,7 +414,8 @@ class DummyVecEnv(ExecutorVecEnv):
             raise ValueError(_SAME_INSTANCE.format(expected=len(self.envs), got=len(different)))
         self._adapters = [one for one in made if isinstance(one, Sb3DirectAdapter)]
         options = dataclasses.replace(_as_sb3(ExecutorOptions(), None), infos="drop" if self._adapters else "pickle")
-        super().__init__(SerialEnv(len(made), [_Made(made, i) for i in range(len(made))], options=options))
+        factories = [partial(made.__getitem__, i) for i in range(len(made))]
+        super().__init__(SerialEnv(len(made), factories, options=options))
 
     def _write(self, actions: Any) -> None:
         if not self._adapters:
@@ -447,17 +446,12 @@ class DummyVecEnv(ExecutorVecEnv):
 
     def _ask(self, what: str, env_ids: list[int], **question: Any) -> list[Any]:
         envs = [self.envs[i] for i in env_ids]
-        if not all(isinstance(env, Env) for env in envs) or what in ("has", "set"):
+        if not all(isinstance(env, Env) for env in envs) or what in ("has", "set", "layers"):
             return super()._ask(what, env_ids, **question)
         if what == "get":
             return [env.get_wrapper_attr(question["name"]) for env in envs]
         args, kwargs = question.get("args", ()), question.get("kwargs", {})
         return [env.get_wrapper_attr(question["name"])(*args, **kwargs) for env in envs]
-
-    def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
-        """Return whether each env asked for is inside a wrapper of a class (or of a subclass of it)."""
-        envs = [self.envs[row // self.num_agents] for row in self._rows_of(indices)]
-        return [isinstance(env, Env) and is_wrapped(env, wrapper_class) for env in envs]
 
 
 def _check_alike(specs: Sequence[EnvSpec]) -> None:
@@ -474,16 +468,6 @@ def _check_alike(specs: Sequence[EnvSpec]) -> None:
                 f"{env_id}: {specs[0].difference(specs[env_id])}.",
                 env_ids=(0, env_id),
             )
-
-
-class _Made:
-    """Returns an env that was made before."""
-
-    def __init__(self, made: list[Any], index: int) -> None:
-        self._made, self._index = made, index
-
-    def __call__(self) -> Any:
-        return self._made[self._index]
 
 
 def _adapted_here(env: Any) -> Any:
