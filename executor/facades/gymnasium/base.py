@@ -48,6 +48,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     """
 
     executor: BatchedEnv
+    _flight: Flight  # that began last
 
     def __init__(
         self, env_fns: EnvFns, *, copy: bool, observation_mode: Any, autoreset_mode: str | AutoresetMode
@@ -89,11 +90,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._actions = Actions(engine, first.action_space, self.action_space)
         leaves = engine.pool.slab.groups[0].spec.observation
         self._observations = Observations(engine, first.observation_space, leaves, self.num_envs, is_copy=self.copy)
-        self._episodes = episode_reader(engine.pool.slab, self._num_returns())
-        self._flight: Flight | None = None
+        group = engine.pool.slab.groups[0].columns
+        self._episodes = episode_reader(engine.pool.slab, group["next", "reward"].shape[-1])
         engine.states.remedy = "Call reset(), or reset(options={'reset_mask': mask}) for these envs alone."
         engine.allow_steps()  # in Gymnasium the env decides whether it may be stepped before a reset
-        group = engine.pool.slab.groups[0].columns
         self._rewards, self._terminations, self._truncations = (
             list(group["next", name][:, :, 0]) for name in ("reward", "terminated", "truncated")
         )
@@ -106,10 +106,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def _name(self) -> str:
         """The name of the class that the user has built, for messages."""
         return type(self).__name__
-
-    def _num_returns(self) -> int:
-        """Return the number of returns of an episode: one, or one per agent."""
-        return 1
 
     @property
     def np_random_seed(self) -> Any:
@@ -132,12 +128,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def render(self) -> tuple[Any, ...]:
         """Return the result of each env's `render`."""
         return self.call("render")
-
-    @property
-    def _landing(self) -> Flight:
-        """The flight that began last."""
-        assert self._flight is not None
-        return self._flight
 
     # ---- reset -------------------------------------------------------------------------------
 
@@ -167,7 +157,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
 
     def _finish_reset(self, timeout: float | None) -> tuple[Any, dict[str, Any]]:
         with raising_gymnasiums(), self._guard:
-            self._landing.land(timeout)
+            self._flight.land(timeout)
         if self._ended is not None:
             self._ended = _some(self._ended[~np.isin(self._ended, self._resetting)])
         given = self._engine.side.infos["root"]
@@ -189,7 +179,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             raise as_gymnasium(error) from error.__cause__
 
     def _finish_step(self, timeout: float | None) -> StepResult:
-        flight, was_reset = self._landing, self._ended
+        flight, was_reset = self._flight, self._ended
         try:
             with self._guard:
                 flight.land(timeout)
@@ -228,7 +218,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def _note_failed_step(self) -> None:
         """Note which envs the next step must reset, after a step in which envs failed."""
         if self._resets_next:
-            flight = self._landing
+            flight = self._flight
             ended = self._terminations[flight.at] | self._truncations[flight.at]
             ended[flight.dead] = False
             self._ended = _some(np.flatnonzero(ended))

@@ -321,23 +321,12 @@ class BatchedData(Batched):
     @without_grad
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         crew, ids = self._open(), self._env_ids
-        own_kwargs = self._reset_kwargs(kwargs)
-        mask = self._reset_mask(tensordict)
+        listed = kwargs.pop("list_of_kwargs", None) or [{}] * self.num_workers
         calls: list[Any] = []
-        for i in range(self.num_workers):
-            if mask[i]:
-                calls.append(
-                    ("reset", (None if tensordict is None else self._reset_row(tensordict[i]), own_kwargs[i]), {})
-                )
-            else:
-                calls.append(("current", (), {}))
+        for i, is_reset in enumerate(self._reset_mask(tensordict)):
+            row = self._reset_row(tensordict[i]) if is_reset and tensordict is not None else None
+            calls.append(("reset", (row, {**listed[i], **kwargs}), {}) if is_reset else ("current", (), {}))
         return self._stacked(crew.tell(ids, calls))
-
-    def _reset_kwargs(self, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
-        listed = kwargs.pop("list_of_kwargs", None)
-        if listed is None:
-            return [kwargs] * self.num_workers
-        return [{**own, **kwargs} for own in listed]
 
     def _reset_mask(self, td: TensorDictBase | None) -> list[bool]:
         if td is None:
