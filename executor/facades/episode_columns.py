@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ def episode_reader(slab: Slab, num_agents: int = 1) -> ReadEpisodes | None:
         slab: of envs, perhaps with `ExecutorOptions.episode_statistics`.
         num_agents: rows of an env, each with its own return.
     """
-    keys = [group.spec.metadata.get(EPISODE_KEYS) for group in slab.groups]
+    keys: list[Any] = [group.spec.metadata.get(EPISODE_KEYS) for group in slab.groups]
     if not keys[0]:
         return None
     kinds = ((0, (num_agents,), np.float64), (-2, (), np.int64), (-1, (), np.float64))

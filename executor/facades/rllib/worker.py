@@ -68,7 +68,8 @@ class MultiAgentFactory(ParallelFactory):
             return MultiAgentAdapter(AgentsGuest(env))
         from envherd.executor.facades.pettingzoo.stacked import parallel_env  # only with PettingZoo
 
-        return MultiAgentAdapter(ParallelGuest(_ParallelAgents(parallel_env(lambda: env))))
+        made: Any = _ParallelAgents(parallel_env(lambda: env))
+        return MultiAgentAdapter(ParallelGuest(made))
 
 
 class _ParallelAgents:

@@ -24,7 +24,7 @@ from envherd.workers.adapters.gymnasium.spaces import Space, observation_leaf, t
 class Sb3Adapter(NativeAdapter):
     """One `gymnasium.Env`; its observation is `("observation",)` or nested below it, in the order of its space."""
 
-    _as_flag = staticmethod(lambda value, _: bool(value))
+    _as_flag = staticmethod(lambda value, name: bool(value))  # noqa: ARG005
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         self.guest = NativeEnv(env)
