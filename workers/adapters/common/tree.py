@@ -272,14 +272,12 @@ def nested(values: Any) -> Any:
     return tuple(map(nested, values)) if isinstance(values, list) else int(values)
 
 
-def as_row(value: Any) -> np.ndarray:
-    """Return a value with one more leading dimension: a scalar becomes an array of one. VIEW if it is an array."""
-    return np.asarray(value)[np.newaxis]
-
-
-def as_scalar(value: np.ndarray) -> np.ndarray:
-    """Return an array of one as the 0-d array that a scalar space samples (VIEW)."""
-    return value.reshape(())
+def array_leaf(key: Key, shape: tuple[int, ...], dtype: np.dtype, domain: Domain) -> Leaf:
+    """Describe an array. One of shape () is stored as an array of one, and handed out as a 0-d array (VIEWS)."""
+    if shape != ():
+        return Leaf(LeafSpec(key, shape, dtype.name, domain))
+    spec = LeafSpec(key, (1,), dtype.name, domain)
+    return Leaf(spec, take=lambda value: np.asarray(value)[np.newaxis], give=lambda value: value.reshape(()))
 
 
 def side_leaf(key: Key) -> LeafSpec:

@@ -12,6 +12,7 @@ stay dense under their own key. The others are split into one leaf for each memb
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -98,20 +99,14 @@ def group_shapes(
     shapes: dict[Key, tuple[int, ...]] = {(): batch_shape}
     for composite in composites:
         for key, shape in _nested_shapes(composite, ()):
-            shapes[key] = _common_start(shapes.get(key, shape), shape)
+            pairs = zip(shapes.get(key, shape), shape, strict=False)
+            shapes[key] = tuple(n for n, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     for leaf in leaves:
         for depth, step in enumerate(leaf.path):
             if isinstance(step, Member) and depth:
                 key = leaf.spec.key[:depth]
                 shapes[key] = shapes[key[:-1]]
     return tuple((key, shapes[key]) for key in sorted(shapes) if key and shapes[key] != shapes[key[:-1]])
-
-
-def _common_start(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    length = 0
-    while length < min(len(one), len(other)) and one[length] == other[length]:
-        length += 1
-    return one[:length]
 
 
 def _nested_shapes(composite: Any, prefix: Key) -> Iterator[tuple[Key, tuple[int, ...]]]:
