@@ -28,7 +28,6 @@ from envherd.executor.facades.installing import replaced
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.pools.base import Pool
 from envherd.executor.pools.blueprint import choose_workers
 from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.executor.serial import SerialEnv
@@ -131,10 +130,6 @@ class AsyncVectorEnv(HostedVectorEnv):
                 f"{first.observation_space}. Its values are pickled with shared_memory=False."
             )
 
-    @property
-    def _pool(self) -> Pool:
-        return self._engine.pool
-
     # ---- states ------------------------------------------------------------------------------
 
     def _assert_is_running(self) -> None:
@@ -222,14 +217,14 @@ class AsyncVectorEnv(HostedVectorEnv):
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         with raising_gymnasiums(), self._guard:
             ids = list(range(self.num_envs))
-            self._question = self._pool.question("call", ids, name="ask", args=(name, args, kwargs))
+            self._question = self._engine.pool.question("call", ids, name="ask", args=(name, args, kwargs))
             self._called = name
         self._state = AsyncState.WAITING_CALL
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """End a `call`; raises as `reset_wait` does, and exceptions of envs."""
         self._end(AsyncState.WAITING_CALL)
-        pool, end = self._pool, None if timeout is None else time.monotonic() + timeout
+        pool, end = self._engine.pool, None if timeout is None else time.monotonic() + timeout
         with raising_gymnasiums(f"call {self._called}"), self._guard:
             while end is not None and not pool.has_answered(self._question):
                 if time.monotonic() >= end:
@@ -263,7 +258,7 @@ class AsyncVectorEnv(HostedVectorEnv):
         if terminate:
             timeout = 0.0
         if timeout is not None:
-            self._pool.close(timeout)
+            self._engine.pool.close(timeout)
         self.executor.close()
 
 

@@ -114,7 +114,7 @@ class ParallelNativeAdapter(ParallelAdapter):
                 for i, (agent, space) in enumerate(observed.items())
             },
         )
-        self._rewards, self._flags, self._active = [rewards], flags, np.zeros(size, bool)
+        self._rewards, self._done_values, self._active = [rewards], list(flags), np.zeros(size, bool)
         action = native_tree(acted, "action", batch_space(acted, 1))
         self._build = builder(action)
         actions = leaf_specs(action)
@@ -129,10 +129,6 @@ class ParallelNativeAdapter(ParallelAdapter):
             groups=((AGENTS, (size,)),),
             family=self.family,
         )
-
-    def done_values(self) -> list[Any]:
-        """Return done, terminated and truncated of the agents, bool `[A, 1]`."""
-        return list(self._flags)
 
     def _begin(self, seed: int | None, options: Mapping[str, Any] | None) -> Any:
         return self._parallel.reset(seed=seed, options=self.env.begin_reset(options))

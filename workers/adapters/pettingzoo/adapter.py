@@ -61,6 +61,7 @@ class ParallelAdapter(Adapter):
         self._turns = turn_based(parallel)
         self._seats = seats
         self._rewards: list[np.ndarray] = []  # in which the seats store them, aligned with the spec
+        self._done_values: list[Any] = []  # done, terminated and truncated of each group, bool `[A, 1]`
         self._needs_reset = True
 
     def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
@@ -99,6 +100,9 @@ class ParallelAdapter(Adapter):
         terminated, truncated = self._note_ends(terminations, truncations, acting)
         self._needs_reset = terminated or truncated
         return self._row(), list(self._rewards), terminated, truncated
+
+    def done_values(self) -> list[Any]:
+        return self._done_values
 
     def render(self) -> Any:
         """Return what `env.render()` draws, uint8 `[H, W, 3]`, if its render mode is "rgb_array", else None."""
@@ -196,10 +200,6 @@ class PettingZooAdapter(ParallelAdapter):
         has_state = options is not None and options.return_state
         self._state = _state_leaf(env) if has_state else None
         self.spec = self._make_spec()
-
-    def done_values(self) -> list[Any]:
-        """Return done, terminated and truncated of each group, bool `[A, 1]`."""
-        return self._done_values
 
     def _actions(self, action: list[Any], acting: list[Agent]) -> dict[Agent, Any]:
         start, parts = 0, {}
