@@ -50,7 +50,7 @@ BUDGET = {
     "executor/cluster": 2115,
     "executor/facades": 503,
     "executor/facades/cleanrl": 186,
-    "executor/facades/gymnasium": 1112,
+    "executor/facades/gymnasium": 1111,
     "executor/facades/pettingzoo": 861,
     "executor/facades/rllib": 525,
     "executor/facades/sb3": 839,

@@ -7,6 +7,7 @@ Guarantees: an env gets the action that Gymnasium would pass to it; observations
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,11 +89,15 @@ class Observations:
     ) -> None:
         self._positions, self._side = engine.positions, engine.side
         self._ids = engine.all_ids
-        self._is_copy = is_copy
         seen = leaf_spaces(single_space)
         self._columns = [
             None if leaf.is_side else LatestColumn(engine.positions, leaf.key, num_rows, tuple(space.shape or ()))
             for leaf, space in zip(leaves, seen, strict=False)
+        ]
+        #: Of each leaf: column of a step -> its rows.
+        self._takes = [
+            partial(self._objects, index) if leaf is None else leaf.after.own if is_copy else leaf.after.look
+            for index, leaf in enumerate(self._columns)
         ]
         self._tails = tails(seen)
         self._join = builder(native_tree(single_space, ""))
@@ -107,20 +112,14 @@ class Observations:
         Returns:
             The caller's own (see `Column.own`); without resets it may be a view of the ring.
         """
-        return self._join(
-            [
-                self._objects(index) if leaf is None else self._rows(leaf, column, reset_ids)
-                for index, leaf in enumerate(self._columns)
-            ]
-        )
-
-    def _rows(self, leaf: LatestColumn, column: int, reset_ids: np.ndarray | None) -> np.ndarray:
-        if reset_ids is None and not self._is_copy:
-            return leaf.after.look(column)
-        rows = leaf.after.own(column)
-        if reset_ids is not None:
-            rows[reset_ids] = leaf.fresh.look(column)[reset_ids]
-        return rows
+        if reset_ids is None:
+            return self._join([take(column) for take in self._takes])
+        leaves: list[Any] = []
+        for index, leaf in enumerate(self._columns):
+            leaves.append(self._objects(index) if leaf is None else leaf.after.own(column))
+            if leaf is not None:
+                leaves[-1][reset_ids] = leaf.fresh.look(column)[reset_ids]
+        return self._join(leaves)
 
     def now(self) -> Any:
         """Return a copy of the envs' present observations, from any column."""
@@ -135,6 +134,6 @@ class Observations:
         ]
         return self._join(leaves)
 
-    def _objects(self, index: int) -> tuple[Any, ...]:
+    def _objects(self, index: int, _column: int = 0) -> tuple[Any, ...]:
         latest = self._side.latest(self._positions.in_root)
         return tuple(loads(latest[i][index]) for i in self._ids.tolist())
