@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
-class needing:  # noqa: N801  # used as a function
+@contextlib.contextmanager
+def needing(install: str, *packages: str) -> Iterator[None]:
     """Name what to install if an import in the block does not find a package; other errors of imports pass unchanged.
 
     Args:
         install: what brings the packages, for pip.
         *packages: which the block imports.
     """
-
-    def __init__(self, install: str, *packages: str) -> None:
-        self._install, self._packages = install, packages
-
-    def __enter__(self) -> None:
-        """Begin."""
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Raise the error that names what to install."""
-        for one in (error, error and error.__cause__):  # Ray raises others from those of its imports
-            if isinstance(one, ModuleNotFoundError) and one.name in self._packages:
+    try:
+        yield
+    except Exception as error:
+        for one in (error, error.__cause__):  # Ray raises others from those of its imports
+            if isinstance(one, ModuleNotFoundError) and one.name in packages:
                 raise ModuleNotFoundError(
                     f"importing a facade failed: expected the package {one.name}, which is not installed. Install it: "
-                    f'pip install "{self._install}".',
+                    f'pip install "{install}".',
                     name=one.name,
                 ) from error
+        raise
 
 
 def lazy_names(facade: str, homes: Mapping[str, str], install: str, *packages: str) -> Callable[[str], Any]:

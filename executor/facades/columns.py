@@ -57,9 +57,13 @@ class Column:
 
     def read(self, column: int) -> np.ndarray:
         """Return all rows at a column, copied."""
-        if self._is_plain:
-            return self._only[column].copy()
-        return self._gather(column).reshape(self._shape)
+        first = self._only[column]
+        if len(self._views) == 1:
+            return first.copy().reshape(self._shape)
+        gathered = np.empty((self._num_envs, *first.shape[1:]), first.dtype)
+        for views, env_ids in zip(self._views, self._env_ids, strict=True):
+            gathered[env_ids] = views[column]
+        return gathered.reshape(self._shape)
 
     def read_each(self, columns: np.ndarray) -> np.ndarray:
         """Return the rows of each env at its own column, int64 `[num_envs]`, copied."""
@@ -72,15 +76,6 @@ class Column:
     def look(self, column: int) -> np.ndarray:
         """Return all rows at a column, as a VIEW if possible."""
         return self._only[column] if self._is_plain else self.read(column)
-
-    def _gather(self, column: int) -> np.ndarray:
-        if len(self._views) == 1:
-            return self._only[column].copy()
-        first = self._only[column]
-        gathered = np.empty((self._num_envs, *first.shape[1:]), first.dtype)
-        for views, env_ids in zip(self._views, self._env_ids, strict=True):
-            gathered[env_ids] = views[column]
-        return gathered
 
 
 class LatestColumn:

@@ -83,23 +83,18 @@ def _blank(kind: type[EnvherdError], native: type[Exception], message: str) -> E
 
 def _joined(ours: type[EnvherdError], native: type[Exception]) -> type[EnvherdError] | None:
     """Return a class derived from both; None if Python cannot create it."""
-    namespace = {"__str__": _message, "__reduce__": _reduce, "__module__": ours.__module__, "__doc__": ours.__doc__}
+    namespace = {
+        "__str__": lambda error: error.message,
+        "__reduce__": _reduce,
+        "__module__": ours.__module__,
+        "__doc__": ours.__doc__,
+    }
     try:
         return type(f"{ours.__name__}[{native.__name__}]", (ours, native), namespace)
     except TypeError:
         return None
 
 
-def _message(error: EnvherdError) -> str:
-    return error.message
-
-
 def _reduce(error: EnvherdError) -> tuple[Any, ...]:
     ours, native = type(error).__bases__
-    return _rebuild, (ours, native, error.message, error.remote_traceback, error.context)
-
-
-def _rebuild(
-    ours: type[EnvherdError], native: type[Exception], message: str, remote: str | None, context: dict[str, Any]
-) -> EnvherdError:
-    return twin(ours(message, remote_traceback=remote, **context), native)
+    return twin, (ours(error.message, remote_traceback=error.remote_traceback, **error.context), native)

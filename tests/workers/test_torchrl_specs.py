@@ -132,7 +132,10 @@ def test_actions_that_differ_do_not_touch_observations_that_agree():
             (Bounded(0, 1, (2,)), Bounded(0, 2, (2,))),
             box(0, [[1, 1], [2, 2]], np.float32),
         ),
-        ((Bounded(0, 1, (2,)), Unbounded((2,))), specs.Unbounded()),
+        (
+            (Bounded(0, 1, (2,)), Unbounded((2,))),
+            box([[0, 0], [-np.inf, -np.inf]], [[1, 1], [np.inf, np.inf]], np.float32),
+        ),
     ],
 )
 def test_members_of_equal_shape_stay_dense_with_a_domain_for_each(members, domain):

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names, substrate_names
+from envherd.workers.adapters.registry import is_one_of
 from envherd.workers.errors import FactoryError, closest
-
-_TORCHRL_BASE = "torchrl.envs.common.EnvBase"
 
 
 @dataclass(frozen=True)
@@ -217,9 +216,9 @@ def _build_dm_control(made: NamedFactory, **env_kwargs: Any) -> Any:
 
 def _build_called(made: NamedFactory, **env_kwargs: Any) -> Any:
     env = named_callable(made.name, f"{made.family}:{made.name}")(**env_kwargs)
-    if made.family == "torchrl" and _TORCHRL_BASE not in map(_qualified_name, type(env).__mro__):
+    if made.family == "torchrl" and not is_one_of(env, "torchrl.envs.common.EnvBase"):
         raise FactoryError(
-            f"torchrl:{made.name} failed: expected a TorchRL env, got {_qualified_name(type(env))}. "
+            f"torchrl:{made.name} failed: expected a TorchRL env, got {type(env).__module__}.{type(env).__qualname__}. "
             f"Name it python:{made.name} to run envs of other families."
         )
     return env
@@ -356,10 +355,6 @@ def named_callable(target: str, asked: str) -> Callable[..., Any]:
         raise FactoryError(f"{asked!r} failed: expected a callable, got {type(found).__qualname__}.")
     called: Callable[..., Any] = found
     return called
-
-
-def _qualified_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.facades.episode_columns import EpisodeColumns
+from envherd.executor.facades.episode_columns import ReadEpisodes, episode_reader
 from envherd.executor.facades.errors import listed
 from envherd.executor.facades.gymnasium.errors import as_gymnasium, raising_gymnasiums
 from envherd.executor.facades.gymnasium.rows import Actions, Observations
@@ -48,6 +48,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     """
 
     executor: BatchedEnv
+    _flight: Flight  # that began last
 
     def __init__(
         self, env_fns: EnvFns, *, copy: bool, observation_mode: Any, autoreset_mode: str | AutoresetMode
@@ -87,12 +88,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._engine = engine
         self._guard = engine.guard
         self._actions = Actions(engine, first.action_space, self.action_space)
-        self._observations = Observations(engine, first.observation_space, is_copy=self.copy)
-        self._episodes = EpisodeColumns.of(engine.pool.slab, self._num_returns())
-        self._flight: Flight | None = None
+        leaves = engine.pool.slab.groups[0].spec.observation
+        self._observations = Observations(engine, first.observation_space, leaves, self.num_envs, is_copy=self.copy)
+        group = engine.pool.slab.groups[0].columns
+        self._episodes = episode_reader(engine.pool.slab, group["next", "reward"].shape[-1])
         engine.states.remedy = "Call reset(), or reset(options={'reset_mask': mask}) for these envs alone."
         engine.allow_steps()  # in Gymnasium the env decides whether it may be stepped before a reset
-        group = engine.pool.slab.groups[0].columns
         self._rewards, self._terminations, self._truncations = (
             list(group["next", name][:, :, 0]) for name in ("reward", "terminated", "truncated")
         )
@@ -105,10 +106,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def _name(self) -> str:
         """The name of the class that the user has built, for messages."""
         return type(self).__name__
-
-    def _num_returns(self) -> int:
-        """Return the number of returns of an episode: one, or one per agent."""
-        return 1
 
     @property
     def np_random_seed(self) -> Any:
@@ -131,12 +128,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def render(self) -> tuple[Any, ...]:
         """Return the result of each env's `render`."""
         return self.call("render")
-
-    @property
-    def _landing(self) -> Flight:
-        """The flight that began last."""
-        assert self._flight is not None
-        return self._flight
 
     # ---- reset -------------------------------------------------------------------------------
 
@@ -166,7 +157,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
 
     def _finish_reset(self, timeout: float | None) -> tuple[Any, dict[str, Any]]:
         with raising_gymnasiums(), self._guard:
-            self._landing.land(timeout)
+            self._flight.land(timeout)
         if self._ended is not None:
             self._ended = _some(self._ended[~np.isin(self._ended, self._resetting)])
         given = self._engine.side.infos["root"]
@@ -188,7 +179,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             raise as_gymnasium(error) from error.__cause__
 
     def _finish_step(self, timeout: float | None) -> StepResult:
-        flight, was_reset = self._landing, self._ended
+        flight, was_reset = self._flight, self._ended
         try:
             with self._guard:
                 flight.land(timeout)
@@ -215,11 +206,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             infos,
         )
 
-    def _of_episodes(self, episodes: EpisodeColumns, ended: np.ndarray, column: int) -> dict[str, Any]:
+    def _of_episodes(self, read: ReadEpisodes, ended: np.ndarray, column: int) -> dict[str, Any]:
         """Return the entries of Gymnasium's `RecordEpisodeStatistics` for a step in which episodes have ended."""
         is_over = np.zeros(self.num_envs, bool)
         is_over[ended] = True
-        returns, lengths, seconds = episodes.read(column)
+        returns, lengths, seconds = read(column)
         returns = np.where(is_over[:, None], returns, 0)
         figures = {name: np.where(is_over, value, 0) for name, value in (("l", lengths), ("t", seconds))}
         return {"episode": {"r": returns[:, 0] if returns.shape[1] == 1 else returns, **figures}, "_episode": is_over}
@@ -227,7 +218,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def _note_failed_step(self) -> None:
         """Note which envs the next step must reset, after a step in which envs failed."""
         if self._resets_next:
-            flight = self._landing
+            flight = self._flight
             ended = self._terminations[flight.at] | self._truncations[flight.at]
             ended[flight.dead] = False
             self._ended = _some(np.flatnonzero(ended))

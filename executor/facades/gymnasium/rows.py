@@ -6,6 +6,8 @@ Guarantees: an env gets the action that Gymnasium would pass to it; observations
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from envherd.executor.facades.columns import LatestColumn
 from envherd.executor.facades.gymnasium.worker import loads
 from envherd.executor.facades.leaf_spaces import Space, leaf_spaces, tails
 from envherd.executor.protocol.engine import Engine
+from envherd.shm.specs import LeafSpec
 from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
 from envherd.workers.adapters.gymnasium.spaces import native_tree
 
@@ -75,20 +78,28 @@ class Observations:
 
     Args:
         engine: of the envs.
-        single_space: the observation space of one env.
+        single_space: the observation space of one row.
+        leaves: of the observation, in the order of the space; further ones are ignored.
+        num_rows: N, or with several agents in an env N times their number.
         is_copy: whether to hand out copies even if a view of the ring is possible.
     """
 
-    def __init__(self, engine: Engine, single_space: Space, *, is_copy: bool) -> None:
+    def __init__(
+        self, engine: Engine, single_space: Space, leaves: Sequence[LeafSpec], num_rows: int, *, is_copy: bool
+    ) -> None:
         self._positions, self._side = engine.positions, engine.side
         self._ids = engine.all_ids
-        self._is_copy = is_copy
-        leaves = engine.pool.slab.groups[0].spec.observation
+        seen = leaf_spaces(single_space)
         self._columns = [
-            None if leaf.is_side else LatestColumn(engine.positions, leaf.key, engine.num_envs, leaf.shape)
-            for leaf in leaves
+            None if leaf.is_side else LatestColumn(engine.positions, leaf.key, num_rows, tuple(space.shape or ()))
+            for leaf, space in zip(leaves, seen, strict=False)
         ]
-        self._tails = tails(leaf_spaces(single_space))
+        #: Of each leaf: column of a step -> its rows.
+        self._takes = [
+            partial(self._objects, index) if leaf is None else leaf.after.own if is_copy else leaf.after.look
+            for index, leaf in enumerate(self._columns)
+        ]
+        self._tails = tails(seen)
         self._join = builder(native_tree(single_space, ""))
 
     def after(self, column: int, reset_ids: np.ndarray | None) -> Any:
@@ -96,40 +107,33 @@ class Observations:
 
         Args:
             column: of the step.
-            reset_ids: int `[k]`, envs that were reset at that column; None for none.
+            reset_ids: int `[k]`, rows that were reset at that column; None for none.
 
         Returns:
             The caller's own (see `Column.own`); without resets it may be a view of the ring.
         """
-        return self._join(
-            [
-                self._objects(index) if leaf is None else self._rows(leaf, column, reset_ids)
-                for index, leaf in enumerate(self._columns)
-            ]
-        )
-
-    def _rows(self, leaf: LatestColumn, column: int, reset_ids: np.ndarray | None) -> np.ndarray:
-        if reset_ids is None and not self._is_copy:
-            return leaf.after.look(column)
-        rows = leaf.after.own(column)
-        if reset_ids is not None:
-            rows[reset_ids] = leaf.fresh.look(column)[reset_ids]
-        return rows
+        if reset_ids is None:
+            return self._join([take(column) for take in self._takes])
+        leaves: list[Any] = []
+        for index, leaf in enumerate(self._columns):
+            leaves.append(self._objects(index) if leaf is None else leaf.after.own(column))
+            if leaf is not None:
+                leaves[-1][reset_ids] = leaf.fresh.look(column)[reset_ids]
+        return self._join(leaves)
 
     def now(self) -> Any:
         """Return a copy of the envs' present observations, from any column."""
         leaves = [self._objects(index) if leaf is None else leaf.read() for index, leaf in enumerate(self._columns)]
         return self._join(leaves)
 
-    def last_of(self, env_id: int, column: int) -> Any:
-        """Return a copy of the observation of one env's latest step, not batched."""
-        columns = zip(self._columns, self._tails, strict=False)  # PettingZoo's rows have further columns
+    def last_of(self, row: int, column: int) -> Any:
+        """Return a copy of the observation of one row's latest step, not batched; call it before `after`."""
         leaves = [
-            loads(self._side.next[env_id][index]) if leaf is None else leaf.after.look(column)[env_id, *tail].copy()
-            for index, (leaf, tail) in enumerate(columns)
+            loads(self._side.next[row][index]) if leaf is None else leaf.after.look(column)[row, *tail].copy()
+            for index, (leaf, tail) in enumerate(zip(self._columns, self._tails, strict=True))
         ]
         return self._join(leaves)
 
-    def _objects(self, index: int) -> tuple[Any, ...]:
+    def _objects(self, index: int, _column: int = 0) -> tuple[Any, ...]:
         latest = self._side.latest(self._positions.in_root)
         return tuple(loads(latest[i][index]) for i in self._ids.tolist())

@@ -23,12 +23,11 @@ from gymnasium.vector import AutoresetMode
 from envherd.executor.facades.gymnasium.base import EnvFns, HostedVectorEnv, StepResult
 from envherd.executor.facades.gymnasium.errors import CallTimeout, raising_gymnasiums
 from envherd.executor.facades.gymnasium.spaces import Description, has_custom
-from envherd.executor.facades.gymnasium.worker import NativeAdapter, NativeFactory, loads
+from envherd.executor.facades.gymnasium.worker import NativeFactory, loads
 from envherd.executor.facades.installing import replaced
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.pools.base import Pool
 from envherd.executor.pools.blueprint import choose_workers
 from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.executor.serial import SerialEnv
@@ -131,10 +130,6 @@ class AsyncVectorEnv(HostedVectorEnv):
                 f"{first.observation_space}. Its values are pickled with shared_memory=False."
             )
 
-    @property
-    def _pool(self) -> Pool:
-        return self._engine.pool
-
     # ---- states ------------------------------------------------------------------------------
 
     def _assert_is_running(self) -> None:
@@ -222,14 +217,14 @@ class AsyncVectorEnv(HostedVectorEnv):
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         with raising_gymnasiums(), self._guard:
             ids = list(range(self.num_envs))
-            self._question = self._pool.question("call", ids, name="ask", args=(name, args, kwargs))
+            self._question = self._engine.pool.question("call", ids, name="ask", args=(name, args, kwargs))
             self._called = name
         self._state = AsyncState.WAITING_CALL
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """End a `call`; raises as `reset_wait` does, and exceptions of envs."""
         self._end(AsyncState.WAITING_CALL)
-        pool, end = self._pool, None if timeout is None else time.monotonic() + timeout
+        pool, end = self._engine.pool, None if timeout is None else time.monotonic() + timeout
         with raising_gymnasiums(f"call {self._called}"), self._guard:
             while end is not None and not pool.has_answered(self._question):
                 if time.monotonic() >= end:
@@ -263,7 +258,7 @@ class AsyncVectorEnv(HostedVectorEnv):
         if terminate:
             timeout = 0.0
         if timeout is not None:
-            self._pool.close(timeout)
+            self._engine.pool.close(timeout)
         self.executor.close()
 
 
@@ -297,10 +292,11 @@ class SyncVectorEnv(HostedVectorEnv):
     ) -> None:
         super().__init__(env_fns, copy=copy, observation_mode=observation_mode, autoreset_mode=autoreset_mode)
         keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
-        self.envs: list[Any] = []
-        factories = [_KeepingFactory(env_fn, self.envs, keeps_final=keeps_final) for env_fn in self.env_fns]
+        factories = [NativeFactory(env_fn, keeps_final=keeps_final) for env_fn in self.env_fns]
         with raising_gymnasiums():
             executor = SerialEnv(self.num_envs, factories, copy=copy, options=self._options(options))
+        pool: Any = executor.engine.pool
+        self.envs: list[Any] = [adapter.env.env for adapter in pool.adapters.values()]
         self._host(executor)
 
     def reset(
@@ -332,20 +328,6 @@ class SyncVectorEnv(HostedVectorEnv):
     def close_extras(self, **_: Any) -> None:
         """Close the envs."""
         self.executor.close()
-
-
-class _KeepingFactory(NativeFactory):
-    """A factory that also keeps the envs it has built in a list."""
-
-    def __init__(self, env_fn: Callable[[], Any], built: list[Any], *, keeps_final: bool) -> None:
-        super().__init__(env_fn, keeps_final=keeps_final)
-        self._built = built
-
-    def __call__(self) -> Adapter:
-        adapter = super().__call__()
-        if isinstance(adapter, NativeAdapter):
-            self._built.append(adapter.env.env)
-        return adapter
 
 
 def make_vec(id: Any, num_envs: int = 1, vectorization_mode: str = "async", **kwargs: Any) -> Any:  # noqa: A002

@@ -152,13 +152,9 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
 
     def _seen(self) -> dict[str, Any]:
         leaves = {name: np.asarray(self._latest[index]) for name, index in self._observed.items()}
-        if len(leaves) == 1:
-            (only,) = leaves.values()
-            return {agent: only[i].copy() for i, agent in enumerate(self.possible_agents)}
-        return {
-            agent: {name: leaf[i].copy() for name, leaf in leaves.items()}
-            for i, agent in enumerate(self.possible_agents)
-        }
+        rows = [{name: leaf[i].copy() for name, leaf in leaves.items()} for i in range(len(self.possible_agents))]
+        seen = [next(iter(row.values())) for row in rows] if len(leaves) == 1 else rows
+        return dict(zip(self.possible_agents, seen, strict=True))
 
     def _stacked(self, actions: Mapping[str, Any]) -> list[Any]:
         """Return the actions of all agents as the adapter takes them: one array for each leaf."""

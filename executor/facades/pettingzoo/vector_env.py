@@ -44,16 +44,13 @@ class AgentDictEnv(AsyncVectorEnv):
         positions, size = self._engine.positions, self._agent_rewards.shape[-1]
         self._active = LatestColumn(positions, ACTIVE, self.num_envs, (size,))
 
-    def _num_returns(self) -> int:
-        return int(self.executor.engine.pool.slab.groups[0].columns["next", *REWARD].shape[-1])
-
     def active(self) -> np.ndarray:
         """Return which agents act in the next step, bool `[N, A]`, a copy."""
         return self._active.read()
 
     def agent_results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return rewards float64, terminations and truncations bool of the latest step, `[N, A]` each, copies."""
-        column = self._landing.at
+        column = self._flight.at
         terminations, truncations = (flag[column].copy() for flag in self._agent_flags)
         return self._agent_rewards[column].copy(), terminations, truncations
 

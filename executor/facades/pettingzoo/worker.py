@@ -39,15 +39,15 @@ class ParallelGuest(NativeEnv):
     """A PettingZoo parallel env and the requests that its facade may make."""
 
     env: Any
-
-    def __init__(self, env: Any) -> None:
-        super().__init__(env, keeps_final=False)
+    #: The env's methods that return an agent's spaces.
+    _spaces_of = ("observation_space", "action_space")
 
     def spaces(self) -> tuple[spaces.Dict, spaces.Dict]:
         """Return the spaces of all agents, as dicts by agent in the order of `possible_agents`."""
         agents: list[Any] = possible_agents(self.env)
-        observed = spaces.Dict(OrderedDict((agent, self.env.observation_space(agent)) for agent in agents))
-        return observed, spaces.Dict(OrderedDict((agent, self.env.action_space(agent)) for agent in agents))
+        methods = (getattr(self.env, name) for name in self._spaces_of)
+        observed, acted = (spaces.Dict(OrderedDict((agent, method(agent)) for agent in agents)) for method in methods)
+        return observed, acted
 
     def describe(self) -> bytes:
         """Return `(observation spaces, action spaces, metadata, render mode)`, pickled."""
@@ -114,7 +114,7 @@ class ParallelNativeAdapter(ParallelAdapter):
                 for i, (agent, space) in enumerate(observed.items())
             },
         )
-        self._rewards, self._flags, self._active = [rewards], flags, np.zeros(size, bool)
+        self._rewards, self._done_values, self._active = [rewards], list(flags), np.zeros(size, bool)
         action = native_tree(acted, "action", batch_space(acted, 1))
         self._build = builder(action)
         actions = leaf_specs(action)
@@ -130,13 +130,8 @@ class ParallelNativeAdapter(ParallelAdapter):
             family=self.family,
         )
 
-    def done_values(self) -> list[Any]:
-        """Return done, terminated and truncated of the agents, bool `[A, 1]`."""
-        return list(self._flags)
-
     def _begin(self, seed: int | None, options: Mapping[str, Any] | None) -> Any:
-        own = self.env.begin_reset(options)
-        return self._parallel.reset(**({"seed": seed} if own is None else {"seed": seed, "options": own}))
+        return self._parallel.reset(seed=seed, options=self.env.begin_reset(options))
 
     def _actions(self, action: list[Any], acting: list[Any]) -> dict[Any, Any]:
         given = self.env.next_action(self._build, action)

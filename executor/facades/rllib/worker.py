@@ -9,17 +9,14 @@ Guarantees:
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
-from gymnasium import spaces
 
 from envherd.executor.facades.pettingzoo.worker import ParallelFactory, ParallelGuest, ParallelNativeAdapter
 from envherd.shm.specs import Key, LeafSpec
-from envherd.workers.adapters.pettingzoo.adapter import possible_agents
 from envherd.workers.adapters.registry import is_one_of
 from envherd.workers.errors import SpecError
 
@@ -53,12 +50,9 @@ def with_context(make_env: Callable[[Any], Any], entries: Mapping[str, Any], att
 
 
 class AgentsGuest(ParallelGuest):
-    """A `MultiAgentEnv` of RLlib, or an env with its methods, and the requests that its facade may make."""
+    """A `MultiAgentEnv` of RLlib, and the requests that its facade may make."""
 
-    def spaces(self) -> tuple[spaces.Dict, spaces.Dict]:
-        agents: list[Any] = possible_agents(self.env)
-        observed = spaces.Dict(OrderedDict((agent, self.env.get_observation_space(agent)) for agent in agents))
-        return observed, spaces.Dict(OrderedDict((agent, self.env.get_action_space(agent)) for agent in agents))
+    _spaces_of = ("get_observation_space", "get_action_space")
 
 
 class MultiAgentFactory(ParallelFactory):
@@ -70,27 +64,22 @@ class MultiAgentFactory(ParallelFactory):
     def __call__(self) -> MultiAgentAdapter:
         """Build the env."""
         env = self.env_fn()
-        if not is_one_of(env, _RLLIB):
-            from envherd.executor.facades.pettingzoo.stacked import parallel_env  # only with PettingZoo
+        if is_one_of(env, _RLLIB):
+            return MultiAgentAdapter(AgentsGuest(env))
+        from envherd.executor.facades.pettingzoo.stacked import parallel_env  # only with PettingZoo
 
-            env = _ParallelAgents(parallel_env(lambda: env))
-        return MultiAgentAdapter(AgentsGuest(env))
+        made: Any = _ParallelAgents(parallel_env(lambda: env))
+        return MultiAgentAdapter(ParallelGuest(made))
 
 
 class _ParallelAgents:
-    """A PettingZoo parallel env with the methods of RLlib's `MultiAgentEnv`."""
+    """A PettingZoo parallel env whose `step` returns what that of RLlib's `MultiAgentEnv` does."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.env, name)
-
-    def get_observation_space(self, agent: Any) -> spaces.Space[Any]:
-        return self.env.observation_space(agent)
-
-    def get_action_space(self, agent: Any) -> spaces.Space[Any]:
-        return self.env.action_space(agent)
 
     def step(self, actions: Mapping[Any, Any]) -> tuple[Any, ...]:
         observations, rewards, terminations, truncations, infos = self.env.step(actions)
@@ -101,7 +90,7 @@ class _ParallelAgents:
 
 
 class MultiAgentAdapter(ParallelNativeAdapter):
-    """One `AgentsGuest`; see the module.
+    """One env that gives RLlib's dicts; see the module.
 
     Raises:
         SpecError: an env without `possible_agents`.
@@ -110,14 +99,11 @@ class MultiAgentAdapter(ParallelNativeAdapter):
     family: ClassVar[str] = "rllib"
     _needs_agents = False  # they may enter later
 
-    def __init__(self, env: AgentsGuest) -> None:
+    def __init__(self, env: ParallelGuest) -> None:
         super().__init__(env)
         self._present = np.zeros(len(self._seats), np.uint8)
         leaf = LeafSpec(PRESENT, self._present.shape, "uint8")
         self.spec = replace(self.spec, observation=(*self.spec.observation, leaf))
-
-    def _begin(self, seed: int | None, options: Mapping[str, Any] | None) -> Any:
-        return self._parallel.reset(seed=seed, options=self.env.begin_reset(options))
 
     def _acting(self) -> list[Any]:
         return [agent for agent, acts in zip(self._seats, self._active, strict=True) if acts]

@@ -1,54 +1,18 @@
-"""Convert the slab's rows to Stable-Baselines3's arrays, and its actions to rows.
-
-Guarantees: all returned arrays are copies (SB3 stores the observation of a step only after the next one, and adds to
-rewards in place). A whole batch of actions is checked before anything is written.
-"""
+"""Convert Stable-Baselines3's actions to the slab's rows; a whole batch is checked before anything is written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from envherd.executor.facades.columns import Column, LatestColumn
 from envherd.executor.facades.fitting import as_array, fitted
 from envherd.executor.facades.leaf_spaces import Space
-from envherd.executor.facades.sb3.spaces import observed_leaves
-from envherd.executor.protocol.positions import Positions
 from envherd.shm.slab import Slab
 from envherd.shm.specs import Discrete, LeafSpec, MultiDiscrete
 from envherd.workers.adapters.common.tree import Leaf, flattener
 from envherd.workers.adapters.gymnasium.spaces import native_tree
-
-
-class Reader:
-    """Reads steps and resets from the slab.
-
-    Args:
-        positions: of the envs, whose observations have the same keys.
-        shapes: of the leaves of one row's observation.
-        num_agents: rows per env.
-
-    Attributes:
-        observed: the leaves of the observation.
-        flags: of the envs, by name.
-    """
-
-    def __init__(self, positions: Positions, shapes: Sequence[tuple[int, ...]], num_agents: int) -> None:
-        groups, slab, num_envs = positions.slab.groups, positions.slab, positions.slab.plan.num_envs
-        num_rows = num_envs * num_agents
-        leaves = zip(observed_leaves(groups[0].spec), shapes, strict=True)
-        self.observed = [LatestColumn(positions, leaf.key, num_rows, shape) for leaf, shape in leaves]
-        rewards = [group.spec.reward[0].key for group in groups]
-        self._reward = Column(slab, "next", rewards, num_rows, ())
-        self.flags = {
-            name: Column(slab, "next", [(name,)] * len(groups), num_envs, ()) for name in ("terminated", "truncated")
-        }
-
-    def rewards(self, column: int) -> np.ndarray:
-        """Return the rewards, float32 `[num_rows]`, a copy."""
-        return self._reward.look(column).astype(np.float32)
 
 
 class Writer:

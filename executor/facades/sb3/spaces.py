@@ -1,4 +1,4 @@
-"""The Gymnasium spaces of an env's rows for Stable-Baselines3, and the conversion of arrays to observations.
+"""The Gymnasium spaces of an env's rows for Stable-Baselines3.
 
 A *row* is what SB3 calls an env: one env, or one agent of an env whose agents are stacked in a single
 group. Agents see only their own leaves; observations of the whole world are available through `render`.
@@ -6,16 +6,9 @@ group. Agents see only their own leaves; observations of the whole world are ava
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from envherd.executor.facades.leaf_spaces import Space, inner_spaces, name_below, single_or_dict, space_of
 from envherd.shm.specs import EnvSpec, LeafSpec
-from envherd.workers.adapters.common.tree import builder
-from envherd.workers.adapters.gymnasium.spaces import FIXED, native_tree
-
-#: Arrays `[N, ...]` in the order of the leaves -> SB3's observation.
-Compose = Callable[[list[Any]], Any]
+from envherd.workers.adapters.gymnasium.spaces import FIXED
 
 
 def num_agents(spec: EnvSpec) -> int:
@@ -42,8 +35,8 @@ def observed_leaves(spec: EnvSpec) -> list[LeafSpec]:
     return [leaf for leaf in own if leaf.key[len(group)] == "observation"] or own
 
 
-def compose_for(space: Space) -> Compose:
-    """Return the function that builds an observation from its leaves: array, dict or tuple.
+def check_observed(space: Space) -> None:
+    """Refuse an observation space that SB3 does not support.
 
     Raises:
         NotImplementedError: spaces nested more than once, or without fixed shapes.
@@ -55,7 +48,6 @@ def compose_for(space: Space) -> Compose:
                 f"one Dict or Tuple, got {type(sub).__name__} in {space}. Nested observation spaces and those "
                 f"without a fixed shape are not supported by Stable-Baselines3: flatten them in a wrapper."
             )
-    return builder(native_tree(space, ""))
 
 
 def spaces_of(spec: EnvSpec) -> tuple[Space, Space]:

@@ -25,19 +25,20 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 from gymnasium import Env, Wrapper
 from stable_baselines3.common import vec_env
-from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.facades.episode_columns import EpisodeColumns
+from envherd.executor.facades.columns import Column
+from envherd.executor.facades.episode_columns import ReadEpisodes, episode_reader
 from envherd.executor.facades.errors import as_raised, listed
+from envherd.executor.facades.gymnasium.rows import Observations
 from envherd.executor.facades.installing import replaced
-from envherd.executor.facades.leaf_spaces import Space, inner_spaces, tails
+from envherd.executor.facades.leaf_spaces import Space
 from envherd.executor.facades.sb3.factory import Sb3Factory
-from envherd.executor.facades.sb3.masks import ActionMasks
-from envherd.executor.facades.sb3.rows import Reader, Writer
-from envherd.executor.facades.sb3.spaces import compose_for, num_agents, spaces_of
+from envherd.executor.facades.sb3.masks import mask_reader
+from envherd.executor.facades.sb3.rows import Writer
+from envherd.executor.facades.sb3.spaces import check_observed, num_agents, observed_leaves, spaces_of
 from envherd.executor.facades.sb3.worker import Sb3DirectAdapter
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions, StartMethod
@@ -100,15 +101,19 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self._is_gymnasium = executor.spec.family == "gymnasium"
         self._agents = executor.spec.metadata["agent_names"] if executor.spec.family == "pettingzoo" else ()
         observation_space, action_space = self._find_spaces()
-        self._compose = compose_for(observation_space)
-        inner = inner_spaces(observation_space)
-        self._reader = Reader(self._positions, [tuple(sub.shape or ()) for sub in inner], self.num_agents)
-        self._tails = tails(inner)
-        self._writer = Writer(self._positions.slab, action_space, self.num_agents)
-        self._masks = ActionMasks.of(self._positions, self.num_agents)
-        self._episodes = EpisodeColumns.of(self._positions.slab, self.num_agents)
+        check_observed(observation_space)
+        slab, num_envs, num_rows = self._positions.slab, executor.num_envs, executor.num_envs * self.num_agents
+        seen = observed_leaves(executor.spec)
+        self._observations = Observations(self._engine, observation_space, seen, num_rows, is_copy=True)
+        self._rewards = Column(slab, "next", [group.spec.reward[0].key for group in slab.groups], num_rows, ())
+        self._terminated, self._truncated = (
+            Column(slab, "next", [(name,)] * len(slab.groups), num_envs, ()) for name in ("terminated", "truncated")
+        )
+        self._writer = Writer(slab, action_space, self.num_agents)
+        self._masks = mask_reader(self._positions, self.num_agents)
+        self._episodes = episode_reader(slab, self.num_agents)
         self._began = time.time()
-        super().__init__(executor.num_envs * self.num_agents, observation_space, action_space)
+        super().__init__(num_rows, observation_space, action_space)
         if executor.spec.family in ("gymnasium", "pettingzoo") and self.has_attr("metadata"):
             self.metadata = self.get_attr("metadata", 0)[0]  # scripts name files by it, a VecVideoRecorder reads it
 
@@ -141,8 +146,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self._reset_options()
         infos = self._infos_of_reset()
         self.reset_infos = [self._of_row(infos, row) for row in range(self.num_envs)]
-        columns = self._positions.columns
-        return self._compose([leaf.fresh.read_each(columns) for leaf in self._reader.observed])
+        return self._observations.now()
 
     def step_async(self, actions: Any) -> None:
         """Begin a step of all envs; the caller continues, and `step_wait` ends the step.
@@ -185,24 +189,22 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             self._raise_for_env(error)
         finally:
             self.waiting = False
-        column, ended, reader = self._flight.at, self._flight.ended, self._reader
-        leaves = [leaf.after.own(column) for leaf in reader.observed]
-        rewards = reader.rewards(column)
-        infos = self._step_infos()
-        if ended is None:
-            return self._compose(leaves), rewards, np.zeros(self.num_envs, bool), infos
-        dones = self._finish_episodes(ended, leaves, infos)
-        return self._compose(leaves), rewards, dones, infos
+        column, ended, agents = self._flight.at, self._flight.ended, self.num_agents
+        rewards, dones, infos = self._rewards.look(column), np.zeros(self.num_envs, bool), self._step_infos()
+        if ended is not None:
+            ended = ended if agents == 1 else (ended[:, None] * agents + np.arange(agents)).ravel()
+            dones[ended] = True
+            self._finish_episodes(ended, column, infos)
+        return self._observations.after(column, ended), rewards.astype(np.float32), dones, infos
 
     def _step_infos(self) -> list[Info]:
         """Return a fresh info for every row."""
         infos = self._infos_of_step()
         if not infos:
             return [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
-        per_env = range(self.executor.num_envs)
-        if self.num_agents == 1:
-            return [{**infos.get(i, {}), "TimeLimit.truncated": False} for i in per_env]
-        return [{**deepcopy(self._of_row(infos, row)), "TimeLimit.truncated": False} for row in range(self.num_envs)]
+        copied: Callable[[Info], Info] = dict if self.num_agents == 1 else deepcopy  # rows of an env may share one
+        rows = range(self.num_envs)
+        return [{**copied(self._of_row(infos, row)), "TimeLimit.truncated": False} for row in rows]
 
     def _of_row(self, infos: Mapping[int, Info], row: int) -> Info:
         """Return the info of a row: of its env, or of its agent where the env has an info for each (PettingZoo)."""
@@ -212,34 +214,26 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             return info
         return next((own for name, own in info.items() if str(name) == self._agents[agent]), {})
 
-    def _finish_episodes(self, ended: np.ndarray, leaves: list[np.ndarray], infos: list[Info]) -> np.ndarray:
-        """Move the last observations of ended episodes to their infos, and put the first ones of new episodes there."""
-        column, reader, agents = self._flight.at, self._reader, self.num_agents
-        terminated, truncated = (reader.flags[name].look(column) for name in ("terminated", "truncated"))
+    def _finish_episodes(self, rows: np.ndarray, column: int, infos: list[Info]) -> None:
+        """Put the last observations of ended episodes into their infos, and take the infos of new episodes."""
+        terminated, truncated = self._terminated.look(column), self._truncated.look(column)
         has_interrupted, interrupted = self._positions.has_interrupted, self._positions.interrupted
         infos_of_reset = self._infos_of_reset()
         self.reset_infos = list(self.reset_infos)
-        rows = ended if agents == 1 else (ended[:, None] * agents + np.arange(agents)).ravel()
-        lasts = [(leaf[rows], tail) for leaf, tail in zip(leaves, self._tails, strict=True)]
         if self._episodes is not None:
             self._note_episodes(self._episodes, rows, infos)
-        for place, row in enumerate(rows.tolist()):
-            env_id = row // agents
+        for row in rows.tolist():
+            env_id = row // self.num_agents
             info = infos[row]
             info["TimeLimit.truncated"] = bool(truncated[env_id]) and not terminated[env_id]
-            info["terminal_observation"] = self._compose([leaf[place, *tail].copy() for leaf, tail in lasts])
+            info["terminal_observation"] = self._observations.last_of(row, column)
             if has_interrupted and interrupted[env_id, 0]:
                 info["interrupted"] = True
             self.reset_infos[row] = self._of_row(infos_of_reset, row)
-        for values, leaf in zip(leaves, reader.observed, strict=True):
-            values[rows] = leaf.fresh.look(column)[rows]
-        dones = np.zeros(self.num_envs, bool)
-        dones[rows] = True
-        return dones
 
-    def _note_episodes(self, episodes: EpisodeColumns, rows: np.ndarray, infos: list[Info]) -> None:
+    def _note_episodes(self, read: ReadEpisodes, rows: np.ndarray, infos: list[Info]) -> None:
         """Put what SB3's `Monitor` reports of an episode into the infos of rows that have ended."""
-        returns, lengths, _ = episodes.read(self._flight.at)
+        returns, lengths, _ = read(self._flight.at)
         elapsed = round(time.time() - self._began, 6)
         for row in rows.tolist():
             env_id, agent = divmod(row, self.num_agents)
@@ -298,7 +292,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         if method_name == _ACTION_MASKS and self._masks is not None:
             if self.waiting:
                 raise Busy(f"{call_name()} failed: a step is under way. Call step_wait() first.")
-            masks = self._masks.read()
+            masks = self._masks()
             return [masks[row] for row in self._rows_of(indices)]
         return self._by_row("call", indices, name=method_name, args=method_args, kwargs=method_kwargs)
 
@@ -420,7 +414,8 @@ class DummyVecEnv(ExecutorVecEnv):
             raise ValueError(_SAME_INSTANCE.format(expected=len(self.envs), got=len(different)))
         self._adapters = [one for one in made if isinstance(one, Sb3DirectAdapter)]
         options = dataclasses.replace(_as_sb3(ExecutorOptions(), None), infos="drop" if self._adapters else "pickle")
-        super().__init__(SerialEnv(len(made), [_Made(made, i) for i in range(len(made))], options=options))
+        factories = [partial(made.__getitem__, i) for i in range(len(made))]
+        super().__init__(SerialEnv(len(made), factories, options=options))
 
     def _write(self, actions: Any) -> None:
         if not self._adapters:
@@ -451,17 +446,12 @@ class DummyVecEnv(ExecutorVecEnv):
 
     def _ask(self, what: str, env_ids: list[int], **question: Any) -> list[Any]:
         envs = [self.envs[i] for i in env_ids]
-        if not all(isinstance(env, Env) for env in envs) or what in ("has", "set"):
+        if not all(isinstance(env, Env) for env in envs) or what in ("has", "set", "layers"):
             return super()._ask(what, env_ids, **question)
         if what == "get":
             return [env.get_wrapper_attr(question["name"]) for env in envs]
         args, kwargs = question.get("args", ()), question.get("kwargs", {})
         return [env.get_wrapper_attr(question["name"])(*args, **kwargs) for env in envs]
-
-    def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
-        """Return whether each env asked for is inside a wrapper of a class (or of a subclass of it)."""
-        envs = [self.envs[row // self.num_agents] for row in self._rows_of(indices)]
-        return [isinstance(env, Env) and is_wrapped(env, wrapper_class) for env in envs]
 
 
 def _check_alike(specs: Sequence[EnvSpec]) -> None:
@@ -478,16 +468,6 @@ def _check_alike(specs: Sequence[EnvSpec]) -> None:
                 f"{env_id}: {specs[0].difference(specs[env_id])}.",
                 env_ids=(0, env_id),
             )
-
-
-class _Made:
-    """Returns an env that was made before."""
-
-    def __init__(self, made: list[Any], index: int) -> None:
-        self._made, self._index = made, index
-
-    def __call__(self) -> Any:
-        return self._made[self._index]
 
 
 def _adapted_here(env: Any) -> Any:

@@ -21,14 +21,10 @@ from envherd.workers.adapters.common.tree import Leaf
 from envherd.workers.adapters.gymnasium.spaces import Space, observation_leaf, tree_below
 
 
-def _truth(value: Any, name: str) -> bool:  # noqa: ARG001
-    return bool(value)
-
-
 class Sb3Adapter(NativeAdapter):
     """One `gymnasium.Env`; its observation is `("observation",)` or nested below it, in the order of its space."""
 
-    _as_flag = staticmethod(_truth)
+    _as_flag = staticmethod(lambda value, name: bool(value))  # noqa: ARG005
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         self.guest = NativeEnv(env)

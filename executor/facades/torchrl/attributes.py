@@ -11,20 +11,11 @@ CallAll = Callable[[tuple[str, ...], tuple[Any, ...], dict[str, Any]], list[Any]
 FindAll = Callable[[tuple[str, ...]], Any]
 
 
-class Attributes(list[Any]):
-    """The value of an attribute in each env, in env order; attribute access returns those of the envs' values.
+class _Attribute:
+    """An attribute of each env; attribute access returns those of the envs' values."""
 
-    It can also be called without arguments, like TorchRL's dispatchers of plain attributes.
-    """
-
-    def __init__(self, values: list[Any], path: tuple[str, ...], find: FindAll) -> None:
-        super().__init__(values)
-        self._path = path
-        self._find = find
-
-    def __call__(self) -> list[Any]:
-        """Return the values."""
-        return list(self)
+    _path: tuple[str, ...]
+    _find: FindAll
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -32,13 +23,26 @@ class Attributes(list[Any]):
         return self._find((*self._path, name))
 
 
-class Dispatcher:
+class Attributes(_Attribute, list[Any]):
+    """The value of an attribute in each env, in env order.
+
+    It can also be called without arguments, like TorchRL's dispatchers of plain attributes.
+    """
+
+    def __init__(self, values: list[Any], path: tuple[str, ...], find: FindAll) -> None:
+        super().__init__(values)
+        self._path, self._find = path, find
+
+    def __call__(self) -> list[Any]:
+        """Return the values."""
+        return list(self)
+
+
+class Dispatcher(_Attribute):
     """A method of each env, or an object in it that cannot be pickled; calls return one result per env."""
 
     def __init__(self, path: tuple[str, ...], find: FindAll, call: CallAll) -> None:
-        self._path = path
-        self._find = find
-        self._call = call
+        self._path, self._find, self._call = path, find, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Call it in all envs."""
@@ -46,11 +50,6 @@ class Dispatcher:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self())
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(f"private attribute {name!r} of {'.'.join(self._path)} cannot be dispatched.")
-        return self._find((*self._path, name))
 
     def __repr__(self) -> str:
         return f"<{'.'.join(self._path)} of each env>"

@@ -166,21 +166,13 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         Raises:
             NotImplementedError: it is a boolean mask. IndexError: it is out of bounds, empty or of several dimensions.
         """
-        if isinstance(item, slice):
-            found = list(range(self.num_workers))[item]
-        else:
-            index = torch.as_tensor(item)
-            if index.dtype == torch.bool:
-                raise NotImplementedError("Boolean masks are not supported for batched envs.")
-            if index.ndim > 1:
-                raise IndexError(f"Batched env indices must be scalar or 1D, got shape {index.shape}.")
-            found = [int(i) for i in index.reshape(-1).tolist()]
-        if not found:
-            raise IndexError("Empty batched env indexing is not supported.")
-        for i in found:
-            if not -self.num_workers <= i < self.num_workers:
-                raise IndexError(f"index {i} is out of bounds for {self.num_workers} envs.")
-        return [i % self.num_workers for i in found]
+        index = item if isinstance(item, slice) else torch.as_tensor(item)
+        if getattr(index, "dtype", None) == torch.bool:
+            raise NotImplementedError("Boolean masks are not supported for batched envs.")
+        found = torch.arange(self.num_workers)[index]
+        if found.ndim > 1 or not found.numel():
+            raise IndexError(f"Batched env indices must be scalar or 1D and not empty, got shape {found.shape}.")
+        return found.reshape(-1).tolist()
 
     def _view_of(self, indices: list[int]) -> Any:
         """Return a view: a separate env that shows some of this one's envs, and ends with it."""

@@ -1,8 +1,7 @@
 """The crew runs the envs of a TorchRL facade in worker processes.
 
-It calls methods of the guests by name (`tell`), steps all envs through the slab if possible (`step`), and returns the
-envs' roots (`current`). Guarantees: an env that raises is an `EnvError` after all others have answered; `close` never
-raises.
+It calls methods of the guests by name (`tell`), and steps all envs through the slab if possible (`step`).
+Guarantees: an env that raises is an `EnvError` after all others have answered; `close` never raises.
 """
 
 from __future__ import annotations
@@ -128,10 +127,6 @@ class Crew:
             if reset.issuperset(self.pool.blueprint.blocks[worker_id]):
                 self.pool.begin_restart(worker_id)
 
-    def current(self, env_ids: Sequence[int]) -> list[TensorDictBase]:
-        """Return where envs are, one tensordict each."""
-        return self.tell(env_ids, [("current", (), {})] * len(env_ids))
-
     def step(self, td: TensorDictBase, op: Op) -> tuple[TensorDictBase, TensorDictBase | None]:
         """Step all envs through the slab.
 
@@ -183,13 +178,10 @@ class Crew:
 
     def close(self) -> None:
         """Close the envs and end the workers. Idempotent, never raises."""
-        self._engine_closed()
-        self._finalizer()
-
-    def _engine_closed(self) -> None:
         engine = self.__dict__.get("_engine")
         if engine is not None:
             engine.guard.shut()
+        self._finalizer()
 
 
 def _close(pool: Pool, owner: int) -> None:

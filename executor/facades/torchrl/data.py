@@ -10,7 +10,7 @@ has no effect. Keyword arguments of resets are never modified.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -231,14 +231,7 @@ class BatchedData(Batched):
             rows = [out[selected.index(i)] if i in selected else skipped[i] for i in range(self.num_workers)]
             return self._stacked(rows)
         result = out.new_zeros(td.shape)
-        before = td.select(
-            *(
-                key
-                for key in result.keys(include_nested=True, leaves_only=True)
-                if key in td.keys(include_nested=True, leaves_only=True)
-            ),
-            strict=False,
-        )
+        before = td.select(*result.keys(include_nested=True, leaves_only=True), strict=False)
         result.update(before.clone())
         result[mask] = out
         return result
@@ -278,7 +271,8 @@ class BatchedData(Batched):
         """Keys of leaves that are not tensors."""
         full = (self.full_observation_spec, self.full_action_spec, self.full_state_spec)
         leaves = [item for spec in full for item in spec.items(include_nested=True, leaves_only=True)]
-        return [key for key, spec in leaves if isinstance(next(_members(spec)), NonTensor)]
+        members = [(key, spec.unbind(spec.stack_dim)[0] if isinstance(spec, Stacked) else spec) for key, spec in leaves]
+        return [key for key, spec in members if isinstance(spec, NonTensor)]
 
     def _next_keys(self) -> set[Any]:
         return {*self.observation_keys, *self.reward_keys, *self.done_keys}
@@ -327,23 +321,12 @@ class BatchedData(Batched):
     @without_grad
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         crew, ids = self._open(), self._env_ids
-        own_kwargs = self._reset_kwargs(kwargs)
-        mask = self._reset_mask(tensordict)
+        listed = kwargs.pop("list_of_kwargs", None) or [{}] * self.num_workers
         calls: list[Any] = []
-        for i in range(self.num_workers):
-            if mask[i]:
-                calls.append(
-                    ("reset", (None if tensordict is None else self._reset_row(tensordict[i]), own_kwargs[i]), {})
-                )
-            else:
-                calls.append(("current", (), {}))
+        for i, is_reset in enumerate(self._reset_mask(tensordict)):
+            row = self._reset_row(tensordict[i]) if is_reset and tensordict is not None else None
+            calls.append(("reset", (row, {**listed[i], **kwargs}), {}) if is_reset else ("current", (), {}))
         return self._stacked(crew.tell(ids, calls))
-
-    def _reset_kwargs(self, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
-        listed = kwargs.pop("list_of_kwargs", None)
-        if listed is None:
-            return [kwargs] * self.num_workers
-        return [{**own, **kwargs} for own in listed]
 
     def _reset_mask(self, td: TensorDictBase | None) -> list[bool]:
         if td is None:
@@ -381,11 +364,8 @@ class BatchedData(Batched):
 
     def _stacked(self, rows: list[TensorDictBase]) -> TensorDictBase:
         """Return the rows of envs as one batch on this env's device."""
-        if self.share_individual_td or not self._fixed_shapes:
-            stack = LazyStackedTensorDict.maybe_dense_stack if not self.share_individual_td else _lazy_stack
-            batch = stack(rows)
-        else:
-            batch = LazyStackedTensorDict.maybe_dense_stack(rows)
+        is_lazy = self.share_individual_td
+        batch = (LazyStackedTensorDict.lazy_stack if is_lazy else LazyStackedTensorDict.maybe_dense_stack)(rows, 0)
         if batch.device == self.device:
             return batch
         return batch.clear_device_() if self.device is None else batch.to(self.device)
@@ -399,14 +379,5 @@ class BatchedData(Batched):
         return view
 
 
-def _members(spec: Any) -> Iterator[Any]:
-    """Yield the specs that one was stacked from, or itself."""
-    yield from spec.unbind(spec.stack_dim) if isinstance(spec, Stacked) else (spec,)
-
-
 def _is_leaf(cls: type) -> bool:
     return not issubclass(cls, TensorDictBase) or is_non_tensor(cls)
-
-
-def _lazy_stack(rows: list[TensorDictBase]) -> TensorDictBase:
-    return LazyStackedTensorDict.lazy_stack(rows, 0)

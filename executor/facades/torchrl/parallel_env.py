@@ -28,7 +28,7 @@ from envherd.executor.facades.torchrl.crew import Crew, WorkerHandle
 from envherd.executor.facades.torchrl.data import BatchedData
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.build import check_factory
-from envherd.workers.errors import EnvherdError, FactoryError
+from envherd.workers.errors import FactoryError
 
 _newborn = threading.local()
 _READERS = "TorchRL's envs read infos. Call the env's auto_register_info_dict or set_info_dict_reader in the factory."
@@ -45,11 +45,6 @@ class BuildFailed(FactoryError, RuntimeError):
 
     TorchRL builds an env in the caller's process, so programs expect the original exception types.
     """
-
-
-def build_failed(error: FactoryError) -> EnvherdError:
-    """Return the error for a factory that failed: a `BuildFailed` that is also a ValueError, if it raised one."""
-    return as_raised(BuildFailed(error.message, remote_traceback=error.remote_traceback, **error.context))
 
 
 class _ParallelMeta(type(torchrl.envs.ParallelEnv)):  # type: ignore[misc]  # untyped
@@ -128,7 +123,8 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
                 )
             except FactoryError as error:
                 if "type_name" in error.context:
-                    raise build_failed(error) from error
+                    failed = BuildFailed(error.message, remote_traceback=error.remote_traceback, **error.context)
+                    raise as_raised(failed) from error
                 raise
         return crew
 
@@ -308,6 +304,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         results: list[Any] = self._open().tell(ids, [("call", (path, args, kwargs), {})] * len(ids))
         return results
 
+    @property
     def _worker_handles(self) -> list[WorkerHandle]:
         pool = self._crew_at_work().pool
         return [WorkerHandle(pool, worker_id) for worker_id in range(pool.num_workers)]

@@ -55,6 +55,12 @@ class MaskedAgents(ParallelEnv):
         }
 
 
+class Alone(MaskedAgents):
+    """The same with one agent."""
+
+    possible_agents: ClassVar[list[str]] = ["agent_0"]
+
+
 class Named(MaskedAgents):
     """The same with agents of two names."""
 

@@ -100,6 +100,18 @@ def test_agents_of_pettingzoo_have_rows_and_masks():
 
 
 @needs("pettingzoo")
+def test_the_info_of_a_single_agent_is_that_of_its_row():
+    from tests.executor.facades.pettingzoo_masked import Alone
+
+    env = TWO_WORKERS([Alone] * 2)
+    env.reset()
+    assert env.reset_infos == [{"name": "agent_0"}] * 2
+    infos = env.step(np.array([1, 0]))[3]
+    assert infos == [{"was_illegal": illegal, "TimeLimit.truncated": False} for illegal in (False, True)]
+    env.close()
+
+
+@needs("pettingzoo")
 def test_supersuits_function_makes_a_vec_env_of_agents():
     from envherd.executor.facades.pettingzoo import concat_vec_envs_v1
     from tests.executor.facades.pettingzoo_masked import MaskedAgents, Named

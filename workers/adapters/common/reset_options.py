@@ -19,22 +19,21 @@ def own_options(options: Mapping[str, Any] | None, kind: str) -> Any:
     """
     if not options:
         return None
-    check_keywords(options, kind, ", which the env receives")
+    check_keywords(options, kind)
     return copy.deepcopy(options["options"])
 
 
-def check_keywords(options: Mapping[str, Any], kind: str, effect: str = "") -> None:
+def check_keywords(options: Mapping[str, Any], kind: str) -> None:
     """Refuse keyword arguments of a reset other than `options`.
 
     Args:
         options: keyword arguments of the reset.
         kind: of env, for the message.
-        effect: how `options` are handled, for the message.
     """
     unknown = [name for name in options if name != "options"]
     if unknown:
         raise TypeError(
             f"reset failed: expected no keyword but `options` for a {kind}, got `{unknown[0]}`. "
-            f"Put it into reset(options={{{unknown[0]!r}: ...}}){effect}. "
+            f"Put it into reset(options={{{unknown[0]!r}: ...}}), which the env receives. "
             f"To reset some envs only, set td['_reset'] to a mask."
         )

@@ -8,14 +8,14 @@ a list. Arrays are never copied: the env's own arrays are passed on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from envherd.shm.specs import Box, Domain, Key, LeafSpec, Unbounded
+from envherd.shm.specs import Box, Discrete, Domain, Key, LeafSpec, MultiDiscrete, Unbounded
 from envherd.workers.errors import SpecError
 
 Convert = Callable[[Any], Any]
@@ -92,8 +92,8 @@ def dict_branch(items: Mapping[Any, Any], key: Key, make: Callable[[Any, Key], N
     return branch
 
 
-def check_root(node: Branch, names: tuple[str, ...], operation: str) -> None:
-    """Refuse root names that a batch uses, and names that two native keys share.
+def refuse_reserved(names: Iterable[str], operation: str) -> None:
+    """Refuse root names of observations that a batch uses.
 
     Raises:
         SpecError: names the first one.
@@ -104,7 +104,6 @@ def check_root(node: Branch, names: tuple[str, ...], operation: str) -> None:
                 f"{operation} failed: expected observation names other than {', '.join(sorted(RESERVED_NAMES))}, "
                 f"got {name!r} at the root. Rename it in a wrapper around the env, or nest the observation."
             )
-    check_names(node, names, operation)
 
 
 def check_names(node: Branch, names: tuple[str, ...], operation: str) -> None:
@@ -244,20 +243,41 @@ def shrunk(bound: np.ndarray) -> np.ndarray:
     return bound.reshape(-1)[:1].reshape(()) if bound.size and (bound == bound.flat[0]).all() else bound
 
 
+def stacked(domains: Sequence[Any], shape: tuple[int, ...], dim: int = 0) -> Domain:
+    """Return the domain of values that are stacked along a dimension: one domain for each, all of one shape."""
+    first: Domain = domains[0]
+    if not isinstance(first, (Box, MultiDiscrete)) and all(domain == first for domain in domains):
+        return first
+    if all(isinstance(domain, (Box, Unbounded)) for domain in domains):
+        ends = (_stack([getattr(domain, name, none) for domain in domains], shape, dim) for name, none in _ENDS)
+        return Box(*map(shrunk, ends))
+    if not all(isinstance(domain, (Discrete, MultiDiscrete)) for domain in domains):
+        return Unbounded()
+    counts = [domain.n if isinstance(domain, Discrete) else domain.nvec for domain in domains]
+    starts = _stack([domain.start or 0 for domain in domains], shape, dim)
+    return MultiDiscrete(nested(_stack(counts, shape, dim)), nested(starts) if starts.any() else ())
+
+
+#: The bounds of a Box, and their values where a domain has none.
+_ENDS = (("low", -np.inf), ("high", np.inf))
+
+
+def _stack(values: Sequence[Any], shape: tuple[int, ...], dim: int) -> np.ndarray:
+    return np.stack([np.broadcast_to(value, shape) for value in values], dim)
+
+
 def nested(values: Any) -> Any:
     """Return numbers, an array or nested lists as an int or nested tuples of ints."""
     values = values.tolist() if isinstance(values, np.ndarray) else values
     return tuple(map(nested, values)) if isinstance(values, list) else int(values)
 
 
-def as_row(value: Any) -> np.ndarray:
-    """Return a value with one more leading dimension: a scalar becomes an array of one. VIEW if it is an array."""
-    return np.asarray(value)[np.newaxis]
-
-
-def as_scalar(value: np.ndarray) -> np.ndarray:
-    """Return an array of one as the 0-d array that a scalar space samples (VIEW)."""
-    return value.reshape(())
+def array_leaf(key: Key, shape: tuple[int, ...], dtype: np.dtype, domain: Domain) -> Leaf:
+    """Describe an array. One of shape () is stored as an array of one, and handed out as a 0-d array (VIEWS)."""
+    if shape != ():
+        return Leaf(LeafSpec(key, shape, dtype.name, domain))
+    spec = LeafSpec(key, (1,), dtype.name, domain)
+    return Leaf(spec, take=lambda value: np.asarray(value)[np.newaxis], give=lambda value: value.reshape(()))
 
 
 def side_leaf(key: Key) -> LeafSpec:

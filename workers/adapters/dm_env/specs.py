@@ -25,11 +25,10 @@ from envherd.workers.adapters.common.tree import (
     Convert,
     Leaf,
     Node,
-    as_row,
-    as_scalar,
-    check_root,
+    array_leaf,
     dict_branch,
     interval,
+    refuse_reserved,
     side_leaf,
 )
 from envherd.workers.errors import SpecError
@@ -53,9 +52,9 @@ def observation_tree(spec: Any, *, has_dynamic: bool) -> Node:
 
     if not isinstance(spec, Mapping):
         return _tree(spec, ("observation",), make_leaf)
-    tree = dict_branch(spec, (), lambda inner, key: _tree(inner, key, make_leaf), "reading observation_spec")
-    check_root(tree, tuple(map(str, spec)), "reading observation_spec")
-    return tree
+    operation = "reading observation_spec"
+    refuse_reserved(map(str, spec), operation)
+    return dict_branch(spec, (), lambda inner, key: _tree(inner, key, make_leaf), operation)
 
 
 def action_tree(spec: Any) -> Node:
@@ -97,10 +96,7 @@ def _observation_leaf(spec: specs.Array, key: Key) -> Leaf:
         return _text_leaf(key)
     if isinstance(spec, specs.DiscreteArray):
         return Leaf(LeafSpec(key, (), dtype.name, Discrete(int(spec.num_values))))
-    shape = tuple(spec.shape)
-    if shape == ():
-        return Leaf(LeafSpec(key, (1,), dtype.name, _domain(spec, dtype)), take=as_row)
-    return Leaf(LeafSpec(key, shape, dtype.name, _domain(spec, dtype)))
+    return array_leaf(key, tuple(spec.shape), dtype, _domain(spec, dtype))
 
 
 def _text_leaf(key: Key) -> Leaf:
@@ -115,19 +111,14 @@ def _action_leaf(spec: specs.Array, key: Key) -> Leaf:
     if isinstance(spec, specs.DiscreteArray):
         scalar: Convert = dtype.type
         return Leaf(LeafSpec(key, (), "int64", Discrete(int(spec.num_values))), give=scalar)
-    shape = tuple(spec.shape)
-    if shape == ():
-        return Leaf(LeafSpec(key, (1,), dtype.name, _domain(spec, dtype)), give=as_scalar)
-    return Leaf(LeafSpec(key, shape, dtype.name, _domain(spec, dtype)))
+    return array_leaf(key, tuple(spec.shape), dtype, _domain(spec, dtype))
 
 
 def _reward_leaf(spec: specs.Array, key: Key) -> Leaf:
     dtype, shape = np.dtype(spec.dtype), tuple(spec.shape)
     if shape in ((), (1,)) and dtype.kind == "f":
         return Leaf(LeafSpec(key, (1,), dtype.name), take=_as_reward)
-    if shape == ():
-        return Leaf(LeafSpec(key, (1,), dtype.name), take=as_row)
-    return Leaf(LeafSpec(key, shape, dtype.name))
+    return array_leaf(key, shape, dtype, Unbounded())
 
 
 def _as_reward(value: Any) -> float:

@@ -70,7 +70,7 @@ class GymnasiumAdapter(Adapter):
         action = gymnasium_spaces.tree_below(getattr(env, "action_space", None), "action")
         reward = gymnasium_spaces.reward_leaf(_wrapper_attr(env, "reward_space"))
         self._has_one_reward = reward is None
-        self._describe(env, observation, action, "float32", _metadata(env, renamed))
+        self._describe(env, observation, action, "float32", gymnasium_spaces.metadata(env, renamed))
         if reward is not None:
             self.spec = replace(self.spec, reward=(reward.spec,))
 
@@ -183,8 +183,3 @@ def _wrapper_attr(env: gymnasium.Env[Any, Any], name: str) -> Any:
         return env.get_wrapper_attr(name)
     except AttributeError:
         return None
-
-
-def _metadata(env: gymnasium.Env[Any, Any], renamed: dict[str, str]) -> dict[str, Any]:
-    env_id = None if env.spec is None else env.spec.id
-    return gymnasium_spaces.metadata(env, env_id, renamed)

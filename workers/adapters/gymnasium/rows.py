@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envherd.shm.specs import Domain, Key, MultiDiscrete
+from envherd.shm.specs import Key, MultiDiscrete
 from envherd.workers.adapters.common.tree import Convert, Leaf
 from envherd.workers.adapters.gymnasium.spaces import MakeLeaf, Space, action_leaf, from_indices, observation_leaf
-
-_FIRST = np.s_[:, 0]
 
 
 def observations_of(num_rows: int) -> MakeLeaf:
@@ -28,7 +26,8 @@ def observations_of(num_rows: int) -> MakeLeaf:
         if row.spec.is_side:
             return Leaf(row.spec, take=_for_each(row.take))
         # only a Box of shape () is stored differently
-        return Leaf(_of_rows(row, num_rows), take=None if row.take is None else _as_column)
+        take: Convert | None = None if row.take is None else lambda value: np.asarray(value)[:, np.newaxis]
+        return Leaf(_of_rows(row, num_rows), take=take)
 
     return make_leaf
 
@@ -43,7 +42,7 @@ def actions_of(num_rows: int) -> MakeLeaf:
             return Leaf(row.spec, give=lambda values: tuple(each(values)))
         if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
             return Leaf(_of_rows(row, num_rows), give=from_indices(space))
-        return Leaf(_of_rows(row, num_rows), give=None if row.give is None else _as_flat)
+        return Leaf(_of_rows(row, num_rows), give=None if row.give is None else lambda value: value[:, 0])
 
     return make_leaf
 
@@ -61,23 +60,11 @@ def mosaic(frames: Any) -> Any:
 
 
 def _of_rows(row: Leaf, num_rows: int) -> Any:
-    return replace(row.spec, shape=(num_rows, *row.spec.shape), domain=_domain_of_rows(row.spec.domain, num_rows))
-
-
-def _domain_of_rows(domain: Domain, num_rows: int) -> Domain:
+    domain = row.spec.domain
     if isinstance(domain, MultiDiscrete):
-        return MultiDiscrete((domain.nvec,) * num_rows, (domain.start,) * num_rows if domain.start else ())
-    return domain
+        domain = MultiDiscrete((domain.nvec,) * num_rows, (domain.start,) * num_rows if domain.start else ())
+    return replace(row.spec, shape=(num_rows, *row.spec.shape), domain=domain)
 
 
 def _for_each(convert: Convert | None) -> Convert:
     return list if convert is None else (lambda values: [convert(value) for value in values])
-
-
-def _as_column(value: Any) -> np.ndarray:
-    """Return numbers `[n]` as `[n, 1]` (VIEW)."""
-    return np.asarray(value)[:, np.newaxis]
-
-
-def _as_flat(value: np.ndarray) -> np.ndarray:
-    return value[_FIRST]

@@ -46,12 +46,12 @@ from envherd.workers.adapters.common.tree import (
     Convert,
     Leaf,
     Node,
-    as_row,
-    as_scalar,
-    check_root,
+    array_leaf,
+    check_names,
     dict_branch,
     interval,
     nested,
+    refuse_reserved,
     side_leaf,
 )
 from envherd.workers.errors import SpecError
@@ -85,7 +85,8 @@ def observation_tree(space: Any, make_leaf: MakeLeaf | None = None) -> tuple[Nod
     names = tuple(renames.get(str(key), str(key)) for key in space.spaces)
     entries = zip(names, space.spaces.items(), strict=True)
     tree = Branch(dict, tuple((key, _tree(sub, (name,), make_leaf)) for name, (key, sub) in entries))
-    check_root(tree, names, "reading observation_space")
+    refuse_reserved(names, "reading observation_space")
+    check_names(tree, names, "reading observation_space")
     return tree, {ours: native for native, ours in renames.items() if native in space.spaces}
 
 
@@ -132,15 +133,15 @@ def reward_leaf(space: Any) -> Leaf | None:
     return Leaf(LeafSpec(("reward",), space.shape, "float32", interval(space.low, space.high, np.dtype("float32"))))
 
 
-def metadata(env: Any, env_id: str | None, renamed: dict[str, str]) -> dict[str, Any]:
+def metadata(env: Any, renamed: dict[str, str]) -> dict[str, Any]:
     """Return the metadata of the spec of an env (or vector env).
 
     Args:
         env: what the factory returned.
-        env_id: Gymnasium's id; None for the name of its class.
         renamed: see `observation_tree`.
     """
-    native = type(env.unwrapped)
+    native, known = type(env.unwrapped), getattr(env, "spec", None)
+    env_id = getattr(known, "id", None)
     facts = {"env_id": env_id or f"{native.__module__}.{native.__qualname__}", "render_mode": env.render_mode}
     fps = (env.metadata or {}).get("render_fps")
     if isinstance(fps, (int, float)):
@@ -212,9 +213,7 @@ def action_leaf(space: Space, key: Key) -> Leaf:
 def _box_leaf(space: spaces.Box, key: Key) -> Leaf:
     dtype = np.dtype(space.dtype)
     domain = Binary() if dtype.kind == "b" else interval(space.low, space.high, dtype)
-    if space.shape == ():
-        return Leaf(LeafSpec(key, (1,), dtype.name, domain), take=as_row, give=as_scalar)
-    return Leaf(LeafSpec(key, space.shape, dtype.name, domain))
+    return array_leaf(key, space.shape, dtype, domain)
 
 
 class _Scalars(dict[int, Any]):

@@ -120,7 +120,11 @@ class GymnasiumVectorAdapter(Adapter):
             done=done_leaves((n,)),
             batch_shape=(n,),
             family=self.family,
-            metadata=_metadata(env, self.mode, renamed),
+            metadata={
+                **gymnasium_spaces.metadata(env, renamed),
+                "autoreset_mode": self.mode,
+                "resets_itself": self.mode == "SameStep",
+            },
         )
 
     def reseeded(self) -> None:
@@ -228,8 +232,10 @@ class GymnasiumVectorAdapter(Adapter):
         self._begun_at = [_copied(value) for value in values]
         last = [_copied(value) for value in values]
         for row in np.flatnonzero(self._ended).tolist():
-            _put_row(last, self._final_row(final, row), row)
-            if not self._ends_where_it_starts and all(_same(last[i][row], self._begun_at[i][row]) for i in self._dense):
+            for target, value in zip(last, self._final_row(final, row), strict=True):
+                target[row] = value
+            pairs = ((np.asarray(last[i][row]), np.asarray(self._begun_at[i][row])) for i in self._dense)
+            if not self._ends_where_it_starts and all(one.tobytes() == other.tobytes() for one, other in pairs):
                 raise SpecError(
                     f"step failed: expected the last observation of row {row} in final_obs, got the first one of its "
                     f"next episode: the env has changed it in its reset (it reuses its buffer). {_BUILD_DISABLED} If "
@@ -408,23 +414,8 @@ def _put(values: list[Any], source: list[Any], rows: np.ndarray) -> None:
             target[rows] = np.asarray(value)[rows]
 
 
-def _put_row(values: list[Any], source: list[Any], row: int) -> None:
-    for target, value in zip(values, source, strict=True):
-        target[row] = value
-
-
-def _same(one: Any, other: Any) -> bool:
-    return np.asarray(one).tobytes() == np.asarray(other).tobytes()
-
-
 def _without_masks(final: Any) -> Any:
     """Return batched observations without the masks that Gymnasium adds to each entry."""
     if isinstance(final, dict):
         return {key: _without_masks(value) for key, value in final.items() if f"_{key}" in final or key[:1] != "_"}
     return final
-
-
-def _metadata(env: VectorEnv[Any, Any, Any], mode: str, renamed: dict[str, str]) -> dict[str, Any]:
-    env_id = getattr(getattr(env, "spec", None), "id", None)
-    facts = gymnasium_spaces.metadata(env, env_id, renamed)
-    return {**facts, "autoreset_mode": mode, "resets_itself": mode == "SameStep"}

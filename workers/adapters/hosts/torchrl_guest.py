@@ -34,15 +34,11 @@ from envherd.workers.adapters.registry import register
 from envherd.workers.adapters.torchrl.direct import DirectWay, direct_way
 from envherd.workers.adapters.torchrl.gym import refuse_late_resets
 from envherd.workers.adapters.torchrl.private_api import check_worker_env, supports_set_state
+from envherd.workers.adapters.torchrl.reading import to_numpy
+from envherd.workers.adapters.torchrl.specs import DTYPES
 from envherd.workers.adapters.torchrl.vmas import own_generators
 from envherd.workers.errors import FactoryError
 from envherd.workers.reply import Fault
-
-#: Dtypes that the slab can hold.
-_DTYPES = frozenset(
-    {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
-    | {"complex64", "complex128"}
-)
 
 #: How steps through the slab reach an env, by whether it has a direct way: `metadata["way"]`.
 WAYS = ("TorchRL's own code, because {}", "direct")
@@ -178,20 +174,11 @@ class Guest:
         self.root = self.env.reset(row, **kwargs)
         return self.root.select(*self.reset_names, strict=False)
 
-    def begin(self, options: Mapping[str, Any] | None) -> TensorDictBase:
-        """Reset the parts of the env that have ended (all, if it was never reset); return its root.
-
-        Args:
-            options: under `"row"`, a pickled tensordict for the reset; see `reset`.
-        """
-        row = None if options is None else options.get("row")
-        if row is not None:
-            self.reset(loads(row), {})
-        elif self.root is not None and self.env.any_done(self.root):
-            self.root = self.env.reset(self.root, select_reset_only=True)
-        else:
-            self.root = self.env.reset()
-        assert self.root is not None
+    def begin(self) -> TensorDictBase:
+        """Reset the parts of the env that have ended (all, if it was never reset); return its root."""
+        root = self.root
+        has_ended = root is not None and self.env.any_done(root)
+        self.root = self.env.reset(root, select_reset_only=True) if has_ended else self.env.reset()
         return self.root
 
     def step(self, row: TensorDictBase, *, is_whole: bool) -> TensorDictBase:
@@ -201,7 +188,9 @@ class Guest:
             row: the inputs, and under `next` what the env gets before the step.
             is_whole: return all of `next`, not just the leaves that the specs name.
         """
-        following = self._step(row).get("next")
+        stepped = self.env.step(self._advanced(row))
+        self.root = self.env.step_mdp(stepped)
+        following = stepped.get("next")
         return following if is_whole else following.select(*self.step_names, strict=False)
 
     def step_and_maybe_reset(self, row: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
@@ -215,11 +204,6 @@ class Guest:
         if self.root is None:
             return self.env.fake_tensordict().select(*self.reset_names, strict=False)
         return self.root.select(*self.reset_names, strict=False)
-
-    def _step(self, row: TensorDictBase) -> TensorDictBase:
-        stepped = self.env.step(self._advanced(row))
-        self.root = self.env.step_mdp(stepped)
-        return stepped
 
     def _advanced(self, row: TensorDictBase) -> TensorDictBase:
         root = TensorDict({}, self.env.batch_size, device=self.env.device) if self.root is None else self.root.copy()
@@ -300,7 +284,7 @@ def dense_leaves(env: EnvBase) -> dict[str, list[tuple[Any, LeafSpec]]] | None:
             path = (key,) if isinstance(key, str) else key
             shape = tuple(spec.shape)
             dtype = str(spec.dtype).removeprefix("torch.")
-            if type(spec).__name__ in ("NonTensor", "Stacked") or -1 in shape or dtype not in _DTYPES:
+            if type(spec).__name__ in ("NonTensor", "Stacked") or -1 in shape or dtype not in DTYPES:
                 return None
             flat: Key = path if name == "input" else (f"{name}:{'/'.join(path)}",)
             groups[name].append((key, LeafSpec(flat, shape, dtype)))
@@ -310,9 +294,8 @@ def dense_leaves(env: EnvBase) -> dict[str, list[tuple[Any, LeafSpec]]] | None:
         for item in getattr(env, f"full_{source}_spec").values(include_nested=True)
     )
     shapes = {key: leaf.shape for key, leaf in groups["observation"]}
-    disagrees = any(
-        shapes.get(key, leaf.shape) != leaf.shape for key, leaf in groups["input"]
-    )  # as state and as observed
+    # as state and as observed
+    disagrees = any(shapes.get(key, leaf.shape) != leaf.shape for key, leaf in groups["input"])
     return None if has_lazy_nodes or disagrees else groups
 
 
@@ -326,7 +309,7 @@ class GuestAdapter(Adapter):
         self._torchrl_env = env = guest.env
         leaves = dense_leaves(env)
         groups = leaves or {"input": [], "observation": [], "done": [], "reward": []}
-        self._inputs = [(key, torch.empty(0, dtype=_torch_dtype(leaf))) for key, leaf in groups["input"]]
+        self._inputs = [(key, getattr(torch, leaf.dtype)) for key, leaf in groups["input"]]
         self._observed = [key for key, _ in (*groups["observation"], *groups["done"])]
         self._rewards = [key for key, _ in groups["reward"]]
         way: DirectWay | str = "its leaves do not fit into the slab"
@@ -345,17 +328,17 @@ class GuestAdapter(Adapter):
         self._is_on_cpu = env.device is None or env.device.type == "cpu"
 
     def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
-        """Reset the env; see `Guest.begin`. Seeds are set by name, and masks are given by name or in a row."""
+        """Reset the env; see `Guest.begin`. Seeds, options and masks reach it by name alone."""
         guest = self.env
         direct = guest.direct
-        if direct is not None and not options:
+        if direct is not None:
             if not direct.is_ahead:
                 direct.follow(guest.root)
             with guest.generator:
                 return direct.reset()
         with guest.on_stage():
-            root = guest.begin(options)
-        return [_array(root.get(key)) for key in self._observed]
+            root = guest.begin()
+        return [to_numpy(root.get(key)) for key in self._observed]
 
     def step(self, action: list[Any]) -> StepValues:
         """Make one transition; see `Adapter.step`. It counts as terminated when TorchRL would reset the env."""
@@ -368,8 +351,8 @@ class GuestAdapter(Adapter):
                 return direct.step(action)
         with guest.on_stage():
             root = TensorDict({}, env.batch_size, device=env.device) if guest.root is None else guest.root.copy()
-            for (key, like), value in zip(self._inputs, action, strict=True):
-                tensor = torch.from_numpy(np.asarray(value)).to(like.dtype)
+            for (key, dtype), value in zip(self._inputs, action, strict=True):
+                tensor = torch.from_numpy(np.asarray(value)).to(dtype)
                 root.set(key, tensor if self._is_on_cpu else tensor.to(env.device))
             stepped = env.step(root)
             following = stepped.get("next")
@@ -377,8 +360,8 @@ class GuestAdapter(Adapter):
             has_ended = bool(env.any_done(guest.root))
             if has_ended:
                 guest.root = guest.root.exclude(*env.reset_keys)
-        observed = [_array(following.get(key)) for key in self._observed]
-        return observed, [_array(following.get(key)) for key in self._rewards], has_ended, False
+        observed = [to_numpy(following.get(key)) for key in self._observed]
+        return observed, [to_numpy(following.get(key)) for key in self._rewards], has_ended, False
 
     def env_call(self) -> EnvCall | None:
         direct = self.env.direct
@@ -387,17 +370,6 @@ class GuestAdapter(Adapter):
     def close(self) -> None:
         """Close the env."""
         self.env.close()
-
-
-def _array(tensor: torch.Tensor) -> Any:
-    if not tensor.is_cpu:
-        tensor = tensor.cpu()
-    return tensor.numpy()
-
-
-def _torch_dtype(leaf: LeafSpec) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, leaf.dtype)
-    return dtype
 
 
 register(Guest, GuestAdapter)

@@ -61,6 +61,7 @@ class ParallelAdapter(Adapter):
         self._turns = turn_based(parallel)
         self._seats = seats
         self._rewards: list[np.ndarray] = []  # in which the seats store them, aligned with the spec
+        self._done_values: list[Any] = []  # done, terminated and truncated of each group, bool `[A, 1]`
         self._needs_reset = True
 
     def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
@@ -100,6 +101,9 @@ class ParallelAdapter(Adapter):
         self._needs_reset = terminated or truncated
         return self._row(), list(self._rewards), terminated, truncated
 
+    def done_values(self) -> list[Any]:
+        return self._done_values
+
     def render(self) -> Any:
         """Return what `env.render()` draws, uint8 `[H, W, 3]`, if its render mode is "rgb_array", else None."""
         return self._parallel.render() if getattr(self._parallel, "render_mode", None) == "rgb_array" else None
@@ -130,8 +134,16 @@ class ParallelAdapter(Adapter):
         """Record how agents have ended; return whether the episode has terminated, and whether it was truncated."""
         present = self._parallel.agents
         for agent, seat in self._seats.items():
-            flags = terminations.get(agent), truncations.get(agent)
-            _note_end(seat, *flags, is_present=agent in present, has_acted=agent in acting)
+            terminated, truncated = terminations.get(agent), truncations.get(agent)
+            if terminated is not None or truncated is not None:
+                seat.end = (
+                    terminated is not None and as_flag(terminated, f"terminations[{agent!r}]"),
+                    truncated is not None and as_flag(truncated, f"truncations[{agent!r}]"),
+                )
+            elif agent in present:
+                seat.end = (False, False)
+            elif agent in acting:
+                seat.end = (True, False)
         return _end_episode(self._seats, present)
 
     def _actions(self, action: list[Any], acting: list[Agent]) -> dict[Agent, Any]:
@@ -188,10 +200,6 @@ class PettingZooAdapter(ParallelAdapter):
         has_state = options is not None and options.return_state
         self._state = _state_leaf(env) if has_state else None
         self.spec = self._make_spec()
-
-    def done_values(self) -> list[Any]:
-        """Return done, terminated and truncated of each group, bool `[A, 1]`."""
-        return self._done_values
 
     def _actions(self, action: list[Any], acting: list[Agent]) -> dict[Agent, Any]:
         start, parts = 0, {}
@@ -325,27 +333,6 @@ def _metadata(env: Any, groups: list[AgentGroup]) -> dict[str, Any]:
     if isinstance(fps, (int, float)):
         facts["render_fps"] = fps
     return facts
-
-
-def _note_end(seat: Any, terminated: Any, truncated: Any, *, is_present: bool, has_acted: bool) -> None:
-    """Record how an agent has ended.
-
-    Args:
-        seat: of the agent.
-        terminated: the env's flag; None if it has none for this agent.
-        truncated: likewise.
-        is_present: whether it is one of `env.agents` now.
-        has_acted: whether it was one of them before the step.
-    """
-    if terminated is not None or truncated is not None:
-        seat.end = (
-            terminated is not None and as_flag(terminated, f"terminations[{seat.agent!r}]"),
-            truncated is not None and as_flag(truncated, f"truncations[{seat.agent!r}]"),
-        )
-    elif is_present:
-        seat.end = (False, False)
-    elif has_acted:
-        seat.end = (True, False)
 
 
 def _end_episode(seats: Mapping[Agent, Any], agents: Collection[Agent]) -> tuple[bool, bool]:

@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envherd.shm.specs import Binary, Box, Discrete, Domain, LeafSpec, MultiDiscrete, Unbounded
-from envherd.workers.adapters.common.tree import RESERVED_NAMES, builder, flattener, leaf_specs, nested, shrunk
+from envherd.shm.specs import Binary, LeafSpec
+from envherd.workers.adapters.common.tree import RESERVED_NAMES, builder, flattener, leaf_specs, stacked
 from envherd.workers.adapters.gymnasium.spaces import tree_below
 from envherd.workers.errors import SpecError
 from envherd.workers.writers import writer_for
@@ -315,31 +315,8 @@ def _stack(column: tuple[LeafSpec, ...], members: Sequence[AgentSpaces]) -> Leaf
             f"reading the spaces of {members[0].agent} failed: expected values of a fixed shape, got {first}. "
             f"Values of agents are stacked: encode it as an array in a wrapper around the env."
         )
-    domain = _stack_domains([leaf.domain for leaf in column], first.shape)
+    domain = stacked([leaf.domain for leaf in column], first.shape)
     return replace(first, shape=(len(column), *first.shape), domain=domain)
-
-
-def _stack_domains(domains: Sequence[Any], shape: tuple[int, ...]) -> Domain:
-    first: Domain = domains[0]
-    if isinstance(first, (Discrete, MultiDiscrete)):
-        return _stack_indices(domains, shape)
-    if all(domain == first for domain in domains) and not isinstance(first, Box):
-        return first
-    if all(isinstance(domain, (Box, Unbounded)) for domain in domains):
-        lows = [getattr(domain, "low", -np.inf) for domain in domains]
-        highs = [getattr(domain, "high", np.inf) for domain in domains]
-        return Box(*(shrunk(np.stack([np.broadcast_to(end, shape) for end in ends])) for ends in (lows, highs)))
-    return Unbounded()
-
-
-def _stack_indices(domains: Sequence[Any], shape: tuple[int, ...]) -> Domain:
-    if isinstance(domains[0], Discrete) and all(domain == domains[0] for domain in domains):
-        return domains[0]
-    if not all(isinstance(domain, (Discrete, MultiDiscrete)) for domain in domains):
-        return Unbounded()
-    counts = tuple(domain.n if isinstance(domain, Discrete) else domain.nvec for domain in domains)
-    starts = tuple(domain.start or nested(np.zeros(shape, int)) for domain in domains)
-    return MultiDiscrete(counts, starts if np.any(starts) else ())
 
 
 def _is_numeric(value: Any) -> bool:

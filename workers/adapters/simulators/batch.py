@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from envherd.shm.specs import LeafSpec
 from envherd.workers import seeding
 from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.common.generators import OwnGenerators
@@ -199,20 +198,6 @@ class _Lender:
                 f"step failed: expected an env that either always or never keeps its actions, got one that began to "
                 f"(built by {origin}); the next action would overwrite them. Return the adapter from the factory, "
                 f"with keeps_actions=True, or clone() the actions in the env."
-            )
-
-
-def check_keys(leaves: Sequence[LeafSpec], reserved: frozenset[str], where: str) -> None:
-    """Refuse observation names at the root that a batch uses itself.
-
-    Raises:
-        SpecError: names the first one.
-    """
-    for leaf in leaves:
-        if leaf.key[0] in reserved:
-            raise SpecError(
-                f"reading {where} failed: expected observation names other than {', '.join(sorted(reserved))}, "
-                f"got {leaf.key[0]!r} at the root. Rename it in a wrapper around the env."
             )
 
 

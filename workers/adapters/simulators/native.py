@@ -30,12 +30,11 @@ import torch
 
 from envherd.shm.specs import Discrete, Domain, EnvSpec, Key, LeafSpec, MultiDiscrete, done_leaves
 from envherd.workers.adapters.common.reset_options import check_keywords
-from envherd.workers.adapters.common.tree import RESERVED_NAMES, interval
+from envherd.workers.adapters.common.tree import interval, refuse_reserved
 from envherd.workers.adapters.simulators.batch import (
     Leaves,
     Stepped,
     TorchBatchAdapter,
-    check_keys,
     choose,
     torch_dtype_name,
 )
@@ -102,7 +101,7 @@ class TorchNativeAdapter(TorchBatchAdapter):
         with self._on_stage():
             observations = self._unpack(self.env.reset())
         self._paths, leaves = _read_structure(observations, num_rows)
-        check_keys(leaves, RESERVED_NAMES, "observations")
+        refuse_reserved((leaf.key[0] for leaf in leaves), "reading observations")
         self.spec = EnvSpec(
             observation=leaves,
             action=(_action_leaf(inner, num_rows),),

@@ -85,7 +85,8 @@ class DirectWay:
         require(not env.run_type_checks, "it checks types")
         require(not resets_itself(env), "it resets itself")
         require(not any(name in vars(env) for name in _METHODS), "a method of the instance was replaced")
-        require(not _checks_specs(), "CHECK_SPEC_ENCODE is set")
+        checks_specs = os.environ.get("CHECK_SPEC_ENCODE", "0").lower() in ("1", "true")
+        require(not checks_specs, "CHECK_SPEC_ENCODE is set")
 
     def step(self, action: list[Any]) -> StepValues:
         """Make one transition; observation values are those of `observed`. See `Adapter.step`."""
@@ -178,7 +179,8 @@ def action_reader(spec: Any) -> Callable[[Any], np.ndarray]:
     """
     if type(spec) is OneHot and not spec.use_register:
         return lambda value: np.asarray(value.argmax(-1))
-    require(type(spec) is Categorical or isinstance(spec, (Bounded, Unbounded)), f"its action is a {_name(spec)}")
+    is_known = type(spec) is Categorical or isinstance(spec, (Bounded, Unbounded))
+    require(is_known, f"its action is a {type(spec).__name__}")
     return np.asarray
 
 
@@ -206,11 +208,3 @@ def builder(env: EnvBase, keys: Sequence[TdKey]) -> Callable[[Sequence[Any]], Te
         return new_tensordict(sources[0], nodes[0][2], device)
 
     return build
-
-
-def _checks_specs() -> bool:
-    return os.environ.get("CHECK_SPEC_ENCODE", "0").lower() in ("1", "true")
-
-
-def _name(spec: Any) -> str:
-    return type(spec).__name__

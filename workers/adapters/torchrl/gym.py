@@ -72,7 +72,7 @@ class DirectGymLike(DirectWay):
         require(tuple(reward.shape) == (1,) and reward.dtype.is_floating_point, "its reward is no float")
         self._as_native: Callable[[Any], Any] = action_reader(action)
         if type(env.read_action(action.zero())) is int:
-            self._as_native = _as_int if type(action) is Categorical else _index_of
+            self._as_native = int if type(action) is Categorical else _index_of
         self._encode_reward = encoder(reward)
         paths = [(key,) if isinstance(key, str) else key for key in observed[:-3]]
         self._encoders = [(path, encoder(env.full_observation_spec[path])) for path in paths]
@@ -191,10 +191,6 @@ def _draws_nothing_from_torch(env: Any) -> bool:
         if not isinstance(env, _gymnasium().Wrapper):
             return True
         env = env.env
-
-
-def _as_int(value: np.ndarray) -> int:
-    return int(value)
 
 
 def _index_of(value: np.ndarray) -> int:

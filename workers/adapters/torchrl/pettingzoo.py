@@ -55,8 +55,9 @@ class DirectPettingZoo(DirectWay):
             actions.update(zip(agents, read(value), strict=True))
         observations, rewards, terminations, truncations, infos = self.native.step(actions)
         self._observe(observations, infos)
+        left = self.native.agents if self._use_mask else None
         for group in self._groups:
-            group.take_ends(observations, rewards, terminations, truncations, self._left_agents())
+            group.take_ends(observations, rewards, terminations, truncations, left)
         fold = np.logical_or if self._use_any else np.logical_and
         for end in _ENDS:
             flags = [group.ends[end] for group in self._groups]
@@ -76,10 +77,6 @@ class DirectPettingZoo(DirectWay):
         for group in self._groups:
             group.update_mask()
         return super().root()
-
-    def _left_agents(self) -> Any:
-        """Return the agents that act on, if TorchRL allows others."""
-        return self.native.agents if self._use_mask else None
 
     def _observe(self, observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> None:
         acting = self.native.agents

@@ -8,6 +8,7 @@ other module imports a private name of TorchRL, reads one from a TorchRL env, or
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -121,13 +122,10 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
     """The private names of batched envs that TorchRL, and programs that use it, access.
 
     Subclasses have `_fixed_shapes` (whether every leaf of every env has a fixed shape), `_one_task`, `_start_method`,
-    `_keys_without_tensors`, `meta_data` (of the envs, as TorchRL keeps it: one for all, or a list), and the methods
-    that raise here.
+    `_keys_without_tensors`, `_worker_handles`, `meta_data` (of the envs, as TorchRL keeps it: one for all, or a list),
+    and the method that raises here.
     """
 
-    _fixed_shapes: bool | None
-    _one_task: bool
-    _start_method: str | None
     meta_data: Any
 
     #: Specs are set once, by the constructor, not on first access.
@@ -137,27 +135,12 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
     def _has_dynamic_specs(self) -> bool:
         return not self._fixed_shapes
 
-    @property
-    def _use_buffers(self) -> bool | None:
-        return self._fixed_shapes
-
-    @property
-    def _single_task(self) -> bool:
-        return self._one_task
-
-    @property
-    def _mp_start_method(self) -> str | None:
-        return self._start_method
-
-    @property
-    def _non_tensor_keys(self) -> list[Any]:
-        keys: list[Any] = self._keys_without_tensors
-        return keys
-
-    @property
-    def _workers(self) -> list[Any]:
-        """The processes of a `ParallelEnv`: each has `pid` and `is_alive()`."""
-        return self._worker_handles()
+    _use_buffers = property(attrgetter("_fixed_shapes"))
+    _single_task = property(attrgetter("_one_task"))
+    _mp_start_method = property(attrgetter("_start_method"))
+    _non_tensor_keys = property(attrgetter("_keys_without_tensors"))
+    #: The processes of a `ParallelEnv`: each has `pid` and `is_alive()`.
+    _workers = property(attrgetter("_worker_handles"))
 
     @property
     def _supports_set_state(self) -> bool:
@@ -181,7 +164,3 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
     def _with_missing(self, td: TensorDictBase, rows: TensorDictBase) -> TensorDictBase:
         """Return the tensordict given to a reset, with what it lacks of the rows of all envs."""
         raise NotImplementedError
-
-    def _worker_handles(self) -> list[Any]:
-        """Return the handles of the worker processes."""
-        raise AttributeError(f"a {type(self).__name__} has no worker processes")

@@ -12,6 +12,7 @@ stay dense under their own key. The others are split into one leaf for each memb
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,11 +30,11 @@ from envherd.shm.specs import (
     OneHot,
     Unbounded,
 )
-from envherd.workers.adapters.common.tree import nested
+from envherd.workers.adapters.common.tree import nested, shrunk, stacked
 from envherd.workers.errors import SpecError
 
 #: Names of the dtypes that torch and numpy share.
-_DTYPES = frozenset(
+DTYPES = frozenset(
     {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"}
     | {"float16", "float32", "float64", "complex64", "complex128"}
 )
@@ -98,20 +99,14 @@ def group_shapes(
     shapes: dict[Key, tuple[int, ...]] = {(): batch_shape}
     for composite in composites:
         for key, shape in _nested_shapes(composite, ()):
-            shapes[key] = _common_start(shapes.get(key, shape), shape)
+            pairs = zip(shapes.get(key, shape), shape, strict=False)
+            shapes[key] = tuple(n for n, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     for leaf in leaves:
         for depth, step in enumerate(leaf.path):
             if isinstance(step, Member) and depth:
                 key = leaf.spec.key[:depth]
                 shapes[key] = shapes[key[:-1]]
     return tuple((key, shapes[key]) for key in sorted(shapes) if key and shapes[key] != shapes[key[:-1]])
-
-
-def _common_start(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    length = 0
-    while length < min(len(one), len(other)) and one[length] == other[length]:
-        length += 1
-    return one[:length]
 
 
 def _nested_shapes(composite: Any, prefix: Key) -> Iterator[tuple[Key, tuple[int, ...]]]:
@@ -159,29 +154,8 @@ def _merge(leaves: list[PlacedLeaf], count: int, dim: int) -> LeafSpec | None:
     if len(leaves) < count or len(alike) > 1 or first.spec.is_side or first.path != first.spec.key:
         return None
     shape = (*first.spec.shape[:dim], count, *first.spec.shape[dim:])
-    return replace(first.spec, shape=shape, domain=_stack_domains([leaf.spec for leaf in leaves], dim))
-
-
-def _stack_domains(leaves: list[LeafSpec], dim: int) -> Domain:
-    domains, shape = [leaf.domain for leaf in leaves], leaves[0].shape
-    first = domains[0]
-    if all(domain == first and not _is_positional(domain) for domain in domains):
-        return first
-    boxes = [domain for domain in domains if isinstance(domain, Box)]
-    if len(boxes) == len(domains):
-        low = np.stack([np.broadcast_to(box.low, shape) for box in boxes], dim)
-        return Box(_fold(low), _fold(np.stack([np.broadcast_to(box.high, shape) for box in boxes], dim)))
-    nvecs = [_nvec(domain, shape) for domain in domains if isinstance(domain, (Discrete, MultiDiscrete))]
-    return MultiDiscrete(nested(np.stack(nvecs, dim))) if len(nvecs) == len(domains) else Unbounded()
-
-
-def _is_positional(domain: Domain) -> bool:
-    """Return whether a domain differs between entries, so that its arrays must grow with the leaf."""
-    return isinstance(domain, MultiDiscrete) or (isinstance(domain, Box) and domain.low.ndim + domain.high.ndim > 0)
-
-
-def _nvec(domain: Discrete | MultiDiscrete, shape: tuple[int, ...]) -> np.ndarray:
-    return np.broadcast_to(domain.n if isinstance(domain, Discrete) else np.asarray(domain.nvec), shape)
+    domain = stacked([leaf.spec.domain for leaf in leaves], first.spec.shape, dim)
+    return replace(first.spec, shape=shape, domain=domain)
 
 
 def _leaf(spec: Any, key: Key) -> PlacedLeaf:
@@ -200,7 +174,7 @@ def _leaf(spec: Any, key: Key) -> PlacedLeaf:
 
 def _dtype_name(dtype: Any, key: Key) -> str:
     name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
+    if name not in DTYPES:
         raise SpecError(
             f"reading the env's specs failed: expected a dtype that numpy has too, got {dtype} ({'/'.join(key)}). "
             f"Append DTypeCastTransform({dtype}, torch.float32) to the env in the factory."
@@ -211,7 +185,7 @@ def _dtype_name(dtype: Any, key: Key) -> str:
 def _domain(spec: Any, shape: tuple[int, ...]) -> Domain:
     kind = _kind(spec)
     if kind == "Bounded" and 0 not in shape:
-        return Box(_fold(spec.space.low.cpu().numpy()), _fold(spec.space.high.cpu().numpy()))
+        return Box(shrunk(spec.space.low.cpu().numpy()), shrunk(spec.space.high.cpu().numpy()))
     if kind in ("Binary", "MultiOneHot"):
         return Binary()
     if kind == "OneHot":
@@ -223,10 +197,3 @@ def _domain(spec: Any, shape: tuple[int, ...]) -> Domain:
     if kind == "Categorical" and spec.space.n > 0:
         return Discrete(int(spec.space.n))
     return Unbounded()
-
-
-def _fold(bound: np.ndarray) -> np.ndarray:
-    """Return a bound that is the same everywhere as a scalar array (one number for an image, not 20,000)."""
-    if (bound == bound.flat[0]).all():
-        return np.array(bound.flat[0])
-    return np.ascontiguousarray(bound)
