@@ -30,7 +30,7 @@ READERS = {
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
 BUDGET = {
     "shm/*": 2035,
-    "workers/*": 3174,
+    "workers/*": 3184,
     "workers/adapters": 1300,
     "workers/adapters/common": 495,
     "workers/adapters/dm_env": 344,
