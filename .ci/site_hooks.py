@@ -31,6 +31,17 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     return re.sub(rf"\[([^\]]+)\]\({re.escape(up)}\.\./(?!\.\./)[^)]+\)", r"\1", markdown)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Return a page's HTML: no line ends at the hyphen of an option or a range, and pictures open in full size."""
+    html = re.sub(r"(?<!</span>)(<code>|<td[^>]*>)([^<]+)(?=</code>|</td>)", _with_whole_words, html)
+    return re.sub(r'<img [^>]*src="([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', html)
+
+
+def _with_whole_words(found: re.Match[str]) -> str:
+    words = re.sub(r"(?<!\S)(?=\S{,32}(?!\S))\S*-\S*", r'<span class="word">\g<0></span>', found[2])
+    return found[1] + words
+
+
 def _block(code: str) -> str:
     return f"```python\n{code.rstrip()}\n```"
 

@@ -38,11 +38,17 @@ if TYPE_CHECKING:
     from envherd.executor.show.records import EpisodeRecord
     from envherd.executor.show.results import Evaluation, Evaluations, Interval, Rate
     from envherd.executor.sizing.recommending import recommend
-    from envherd.shm.specs import Binary, Box, Discrete, EnvSpec, LeafSpec, MultiDiscrete, OneHot, Unbounded
+    from envherd.shm.specs import Binary as Binary  # not in `__all__`
+    from envherd.shm.specs import Box as Box
+    from envherd.shm.specs import Discrete as Discrete
+    from envherd.shm.specs import EnvSpec, LeafSpec
+    from envherd.shm.specs import MultiDiscrete as MultiDiscrete
+    from envherd.shm.specs import OneHot as OneHot
+    from envherd.shm.specs import Unbounded as Unbounded
     from envherd.workers.adapters.base import Adapter
     from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names, substrate_names
     from envherd.workers.adapters.named import OldGymFactory, PettingZooFactory, VmasFactory
-    from envherd.workers.adapters.registry import register
+    from envherd.workers.adapters.registry import register as register
     from envherd.workers.block.pictures import SmallPictures
     from envherd.workers.current import WorkerInfo, worker
     from envherd.workers.errors import (
@@ -134,20 +140,18 @@ _HOMES = {
 #: Modules of facades, imported when they are first used. `dir` leaves them out: each needs an extra.
 _FACADES = ("benchmarl", "cleanrl", "gymnasium", "pettingzoo", "rllib", "sb3", "torchrl")
 
+#: What `from envherd import *` imports: all names but those of Gymnasium and of TorchRL's specs.
 __all__ = [
     "ActionError",
     "Adapter",
     "AsyncCollector",
     "AsyncStatistics",
     "BatchedEnv",
-    "Binary",
-    "Box",
     "Busy",
     "Capsules",
     "Closed",
     "ClusterError",
     "Collector",
-    "Discrete",
     "EnvError",
     "EnvSpec",
     "EnvherdError",
@@ -163,9 +167,7 @@ __all__ = [
     "Interval",
     "LeafSpec",
     "MeltingPotFactory",
-    "MultiDiscrete",
     "OldGymFactory",
-    "OneHot",
     "ParallelEnv",
     "PerPlayer",
     "PettingZooFactory",
@@ -179,7 +181,6 @@ __all__ = [
     "SmallPictures",
     "SpecError",
     "Statistics",
-    "Unbounded",
     "VideoRecorder",
     "VmasFactory",
     "WorkerInfo",
@@ -190,7 +191,6 @@ __all__ = [
     "preloaded",
     "progress",
     "recommend",
-    "register",
     "scenario_names",
     "substrate_names",
     "swapped_parameters",
@@ -215,7 +215,7 @@ if not TYPE_CHECKING:  # to a type checker, unknown names remain unknown
         else:
             import difflib
 
-            similar = [] if name.startswith("_") else difflib.get_close_matches(name, (*__all__, *_FACADES), 1)
+            similar = [] if name.startswith("_") else difflib.get_close_matches(name, (*_HOMES, *_FACADES), 1)
             advice = f". Did you mean {similar[0]}?" if similar else ""
             # Without `name`: Python's own tracebacks would append a second suggestion.
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}", obj=sys.modules[__name__])
@@ -224,4 +224,4 @@ if not TYPE_CHECKING:  # to a type checker, unknown names remain unknown
 
 
 def __dir__() -> list[str]:
-    return sorted((*__all__, "__version__"))
+    return sorted((*_HOMES, "__version__"))

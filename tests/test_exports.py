@@ -51,7 +51,12 @@ def test_users_see_at_most_twenty_names():
 
 
 def test_all_names_are_in_one_place():
-    assert set(envherd.executor.__all__) <= set(envherd.__all__) == envherd._HOMES.keys()
+    assert (
+        set(envherd.executor.__all__)
+        <= set(envherd.__all__)
+        <= envherd._HOMES.keys()
+        == set(dir(envherd)) - {"__version__"}
+    )
     assert envherd.ParallelEnv is envherd.executor.ParallelEnv
     assert envherd.__version__ == importlib.metadata.version("envherd")
     with pytest.raises(AttributeError, match="has no attribute 'ParalelEnv'"):
@@ -195,6 +200,16 @@ for facade, names, package, _ in Finder.facades:
         except ImportError as error:
             print(facade, error.name, error)
 """
+
+
+@needs("gymnasium")
+@needs("torchrl")
+def test_a_star_import_hides_no_name_of_gymnasium_and_no_spec_of_torchrl():
+    import gymnasium
+    import torchrl.data
+
+    theirs = {*gymnasium.__all__, *gymnasium.spaces.__all__, *dir(torchrl.data)}
+    assert envherd._HOMES.keys() & theirs == envherd._HOMES.keys() - set(envherd.__all__) != set()
 
 
 @pytest.mark.slow

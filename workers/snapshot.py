@@ -368,23 +368,33 @@ def _save_mujoco(data: Any) -> dict[str, Any]:
     kind = mujoco.mjtState.mjSTATE_INTEGRATION
     state = np.empty(mujoco.mj_stateSize(data.model, kind))
     mujoco.mj_getState(data.model, data, state, kind)
-    computed = {name: array.copy() for name, array in _arrays(data)}
-    model = {name: array.copy() for name, array in _arrays(data.model)}  # tasks move targets and change masses in it
-    return {"state": state, "computed": computed, "model": model}
+    computed = {name: _packed(array) for name, array in _arrays(data)}
+    model = {name: _packed(array) for name, array in _arrays(data.model)}  # tasks move targets and change masses in it
+    return {"state": _packed(state), "computed": computed, "model": model}
 
 
 def _restore_mujoco(data: Any, saved: Mapping[str, Any]) -> None:
     mujoco = sys.modules["mujoco"]
     _copy(saved["model"], data.model)
-    mujoco.mj_setState(data.model, data, saved["state"], mujoco.mjtState.mjSTATE_INTEGRATION)
+    mujoco.mj_setState(data.model, data, _unpacked(saved["state"]), mujoco.mjtState.mjSTATE_INTEGRATION)
     mujoco.mj_forward(data.model, data)  # contacts and constraints
     _copy(saved["computed"], data)
 
 
-def _copy(saved: Mapping[str, np.ndarray], to: Any) -> None:
+def _copy(saved: Mapping[str, list[Any]], to: Any) -> None:
     for name, array in _arrays(to):
-        if (before := saved.get(name)) is not None and before.shape == array.shape:
-            array[...] = before
+        if (before := saved.get(name)) is not None and tuple(before[1]) == array.shape:
+            array[...] = _unpacked(before)
+
+
+def _packed(array: np.ndarray) -> list[Any]:
+    """Return an array as dtype, shape and bytes, which `torch.load` reads without pickles."""
+    return [array.dtype.str, list(array.shape), array.tobytes()]
+
+
+def _unpacked(packed: list[Any]) -> np.ndarray:
+    dtype, shape, data = packed
+    return np.frombuffer(data, dtype).reshape(shape)
 
 
 def _arrays(one: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -392,7 +402,7 @@ def _arrays(one: Any) -> Iterator[tuple[str, np.ndarray]]:
     for name in dir(one):
         if not name.startswith(("_", "efc_", "contact", "iefc_", "island", "mesh_", "tex_", "skin_", "bvh_", "names")):
             value = getattr(one, name)
-            if isinstance(value, np.ndarray) and value.flags.writeable:
+            if isinstance(value, np.ndarray) and value.flags.writeable and value.size:
                 yield name, value
 
 

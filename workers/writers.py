@@ -60,6 +60,16 @@ def _mismatch(leaf: LeafSpec, got: str) -> SpecError:
     )
 
 
+def not_finite(leaf: LeafSpec, values: Any, is_finite: Any) -> SpecError:
+    """Return the error for values of a leaf that `check_finite` refuses; it has the first one."""
+    at = tuple(map(int, np.argwhere(~np.asarray(is_finite))[0]))
+    where = f" at {at}" if values.size != 1 else ""
+    return SpecError(
+        f"writing {'/'.join(leaf.key)} failed: expected finite values (check_finite=True), got {values[at]}{where}. "
+        f"Fix the env: ExecutorOptions(capsules=...) writes the episode to a file."
+    )
+
+
 def writer_for(leaf: LeafSpec, array: np.ndarray, *, check_finite: bool = False) -> Writer:
     """Return a writer of one leaf.
 
@@ -128,8 +138,9 @@ def _finite_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
 
     def write(column: int, value: Any) -> None:
         inner(column, value)
-        if not np.isfinite(array[column]).all():
-            raise _mismatch(leaf, "NaN or infinity")
+        is_finite = np.isfinite(array[column])
+        if not is_finite.all():
+            raise not_finite(leaf, array[column], is_finite)
 
     return write
 

@@ -211,7 +211,7 @@ class GroupIntake:
         if value is None and self._present is not None:
             value = self._present(leaf.key, rows)
         if value is None:
-            raise self._refuse(leaf, f"a key {leaf.key}", f"none among {sorted(map(str, td.keys()))}")
+            raise self._refuse(leaf, f"a key {leaf.key}", f"none among {_names_next_to(leaf.key, td)}")
         return value
 
     def _cast(self, leaf: LeafSpec, value: np.ndarray) -> np.ndarray:
@@ -282,3 +282,11 @@ def reset_mask(td: TensorDictBase | None, batch_shape: tuple[int, ...]) -> np.nd
 def _nested_masks(td: TensorDictBase) -> list[Any]:
     keys = td.keys(include_nested=True)
     return [td.get(key) for key in keys if isinstance(key, tuple) and key[-1] == RESET_KEY and key[0] != "next"]
+
+
+def _names_next_to(key: Key, td: TensorDictBase) -> list[str]:
+    """Return the names of the entries where a key was expected; of the whole batch if it has no such group."""
+    group = td.get(key[:-1], None) if len(key) > 1 else None
+    if not isinstance(group, TensorDictBase):
+        return sorted(map(str, td.keys()))
+    return ["/".join((*key[:-1], name)) for name in sorted(map(str, group.keys()))]

@@ -106,6 +106,9 @@ def _drawer(leaf: LeafSpec) -> Draw:
 
 def _refuser(leaf: LeafSpec) -> Draw:
     def refuse(_rng: np.random.Generator, _shape: tuple[int, ...]) -> np.ndarray:
-        raise ValueError(f"rand_action failed: {leaf} has no uniform distribution. Give the action yourself.")
+        raise ValueError(
+            f"rand_action failed: expected an action of a fixed shape, got {'/'.join(leaf.key)} without one (a text, a "
+            f"graph or a sequence). Pass a policy that sets it."
+        )
 
     return refuse

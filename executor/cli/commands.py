@@ -140,4 +140,13 @@ def policy_maker(name: str | None, option: str = "--policy") -> Callable[[Batche
     if name is None:
         return None
     factory = named_callable(name, f"{option} {name}")
-    return factory if inspect.signature(factory).parameters else lambda _env: factory()
+    takes_env = bool(inspect.signature(factory).parameters)
+
+    def make_policy(env: BatchedEnv) -> Any:
+        try:
+            return factory(env) if takes_env else factory()
+        except Exception as error:
+            error.add_note(f"{option} names a function that gets the executor and returns the policy; {name} raised.")
+            raise
+
+    return make_policy

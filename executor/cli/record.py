@@ -73,7 +73,7 @@ def _work(options: Record, made: Made, make_policy: Any) -> int:
         if options.gif is not None:
             pictures = [require_pillow().Image.fromarray(kept) for _, kept in film.moments]
             save_animation(options.gif, pictures, frames_per_s=options.fps / film.stride)
-        done = f"{num_steps} steps, {num_episodes} episodes that ended, {frame.shape[1]}x{frame.shape[0]} pixels"
+        done = f"{num_steps} steps, episodes that ended: {num_episodes}, {frame.shape[1]}x{frame.shape[0]} pixels"
         for path in filter(None, (options.mp4, options.gif)):
             console.print(f"{path}: {done}, seed {env.seed}", soft_wrap=True, highlight=False)
     return EXIT_INTERRUPTED if pressed else 0

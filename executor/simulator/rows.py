@@ -22,7 +22,7 @@ from envherd.executor.protocol.env_batches import entry
 from envherd.shm.slab import next_leaves, root_leaves
 from envherd.shm.specs import EnvSpec, Key, LeafSpec
 from envherd.workers.errors import SpecError
-from envherd.workers.writers import coerce
+from envherd.workers.writers import coerce, not_finite
 
 
 class Row(NamedTuple):
@@ -102,10 +102,7 @@ class Rows:
                 value = torch.from_numpy(np.asarray(coerce(leaf, value)))
             value = value.detach().to(self.place, dtype)
         if leaf.key in self._finite and dtype.is_floating_point and not bool(torch.isfinite(value).all()):
-            raise SpecError(
-                f"writing {'/'.join(leaf.key)} failed: expected {leaf.dtype} {leaf.shape}, got NaN or infinity. "
-                f"The env breaks its own spec: fix the env or the space it declares."
-            )
+            raise not_finite(leaf, values := value.numpy(force=True), np.isfinite(values))
         return value
 
     def flags(self, terminated: Any, truncated: Any) -> np.ndarray:

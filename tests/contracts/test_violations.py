@@ -89,6 +89,24 @@ class LeavesItsSpace(CountingEnv):
         self.spec = replace(self.spec, observation=(first, bounded))
 
 
+class Diverges(CountingEnv):
+    """Observes or pays what is no number from its second step on."""
+
+    def __init__(self, *, observed: float = 1.0, paid: float = 1.0) -> None:
+        super().__init__()
+        self.extra, self.paid = LeafSpec(("speed",), (2,), "float32"), paid
+        self.spec = replace(self.spec, observation=(*self.spec.observation, self.extra))
+        self.observed = observed
+
+    def _observe(self, action: int) -> list[Any]:
+        speed = np.array([0, self.observed if self.num_steps > 1 else 0], np.float32)
+        return [*super()._observe(action), speed]
+
+    def step(self, action: list[Any]) -> Any:
+        observation, reward, *ends = super().step(action)
+        return (observation, [self.paid] if self.num_steps > 1 else reward, *ends)
+
+
 class IgnoresMasks(BlockBatch):
     def reset(self, mask: Any) -> Any:
         return super().reset(None)
@@ -155,6 +173,9 @@ VIOLATIONS = [
     (6, Remembers, None, "something of an earlier episode outlives the reset"),
     (7, CountingEnv, LosesEnds, "the reset has overwritten the last observation"),
     (8, LeavesItsSpace, None, r"expected .* in \[0, 1\], got 2 at \(0, 0\) \(next, env 0, step 1\)"),
+    (8, partial(Diverges, observed=np.nan), None, r"expected speed without NaN, got nan at \(1,\) \(next, env 0, step"),
+    (8, partial(Diverges, paid=np.nan), None, r"expected reward finite, got nan at \(0,\) \(next, env 0, step 1"),
+    (8, partial(Diverges, paid=-np.inf), None, r"expected reward finite, got -inf at \(0,\) .*check_finite=True"),
     (9, ForgetsItsSteps, None, r"something that the env's future depends on is not in its state"),
     (7, CountingEnv, WritesMasks, "a reset changed the mask that it was given"),
 ]
@@ -174,6 +195,10 @@ def test_nothing_is_proved_without_an_end(rule: int) -> None:
         return
     with pytest.raises(ContractViolation, match="expected at least one episode end, saw none in 10 steps of 2 envs"):
         contract.check(rule)
+
+
+def test_an_unbounded_observation_may_be_infinite() -> None:
+    check_env_contract(partial(Diverges, observed=np.inf), num_steps=20)
 
 
 def test_a_side_value_is_copied_before_the_reset() -> None:

@@ -101,6 +101,10 @@ USER_MODULE = """
         return env.rand_action
 
 
+    def acts(td):
+        return td.set("action", td["done"].long())
+
+
     def stubborn():
         return lambda td: td.set("action", 2 * td["done"][:, 0].long() + 2)
 """
@@ -268,6 +272,16 @@ def test_a_policy_acts_and_what_it_adds_is_kept():
 def test_a_policy_factory_need_not_take_the_env():
     assert rollout(COUNTING, "--steps", "3", "--policy", "my_envs:stubborn", "--out", "kept").exit_code == 0
     assert (TensorDict.load_memmap("kept")["action"] == 2).all()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("command", ["rollout", "evaluate"])
+def test_a_policy_where_its_factory_is_expected_is_explained(command):
+    result = CliRunner().invoke(app, [command, COUNTING, "--policy", "my_envs:acts"])
+    assert isinstance(result.exception, TypeError)
+    notes = ["--policy names a function that gets the executor and returns the policy; my_envs:acts raised."]
+    assert result.exception.__notes__ == notes
 
 
 @pytest.mark.slow

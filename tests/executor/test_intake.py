@@ -161,6 +161,17 @@ def test_a_number_that_its_dtype_cannot_hold_is_illegal(domain):
         intake.read(TensorDict({"action": torch.tensor([0, 2**32 + 1, 0])}, [NUM_ENVS]), None)
 
 
+def test_a_missing_part_of_an_action_is_named_with_the_parts_that_are_there():
+    leaves = [LeafSpec(("action", name), (), "int64", Discrete(2)) for name in ("heat", "mode")]
+    intake, _ = intake_of(*leaves)
+    td = TensorDict({"observation": torch.zeros(NUM_ENVS)}, [NUM_ENVS])
+    with pytest.raises(ActionError, match=r"action/heat expected a key .* got none among \['observation'\]"):
+        intake.read(td, None)
+    td["action"] = TensorDict({"mode": torch.zeros(NUM_ENVS, dtype=torch.int64)}, [NUM_ENVS])
+    with pytest.raises(ActionError, match=r"action/heat expected a key .* got none among \['action/mode'\]"):
+        intake.read(td, None)
+
+
 def test_side_inputs_are_not_passed_over():
     note = LeafSpec(("note",), (), "", is_side=True)
     intake, _ = intake_of(LeafSpec(("action",), (), "int64", Discrete(2)), note)

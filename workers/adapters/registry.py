@@ -105,7 +105,7 @@ def find_adapter(env: Any, env_type: EnvType = "auto") -> type[Adapter]:
         raise FactoryError(
             f"the factory failed: expected an env of a known family, got {_qualified_name(type(env))}, which looks "
             f"like an env of gym, before Gymnasium. If it is one, say so: "
-            f"make_env=envherd.workers.adapters.OldGymFactory(make_env)."
+            f"make_env=envherd.OldGymFactory(make_env)."
         )
     known = ", ".join(sorted(_TABLE))
     raise FactoryError(

@@ -9,6 +9,8 @@ import numpy as np
 from envherd.shm.specs import DONE_KEYS, Box, EnvSpec, Key
 from envherd.workers.testing.batch import Row
 
+_FINITE = "Mend the env; in training, ExecutorOptions(check_finite=True) refuses such a step."
+
 
 class ContractViolation(AssertionError):
     """An env, or its executor, has broken a rule."""
@@ -37,19 +39,29 @@ def check_done(row: Row, where: str) -> None:
             )
 
 
-def check_bounds(row: Row, spec: EnvSpec, where: str) -> None:
-    """Raise unless the observations of a row are within the bounds of their spaces; NaN counts as within."""
+def check_values(row: Row, spec: EnvSpec, where: str) -> None:
+    """Raise unless the observations of a row are within the bounds of their spaces, and its rewards are finite."""
     for leaf in spec.observation:
-        if not isinstance(leaf.domain, Box) or leaf.is_side:
+        if leaf.is_side:
             continue
         value = row[leaf.key]
+        if (is_nan := np.not_equal(value, value)).any():
+            raise _violation(leaf.key, "without NaN", value, is_nan, where, _FINITE)
+        if not isinstance(leaf.domain, Box):
+            continue
         outside = (value < leaf.domain.low) | (value > leaf.domain.high)
         if outside.any():
-            at = tuple(map(int, np.argwhere(outside)[0]))
-            raise ContractViolation(
-                f"rule 8 is broken: expected {show_key(leaf.key)} in {leaf.domain}, got {value[at]} at {at} "
-                f"({where}). Mend the env's observation_space, or clip its observations."
-            )
+            advice = "Mend the env's observation_space, or clip its observations."
+            raise _violation(leaf.key, f"in {leaf.domain}", value, outside, where, advice)
+    for leaf in spec.reward:
+        if leaf.key in row and (infinite := ~np.isfinite(row[leaf.key])).any():
+            raise _violation(leaf.key, "finite", row[leaf.key], infinite, where, _FINITE)
+
+
+def _violation(key: Key, expected: str, value: Any, is_broken: Any, where: str, advice: str) -> ContractViolation:
+    at = tuple(map(int, np.argwhere(is_broken)[0]))
+    got = f"got {value[at]} at {at} ({where})"
+    return ContractViolation(f"rule 8 is broken: expected {show_key(key)} {expected}, {got}. {advice}")
 
 
 def has_ended(row: Row) -> bool:

@@ -16,7 +16,7 @@ The rules:
     5   `done` is `terminated | truncated`, everywhere
     6   the same seed and actions give the same data, bit for bit
     7   what was handed out is not changed by a later step or reset, nor is a caller's mask
-    8   observations are within the bounds of their spaces
+    8   observations are within the bounds of their spaces, and rewards are finite
     9   an env that is saved and restored continues with the same data (only for envs that can be saved)
     10  envs that share a process have the data that they have alone, pictures included (only with `together=N`)
 The contract fails if it saw no episode end: without one it has checked nothing.
@@ -40,8 +40,8 @@ from envherd.workers.random_values import draw
 from envherd.workers.testing.batch import Batch, BlockBatch, MakeBatch, MakeEnv, Row
 from envherd.workers.testing.compare import (
     ContractViolation,
-    check_bounds,
     check_done,
+    check_values,
     demand,
     equal,
     has_ended,
@@ -120,7 +120,7 @@ class Contract:
         5: "done is terminated or truncated",
         6: "the same seed and actions give the same data",
         7: "what was handed out is not changed by a later step or reset",
-        8: "observations are within the bounds of their spaces",
+        8: "observations are within the bounds of their spaces, and rewards are finite",
         9: "an env that is saved and restored continues with the same data",
         10: "envs in one process do not disturb each other",
     }
@@ -141,7 +141,7 @@ class Contract:
             5: self._check_flags,
             6: self._check_seeds,
             7: self._check_copies,
-            8: self._check_bounds,
+            8: self._check_values,
             9: self._check_saving,
             10: self._check_together,
         }
@@ -280,13 +280,13 @@ class Contract:
             compare_ends(7, within, by_hand, why)
         assert self._spread  # taking the trace has checked that masks are unchanged
 
-    def _check_bounds(self) -> None:
+    def _check_values(self) -> None:
         trace = self._pair[0]
         for env_id, row in enumerate(trace.first):
-            check_bounds(row, trace.specs[env_id], f"first root, env {env_id}")
+            check_values(row, trace.specs[env_id], f"first root, env {env_id}")
         for event in trace.events:
-            check_bounds(event.next, trace.specs[event.env_id], f"next, {event}")
-            check_bounds(event.root, trace.specs[event.env_id], f"root, {event}")
+            check_values(event.next, trace.specs[event.env_id], f"next, {event}")
+            check_values(event.root, trace.specs[event.env_id], f"root, {event}")
 
     def _check_saving(self) -> None:
         assert self._pair  # an episode has ended

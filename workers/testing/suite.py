@@ -52,25 +52,25 @@ class PartialResetContract:
         """Checked where an executor runs the envs."""
         self._check(4)
 
-    def test_rule_6_done_is_terminated_or_truncated(self) -> None:
+    def test_rule_5_done_is_terminated_or_truncated(self) -> None:
         """The three flags agree."""
         self._check(5)
 
-    def test_rule_7_seeds_decide(self) -> None:
+    def test_rule_6_seeds_decide(self) -> None:
         """The same seed and actions give the same data."""
         if not self.is_deterministic:
             raise unittest.SkipTest("is_deterministic is False")
         self._check(6)
 
-    def test_rule_10_what_was_handed_out_stays(self) -> None:
+    def test_rule_7_what_was_handed_out_stays(self) -> None:
         """No later step or reset changes it."""
         self._check(7)
 
-    def test_rule_11_observations_are_within_bounds(self) -> None:
-        """The bounds of the observation space."""
+    def test_rule_8_observations_and_rewards_are_within_bounds(self) -> None:
+        """The bounds of the observation space; rewards are finite."""
         self._check(8)
 
-    def test_rule_13_what_is_restored_continues(self) -> None:
+    def test_rule_9_what_is_restored_continues(self) -> None:
         """Only for envs that can be saved."""
         self._check(9)
 

@@ -111,7 +111,7 @@ class Blank(own.CountingEnv):
 def test_observations_that_are_missing_can_be_refused():
     with (
         started(2, lambda: Blank(max_steps=1), options=ExecutorOptions(check_finite=True)) as env,
-        pytest.raises(EnvError, match=r"observation failed.*got NaN"),
+        pytest.raises(EnvError, match=r"observation failed.*got nan"),
     ):
         env.rollout(3, lambda td: td.set("action", torch.ones(2, 1)))
 
