@@ -106,7 +106,10 @@ def render(results: Mapping[str, Any], pictures: Sequence[str]) -> str:
         "## Targets",
         to_markdown(sheet_of_targets(results)),
         "What stands in the way of those that are not met, and what was tried: [performance](performance.md).",
-        *(f"![{Path(path).stem}]({path})\n\n{_CAPTIONS[Path(path).stem]}" for path in pictures),
+        *(
+            f"![{_CAPTIONS[Path(path).stem].partition('.')[0]}]({path})\n\n{_CAPTIONS[Path(path).stem]}"
+            for path in pictures
+        ),
         "## Workloads",
         *(_section(sheet_of_workload(one)) for one in results.get("workloads", {}).values()),
         "## Starting, waiting, growing",
@@ -144,7 +147,7 @@ def _gate_text(results: Mapping[str, Any]) -> str:
     text += f"{thrown} tries did not."
     if rests:
         text += (
-            f" Before the workloads, with nothing of ours running, something waited for a processor {min(rests):.0%} "
+            f" While no workload ran, something waited for a processor {min(rests):.0%} "
             f"to {max(rests):.0%} of the time."
         )
     if slots == noisy:

@@ -73,7 +73,7 @@ def ratio_of(results: Results, workload: str, mine: str, theirs: str, *, by: str
 def _faster(
     results: Results, workload: str, peer: str, least: float, *, mine: str = ours.OURS, wall_only: bool = False
 ) -> Verdict:
-    text = f"{workload}: {mine} at least {least:g} times {peer}"
+    text = f"{workload}: {mine} at least {least:.3g} times {peer}"
     missing = _missing(results, workload, mine, peer)
     if missing:
         return Verdict(text, missing, "", "not measured")

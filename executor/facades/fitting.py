@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -51,3 +52,13 @@ def as_array(values: Any, dtype: np.dtype[Any] | None = None, of_agent: str = ""
             f"step failed: expected actions{of_agent} that are numbers, got {type(values).__name__} that numpy cannot "
             f"convert ({error}). No env was stepped."
         ) from None
+
+
+def refuse_unknown(actions: Collection[Any], agents: Collection[Any]) -> None:
+    """Raise an ActionError if an action is of none of the agents."""
+    unknown = set(actions).difference(agents)
+    if unknown:
+        raise ActionError(
+            f"step failed: expected actions of {', '.join(map(str, agents))}, got one of {unknown.pop()}. "
+            f"No env was stepped."
+        )

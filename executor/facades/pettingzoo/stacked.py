@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from envherd.executor.facades.fitting import refuse_unknown
 from envherd.executor.facades.leaf_spaces import Space, name_below, single_or_dict, space_of
 from envherd.shm.specs import EnvSpec, Key
 from envherd.workers.adapters import find_adapter
@@ -119,7 +120,7 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
         """Step once; return observations, rewards, terminations, truncations and infos, dicts by agent.
 
         Raises:
-            ActionError: an agent has no action. The env was not stepped.
+            ActionError: an agent has no action, or is unknown. The env was not stepped.
         """
         given = self._stacked(actions)
         agents = self.possible_agents
@@ -163,6 +164,7 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
             raise ActionError(
                 f"step failed: expected an action of each agent, got none of {missing[0]}. The env was not stepped."
             )
+        refuse_unknown(actions, self.possible_agents)
         stacked = []
         for name, dtype, start, shape in zip(self._acted, self._dtypes, self._starts, self._shapes, strict=True):
             own = [actions[agent] if len(self._acted) == 1 else actions[agent][name] for agent in self.possible_agents]

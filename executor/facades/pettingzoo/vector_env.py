@@ -18,7 +18,7 @@ from gymnasium.vector.utils import create_empty_array
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.columns import LatestColumn
-from envherd.executor.facades.fitting import fitted
+from envherd.executor.facades.fitting import fitted, refuse_unknown
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.facades.gymnasium.spaces import Description
 from envherd.executor.facades.pettingzoo.worker import ACTIVE, AGENTS, REWARD, ParallelFactory
@@ -191,7 +191,8 @@ class ParallelVectorEnv:
             observations with `copy=False`.
 
         Raises:
-            ActionError: an agent that is present has no action, or actions do not fit its space. No env was stepped.
+            ActionError: an agent that is present has no action, an agent is unknown, or actions do not fit its space.
+                No env was stepped.
             EnvError: an env raised; it is also of the type that was raised. WorkerLost, WorkerTimeout.
         """
         self.step_async(actions)
@@ -216,6 +217,7 @@ class ParallelVectorEnv:
             raise ActionError(
                 f"step failed: expected a dict of actions by agent, got {type(actions).__name__}. No env was stepped."
             )
+        refuse_unknown(actions, self.possible_agents)
         complete = {}
         for agent in self.possible_agents:
             space = self._actions[agent]

@@ -328,6 +328,8 @@ def test_errors_name_this_class_and_its_calls():
     envs.reset()
     with pytest.raises(ActionError, match="expected a dict of actions by agent, got ndarray"):
         envs.step(np.zeros(2))
+    with pytest.raises(ActionError, match="expected actions of 0, 1, got one of 2"):
+        envs.step({**actions, 2: actions[0]})
     for _ in range(2):
         envs.step(actions)
     with pytest.raises(ResetNeeded, match=r"Call reset\(\), or reset\(options={'reset_mask': mask}\)"):
@@ -493,4 +495,6 @@ def test_stacked_agents_need_no_pettingzoo(monkeypatch):
     env = importlib.import_module(name).parallel_env(AgentsEnv)
     observations, _ = env.reset(seed=0)
     assert list(observations) == env.possible_agents == env.agents
+    with pytest.raises(ActionError, match="got one of nobody"):
+        env.step(dict.fromkeys([*env.agents, "nobody"], 0))
     env.close()
