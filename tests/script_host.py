@@ -107,6 +107,19 @@ class ScriptHost:
                 self._process.wait(1.0)
 
 
+def descendants(pid: int) -> set[str]:
+    """Return the ids of a process's living descendants, without a host, which serves all test processes of a run."""
+    found: set[str] = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in task.read_text().split():
+                with contextlib.suppress(OSError):
+                    is_host = __file__.encode() in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+                    if not is_host and Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                        found |= {child} | descendants(int(child))
+    return found
+
+
 def serve(listener: socket.socket) -> None:
     """Fork a process for each connection until all have ended; in the fork for a job, return after its script."""
     for name in _IMPORTED:

@@ -7,16 +7,18 @@ on any node.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.conftest import Possessions
 from tests.extras import skip_without
+from tests.script_host import descendants
 
 _STORE_BYTES = 80 * 2**20
 #: A node whose raylet is silent is dead after some seconds, rather than most of a minute.
@@ -60,13 +62,11 @@ def cluster() -> Iterator[Any]:
 def hosts() -> list[str]:
     """Return envherd's descendants of this process: hosts, helpers, workers."""
     found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            line = " ".join(process.cmdline())
-        except psutil.Error:
-            continue
-        if "NodeHost" in line or "envherd.workers" in line:
-            found.append(f"process {process.pid}: {line[:200]}")
+    for pid in sorted(descendants(os.getpid())):
+        with contextlib.suppress(OSError):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if "NodeHost" in line or "envherd.workers" in line:
+                found.append(f"process {pid}: {line[:200]}")
     return found
 
 

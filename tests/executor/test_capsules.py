@@ -36,6 +36,8 @@ from envherd.workers.testing.faults import BROKEN, FaultyEnv
 from tests.executor.calls import TWO_WORKERS
 from tests.executor.drives import DRIVES, act
 
+pytestmark = pytest.mark.preloads()
+
 FAULTY = "python:envherd.workers.testing.faults:FaultyEnv"
 HERE = "tests.executor.test_capsules"
 

@@ -172,10 +172,15 @@ if not torch.cuda.is_available():
 
 
 @pytest.fixture(scope="module")
-def env():
+def cartpoles():
     with SerialEnv(4, make_cartpole, seed=0) as env:
-        env.reset()
         yield env
+
+
+@pytest.fixture
+def env(cartpoles):
+    cartpoles.reset()
+    return cartpoles
 
 
 @needs("gymnasium")
@@ -187,7 +192,6 @@ def test_a_mistake_is_named_with_what_to_write_instead(env, name):
     whole = "".join(traceback.format_exception_only(caught.value))
     assert re.search(text, whole), whole
     assert whole.count("Did you mean") <= 1
-    env.reset()
 
 
 @needs("gymnasium", "media")

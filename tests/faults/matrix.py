@@ -33,6 +33,7 @@ from envherd.executor.protocol.env_states import FOLLOWS, Event, State
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from envherd.workers.testing.faults import BAD_OBSERVATIONS, DEATHS, EXCEPTIONS, HANGS
 from tests.conftest import shm_names
+from tests.script_host import descendants
 
 NUM_ENVS, VICTIM = 3, 1
 #: Numbers of envs in the victim's worker and in the other one.
@@ -390,18 +391,7 @@ def _brief(seen: Any) -> str:
 
 def _held() -> tuple[set[str], set[str], set[str]]:
     """Return this process's descendants, descriptors and its names in /dev/shm."""
-    return _descendants(os.getpid()), set(os.listdir("/proc/self/fd")), shm_names()
-
-
-def _descendants(pid: int) -> set[str]:
-    found: set[str] = set()
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in task.read_text().split():
-                with contextlib.suppress(OSError):
-                    if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                        found |= {child} | _descendants(int(child))
-    return found
+    return descendants(os.getpid()), set(os.listdir("/proc/self/fd")), shm_names()
 
 
 def _left(before: tuple[set[str], set[str], set[str]]) -> list[str]:
