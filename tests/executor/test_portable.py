@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ from envherd.shm.segment import NAMES
 from envherd.workers.adapters.named import NamedFactory, PettingZooFactory
 from envherd.workers.interpreters import InPython
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, TextEnv
-from tests.executor.costly_envs import CostlyResetsEnv
+from tests.executor.costly_envs import CostlyResetsEnv, ParentEnv
 from tests.executor.test_lifecycle import is_running
 from tests.extras import needs
 from tests.gates import wait_for
@@ -180,16 +179,6 @@ def test_a_worker_obeys_signals_that_its_owner_ignores_and_is_killed_first_for_m
         signal.signal(signal.SIGTERM, before)
 
 
-class ParentEnv(CountingEnv):
-    """Starts a process of `multiprocessing` when it is built."""
-
-    def __init__(self):
-        super().__init__()
-        child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
-        child.start()
-        self.child = child.pid
-
-
 def test_processes_of_envs_end_with_their_worker_and_recycled_workers_are_replaced():
     with portable(1, ParentEnv, num_workers=1, options={"recycle_after": 1}) as env:
         first = env.get("child")[0]
@@ -304,7 +293,7 @@ def test_a_script_that_multiprocessing_runs_again_is_shown_the_guard(monkeypatch
 
 
 def test_an_env_is_sized_without_what_the_pool_does_not_have():
-    sizing = recommend(CostlyResetsEnv, budget_s=4.0, options=ExecutorOptions(start_method="portable"))
+    sizing = recommend(CostlyResetsEnv, budget_s=1.0, options=ExecutorOptions(start_method="portable"))
     assert not any(run.setting.reset_ahead for run in sizing.runs)
 
 

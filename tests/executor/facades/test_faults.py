@@ -279,9 +279,9 @@ def test_faults_that_no_worker_is_lost_for(kind: Any, start: Any, tmp_path: Any)
 @pytest.mark.parametrize(("action", "error"), [(DIES, WorkerLost), (HANGS, WorkerTimeout)], ids=["dies", "hangs"])
 @each
 def test_a_worker_that_is_lost_is_named(kind: Any, start: Any, action: int, error: Any) -> None:
-    driver = start(step_timeout_s=1.0)
+    driver = start(step_timeout_s=0.5)
     driver.reset()
-    with pytest.raises(error, match=r"SIGKILL.*\(env 1," if action == DIES else r"no answer within 1 s.*env 1"):
+    with pytest.raises(error, match=r"SIGKILL.*\(env 1," if action == DIES else r"no answer within 0\.5 s.*env 1"):
         driver.step([GOES_ON, action])
     with pytest.raises(error):
         driver.reset()
