@@ -22,6 +22,7 @@ from envherd.executor import (
     WorkerTimeout,
 )
 from envherd.executor.sizing.recommending import recommend
+from envherd.executor.sizing.settings import Goal
 from envherd.shm.segment import NAMES
 from envherd.workers.adapters.named import NamedFactory, PettingZooFactory
 from envherd.workers.interpreters import InPython
@@ -293,7 +294,9 @@ def test_a_script_that_multiprocessing_runs_again_is_shown_the_guard(monkeypatch
 
 
 def test_an_env_is_sized_without_what_the_pool_does_not_have():
-    sizing = recommend(CostlyResetsEnv, budget_s=1.0, options=ExecutorOptions(start_method="portable"))
+    sizing = recommend(
+        CostlyResetsEnv, goal=Goal(num_envs=2), budget_s=1.0, options=ExecutorOptions(start_method="portable")
+    )
     assert not any(run.setting.reset_ahead for run in sizing.runs)
 
 

@@ -81,7 +81,7 @@ def only(num_envs: int, env_id: int) -> TensorDict:
 
 def test_an_interrupt_while_a_loss_is_noticed_in_another_envs_reset(monkeypatch):
     """All envs of the lost worker need a reset, and their rows say so."""
-    for interrupt in at_each(Interrupt, scaled(3, full=1)):
+    for interrupt in at_each(Interrupt, scaled(7, full=1)):
         with contextlib.closing(simulated(monkeypatch, [[0, 1], [2]])) as env:
             env.reset()
             env._pool.crew.workers[0].kill()
@@ -109,8 +109,9 @@ def test_an_interrupt_while_the_second_of_two_lost_workers_is_replaced(monkeypat
 def test_two_interrupts_while_envs_are_sent(monkeypatch):
     """An env of which nobody knows whether it was given its step needs a reset, and its row says so."""
     names, num_in_doubt = {"_submit", "submit", "write"}, 0  # "write": without C
+    stride = scaled(17, full=7)
     for line in range(1, 100):
-        for second in at_each(Interrupt, stride=7, first=1 + line % 7):
+        for second in at_each(Interrupt, stride, first=1 + line % stride):
             with contextlib.closing(simulated(monkeypatch, [[0], [1]], **RESTARTS)) as env:
                 env.reset()
                 was_hit = interrupted(lambda: env.send(actions(2)), InterruptIn(line, names))  # at once
