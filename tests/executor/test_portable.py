@@ -245,26 +245,6 @@ def _files():
     return {name for name in names if name.startswith((NAMES, "envherd-log-"))}
 
 
-LACKING = Path(__file__).parents[1] / "lacking"
-
-
-@pytest.mark.parametrize("system", ["windows", "macos", "sandbox"])
-def test_a_script_works_without_what_another_system_lacks(system):
-    """The same script, with calls, names and modules taken from envherd in it and in its workers."""
-    variables = {
-        **os.environ,
-        "ENVHERD_LACKS": system,
-        "ENVHERD_NATIVE": "0",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, [LACKING, LACKING.parents[1], *sys.path])),
-    }
-    command = [sys.executable, str(LACKING / "everything.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "everything works\n"
-    assert done.stderr.count("in the portable pool, because this system lacks: memfd_create") == 1
-
-
 _UNGUARDED = """
 import multiprocessing, time
 from envherd.executor import ExecutorOptions, ParallelEnv
@@ -300,17 +280,19 @@ def test_an_env_is_sized_without_what_the_pool_does_not_have():
     assert not any(run.setting.reset_ahead for run in sizing.runs)
 
 
-#: Calls that are missing or refused alone, or in strange company; `tests.lacking.subsets` has more.
+#: What is taken from envherd in a script and in its workers: calls that are missing or refused alone, or in strange
+#: company; `tests.lacking.subsets` has more.
 PARTS = (
+    *("windows", "macos", "sandbox"),  # the calls, names and modules that another system lacks
     "os.memfd_create! signal.pthread_sigmask! os.posix_fallocate! resource.getrlimit! os.killpg! os.kill! /proc",
     "libc.sem_init os.sched_getaffinity! os.sched_yield! mmap.PROT_READ time.CLOCK_MONOTONIC",
     "os.getppid! faulthandler.register",
 )
 
 
-def test_a_program_works_where_parts_of_linux_are_missing():
+def test_a_program_works_without_what_another_system_lacks_and_where_parts_of_linux_are_missing():
     command = [sys.executable, "-m", "tests.lacking.subsets", *(word for part in PARTS for word in ("--words", part))]
-    root = LACKING.parents[1]
+    root = Path(__file__).parents[2]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [root, *sys.path]))}
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=variables, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -229,11 +229,9 @@ def test_a_device_that_is_not_there_is_named():
 class Sleeper(own.CountingEnv):
     """Warns when it is built, and hangs in one method."""
 
-    def __init__(self, where="", **kwargs):
+    def __init__(self, **kwargs):
         warnings.warn("the level is deprecated", stacklevel=2)
         super().__init__(**kwargs)
-        if where == "build":
-            self.sleep()
 
     def sleep(self):
         time.sleep(600)
@@ -262,13 +260,6 @@ def test_warnings_are_seen_and_whatever_is_asked_of_envs_has_a_deadline(capfd):
             with pytest.raises(WorkerTimeout, match="in sleep"):
                 call(env)
             assert env.rollout(2).shape == (1, 2)
-
-
-@pytest.mark.broken_pool
-def test_starting_has_a_deadline():
-    options = ExecutorOptions(build_timeout_s=3.0, close_timeout_s=1.0)
-    with pytest.raises(WorkerTimeout, match="in sleep"):
-        ParallelEnv(1, Sleeper, create_env_kwargs={"where": "build"}, options=options)
 
 
 # ---- what the machine has -------------------------------------------------------------------------
