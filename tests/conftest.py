@@ -26,6 +26,7 @@ from hypothesis import settings
 import envherd.workers.adapters.hosts.light_tensorboard  # noqa: F401  # before a test imports Stable-Baselines3
 from envherd.shm import platforms
 from envherd.shm.segment import NAMES
+from envherd.workers import processes
 from tests.scale import IS_FULL
 from tests.script_host import ScriptHost
 
@@ -93,6 +94,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _LONG.index(groups[item]) if groups[item] in _LONG else len(_LONG))
 
 
+def pytest_collection_finish() -> None:
+    """Leave what is imported by now to no garbage collection: one over all of it takes most of a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Run the tests of a file in one process, and so the files of a group, to share their fixtures."""
@@ -134,10 +141,15 @@ def _descriptors() -> dict[int, str]:
     return found
 
 
+def descendants() -> set[int]:
+    """Return the pids of all running descendants of this process."""
+    return {pid for pid in processes.descendants(os.getpid())[1:] if not _has_ended(pid)}
+
+
 def command(pid: int | str) -> str:
-    """Return the beginning of a process's command line."""
+    """Return a process's command line."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return "(gone)"
 
 
@@ -197,7 +209,7 @@ class Possessions:
     def gained(self) -> list[str]:
         """Return the resources that were gained since."""
         now = Possessions()
-        found = [f"process {pid}: {command(pid)}" for pid in sorted(now.children - self.children)]
+        found = [f"process {pid}: {command(pid)[:200]}" for pid in sorted(now.children - self.children)]
         found += [
             f"descriptor {fd}: {target}"
             for fd, target in now.descriptors.items()

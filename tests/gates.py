@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,16 +50,23 @@ def wait_for(happened: Callable[[], Any], complaint: str = "it did not happen") 
         time.sleep(0.005)
 
 
+def files_of(thread_id: int) -> list[str]:
+    """Return the files of the functions that a thread is in."""
+    return [frame.filename for frame in traceback.extract_stack(sys._current_frames()[thread_id])]
+
+
 def interrupt(gate: Gate, call: Callable[[], Any]) -> None:
     """Make a call; send SIGINT to this process once an env waits at the gate, and then open the gate.
 
     Requires that the call raises KeyboardInterrupt.
     """
+    caller = threading.get_ident()
 
     def kill() -> None:
         with contextlib.suppress(AssertionError):
             gate.await_somebody()
-        time.sleep(0.05)  # an env may have waited before the call: give the call time to begin
+            wait_for(lambda: any("/executor/" in file and "/tests/" not in file for file in files_of(caller)))
+        time.sleep(0.05)  # an env may have waited before the call: from its begin to its wait
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=kill)

@@ -50,8 +50,8 @@ def test_no_example_is_forgotten():
 @pytest.mark.parametrize(
     ("name", "short", "number"),
     [
-        ("branch_explore", ("--rounds", "40"), r"(\d+) cells"),
-        ("branch_groups", ("--groups", "20"), r"gradients ([\d.]+)"),
+        ("branch_explore", ("--rounds", "16"), r"(\d+) cells"),
+        ("branch_groups", ("--groups", "5"), r"gradients ([\d.]+)"),
     ],
 )
 def test_branches_do_better_than_the_same_steps_without(run_example, name, short, number):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import time
@@ -33,15 +34,22 @@ needs_c = pytest.mark.skipif(native.load() is None, reason="the C extension was 
 IN_WORKER = re.compile(r"workers/|shm/")
 
 
+@functools.cache
+def file_of(name: str) -> str | None:
+    """Return a file of the package relative to the checkout, or None for another file."""
+    file = Path(name).resolve()
+    is_ours = file.is_relative_to(ROOT) and file.relative_to(ROOT).parts[0] in ("executor", "workers", "shm")
+    return file.relative_to(ROOT).as_posix() if is_ours else None
+
+
 def calls_in(call: Callable[[], Any]) -> list[Call]:
     """Return the calls of functions of the project, in Python and of the caller's C, that a call makes."""
     found: list[Call] = []
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
-            file = Path(frame.f_code.co_filename).resolve()
-            if file.is_relative_to(ROOT) and file.relative_to(ROOT).parts[0] in ("executor", "workers", "shm"):
-                found.append((file.relative_to(ROOT).as_posix(), frame.f_code.co_qualname.partition(".<locals>")[0]))
+            if file := file_of(frame.f_code.co_filename):
+                found.append((file, frame.f_code.co_qualname.partition(".<locals>")[0]))
         elif event == "c_call" and type(getattr(arg, "__self__", None)).__module__.endswith("_native"):
             kind = type(arg.__self__).__name__.lower()
             found.append((f"executor/native/{kind}.c", f"{kind}_{arg.__name__}"))
@@ -97,7 +105,7 @@ def received(env: Any, most: int = 0) -> list[Call]:
 
 def opened(*, is_plain: bool) -> ParallelEnv:
     options = ExecutorOptions() if is_plain else ExecutorOptions(infos="plain")
-    return ParallelEnv(4, lambda: CountingEnv(LENGTH), num_workers=1, seed=0, options=options)
+    return ParallelEnv(4, functools.partial(CountingEnv, LENGTH), num_workers=1, seed=0, options=options)
 
 
 @needs_c

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from benchmarks.accounting import Meter, Usage, busy_ns, started_by, usage_of
+from tests.gates import wait_for
 
 #: Uses a number of seconds of processor time in two threads, reports that, and sleeps.
 BURNER = """
@@ -43,11 +45,9 @@ def burner():
 
 
 def wait_until_idle(pid: int) -> None:
-    """Wait until a process sleeps."""
-    last = -1
-    while (now := usage_of([pid]).run_ns) != last:
-        last = now
-        time.sleep(0.1)
+    """Wait until all threads of a process sleep; one that only waits for a processor does not."""
+    files = [*Path(f"/proc/{pid}/task").glob("*/stat")]
+    wait_for(lambda: all(file.read_text().rpartition(")")[2].split()[0] == "S" for file in files))
 
 
 @pytest.mark.slow

@@ -152,7 +152,7 @@ def test_an_env_lost_with_its_host_goes_on_as_one_lost_with_its_worker():
     assert found[0][2:] == found[1][2:]
 
 
-@pytest.mark.parametrize("on_worker_loss", ["raise", "restart"])
+@pytest.mark.parametrize("on_worker_loss", [pytest.param("raise", marks=pytest.mark.full), "restart"])
 def test_a_host_that_is_lost_in_a_remote_rollout_is_raised_or_its_successor_makes_it_again(tmp_path, on_worker_loss):
     gate = tmp_path / "gate"
     options = ExecutorOptions(on_worker_loss=on_worker_loss)

@@ -7,6 +7,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
+@pytest.mark.full
 def test_ray_step_is_as_on_one_machine(cluster, run_example):
     printed = run_example("ray_step", "--address", cluster.address)
     assert "(3, 3) envs on 2 nodes" in printed

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
-import torch
 
 from envherd.shm.specs import Key
 from tests.contracts.plain_loops import MakeEnv, Result, Values
+
+if TYPE_CHECKING:
+    import torch
 
 #: The seeds of rows in a partial reset: none, `seed` + row, or `seed` + index among the reset rows.
 PartialSeeds = Literal["none", "row", "place"]
@@ -149,6 +151,8 @@ class PlainVmas:
         return {(self.group, "observation"): _of_agents(observations)}
 
     def step(self, action: Mapping[Key, np.ndarray]) -> Result:
+        import torch
+
         with self._alone():
             stepped = self.env.step(list(torch.from_numpy(action[self.group, "action"]).unbind(1)))
         observations, rewards, terminated, truncated, infos = stepped
@@ -182,6 +186,8 @@ class PlainSimulator:
     def __init__(
         self, make_env: MakeEnv, reset_rows: Callable[[Any, torch.Tensor], Any], *, resets_itself: bool
     ) -> None:
+        import torch
+
         self.env = make_env()
         self._reset_rows, self._resets_itself = reset_rows, resets_itself
         self._random_state = torch.get_rng_state()
@@ -190,6 +196,8 @@ class PlainSimulator:
         self._has_begun: Any = False  # bool `[B]`: rows that only the simulator has reset
 
     def reset(self, seed: int, mask: np.ndarray | None = None) -> Values:
+        import torch
+
         with self._alone():
             if mask is None:
                 self._has_begun = False
@@ -206,6 +214,8 @@ class PlainSimulator:
         return self._now
 
     def step(self, action: Mapping[Key, np.ndarray]) -> Result:
+        import torch
+
         with self._alone():
             observations, reward, *flags, extras = self.env.step(torch.from_numpy(action["action",].copy()))
         terminated, truncated = (flag.numpy().copy() for flag in flags)
@@ -222,6 +232,8 @@ class PlainSimulator:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
+        import torch
+
         before = torch.get_rng_state()
         torch.set_rng_state(self._random_state)
         yield
@@ -238,6 +250,8 @@ def _copied(values: Values) -> Values:
 
 
 def _of_agents(values: Sequence[torch.Tensor]) -> np.ndarray:
+    import torch
+
     array: np.ndarray = torch.stack(list(values), 1).numpy()
     return array
 

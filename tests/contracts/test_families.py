@@ -12,6 +12,7 @@ from tests.contracts.families import FAMILIES, gymnasium_env
 from tests.extras import skip_without
 from tests.scale import scaled
 
+IN_FULL = scaled(part=False, full=True)
 #: In an ordinary run the matrix covers processes of other families; it also drives them through both executors.
 IN_PROCESSES = scaled(("gymnasium_cartpole",), full=tuple(FAMILIES))
 CASES = [
@@ -20,6 +21,7 @@ CASES = [
     for how in BATCHES
     if family.is_ordinary or (how == "block" and not family.is_slow and not family.is_only_in_full)
     if how in ("block", "serial") or name in IN_PROCESSES
+    if how != "block" or not family.is_slow or IN_FULL
 ]
 
 

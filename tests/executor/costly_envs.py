@@ -1,5 +1,6 @@
-"""An env whose module imports little, so that workers start soon."""
+"""Envs whose module imports little, so that workers start soon."""
 
+import multiprocessing
 import time
 
 from envherd.workers.testing import CountingEnv
@@ -18,3 +19,13 @@ class CostlyResetsEnv(CountingEnv):
     def reset(self, *args):
         time.sleep(0.03)
         return super().reset(*args)
+
+
+class ParentEnv(CountingEnv):
+    """Starts a process of `multiprocessing` when it is built."""
+
+    def __init__(self):
+        super().__init__()
+        child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+        child.start()
+        self.child = child.pid

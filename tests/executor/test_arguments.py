@@ -18,7 +18,6 @@ from envherd import (
     ActionError,
     AsyncCollector,
     Collector,
-    EnvError,
     ExecutorOptions,
     FactoryError,
     ParallelEnv,
@@ -310,11 +309,7 @@ def test_a_rollout_that_is_cut_short_says_so_each_time(caplog):
             assert "break_when_any_done=False" in message
 
 
-def test_a_mask_of_a_wrong_shape_is_still_named(env):
-    with pytest.raises(ValueError, match=r"expected a bool mask.*TensorDict\({'_reset': mask}, \[num_envs\]\)"):
-        env.reset(TensorDict({"_reset": torch.ones(3, dtype=torch.bool)}, [3]))
-    with pytest.raises(TypeError, match=r"got a torch.Tensor\. .*TensorDict\({'_reset': mask}, \[num_envs\]\)"):
-        env.reset(torch.ones(2, dtype=torch.bool))
+def test_a_processor_that_is_not_there_is_named():
     with pytest.raises(ValueError, match="ExecutorOptions failed: expected affinity"):
         ParallelEnv(1, CountingEnv, options=ExecutorOptions(affinity=(99_999,)))
 
@@ -343,11 +338,6 @@ def raises_type_error():
     raise TypeError("of another kind")
 
 
-def test_numbers_of_workers_include_auto():
-    with pytest.raises(ValueError, match="expected an int of at least 1, 'auto' or None, got 'Auto'"):
-        ParallelEnv(2, CountingEnv, num_workers="Auto")
-
-
 def test_a_policy_device_that_is_not_there_is_named(env):
     with pytest.raises(ValueError, match="expected policy_device as a device of this machine, got 'cuda:99'"):
         Collector(env, act, frames_per_batch=8, policy_device="cuda:99", close_env=False)
@@ -374,24 +364,6 @@ class Cut(gymnasium.Env):
 
     def step(self, action):
         return np.zeros(1, np.float32), 0.0, False, False, {}
-
-
-class Old(Cut):
-    def reset(self):
-        return np.zeros(1, np.float32)
-
-
-def test_an_old_reset_names_the_factory_for_it():
-    message = r"keyword argument 'seed'.*make_env=envherd\.OldGymFactory\("
-    with SerialEnv(1, Old) as env, pytest.raises(EnvError, match=message):
-        env.reset()
-
-
-def test_a_checkpoint_in_place_of_the_envs_state_is_named(env):
-    with pytest.raises(
-        ValueError, match=r"none of env 0 among \['env', 'policy'\]\. Pass what state_dict\(\) returned"
-    ):
-        env.load_state_dict({"env": {}, "policy": {}})
 
 
 def test_a_collector_knows_how_many_batches_it_has(env):

@@ -458,9 +458,11 @@ def test_an_env_that_hangs_is_given_up_while_others_answer(tmp_path, deadline_s)
         AsyncCollector(env, policy, frames_per_batch=20, deadline_s=deadline_s) as collector,
     ):
         end = time.monotonic() + 60
-        while not collector.collect()["next", "interrupted"].any():
+        is_given_up = False
+        while not is_given_up:  # on a busy machine the other one may also be late
             assert time.monotonic() < end, "the env that hangs was never given up"
-        assert env.statistics().worker_losses == 1
+            data = collector.collect()
+            is_given_up = data["next", "interrupted"][data["env_ids"] == 0].any()
 
 
 @pytest.mark.slow

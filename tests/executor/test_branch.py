@@ -35,6 +35,7 @@ from tests.executor.calls import act, kill, only
 from tests.executor.test_lifecycle import is_running
 from tests.faults.test_interrupts import Interrupt, at_each, tracing
 from tests.gates import wait_for
+from tests.scale import scaled
 
 pytestmark = pytest.mark.slow
 
@@ -419,7 +420,7 @@ class Strike(Interrupt):
 @pytest.mark.timeout(280)
 def test_an_interrupt_leaves_targets_unchanged_copied_or_to_be_reset():
     with walks(3, isolate_rng=True) as env:
-        for interrupt in at_each(Strike, 7, least=10):
+        for interrupt in at_each(Strike, scaled(19, full=7), least=10):
             env.reset()
             stale = data_of(env, 1)[0].clone()
             with tracing(interrupt):
@@ -458,7 +459,11 @@ if sys.argv[1] == "is killed in a branch":
 
 @pytest.mark.parametrize(
     ("end", "after_s"),
-    [("is killed", 0), ("returns", 0), *(("is killed in a branch", time_s) for time_s in (0.1, 0.17, 0.23, 0.31))],
+    [
+        ("is killed", 0),
+        ("returns", 0),
+        *(("is killed in a branch", time_s) for time_s in scaled((0.17,), full=(0.1, 0.17, 0.23, 0.31))),
+    ],
 )
 def test_copies_end_with_their_owner(end, after_s, script_host, tmp_path):
     script = tmp_path / "owner.py"
@@ -472,14 +477,13 @@ def test_copies_end_with_their_owner(end, after_s, script_host, tmp_path):
 
 @pytest.mark.broken_pool
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("seed", range(2))
-def test_random_branches_while_workers_die(seed):
-    rng = random.Random(seed)
+def test_random_branches_while_workers_die():
+    rng, most = random.Random(0), scaled(30, full=200)
     num_envs, num_branches = 4, 0
     options = ExecutorOptions(on_worker_loss="restart", max_restarts=10_000, restart_window_s=0.001)
-    with stepped(ParallelEnv(num_envs, Walk, num_workers=num_envs, seed=seed, options=options), 0) as env:
+    with stepped(ParallelEnv(num_envs, Walk, num_workers=num_envs, seed=0, options=options), 0) as env:
         timers: list[threading.Timer] = []
-        while num_branches < 50:
+        while num_branches < most:
             if rng.random() < 0.3:
                 pid = env.statistics().workers[rng.randrange(num_envs)].pid
                 timers.append(threading.Timer(rng.random() * 0.05, kill_one, (pid, env)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -10,74 +11,68 @@ import gymnasium
 import pytest
 import torch
 
-from envherd.executor import ParallelEnv
+from envherd.executor import MeltingPotFactory, ParallelEnv
+from tests.extras import needs
 
-pytestmark = pytest.mark.slow
+#: Imported once by a helper, rather than by each worker.
+PRELOADED = tuple(
+    name
+    for name in (
+        "Box2D",
+        "mujoco",
+        "ale_py",
+        "minigrid",
+        "vmas",
+        "torchrl.envs",
+        "dm_control.suite",
+        "meltingpot.substrate",
+    )
+    if importlib.util.find_spec(name.partition(".")[0]) is not None
+)
+pytestmark = [pytest.mark.slow, pytest.mark.preloads(*PRELOADED)]
 
 
 def make_gymnasium(name: str, package: str) -> Any:
-    pytest.importorskip(package)
-    return functools.partial(_make_gymnasium, name, package)
-
-
-def _make_gymnasium(name: str, package: str) -> Any:
     __import__(package)
     return gymnasium.make(name)
 
 
 def make_control(domain: str, task: str) -> Any:
-    suite = pytest.importorskip("dm_control.suite")
-    return functools.partial(suite.load, domain, task)
+    from dm_control import suite
 
-
-def make_meltingpot(name: str) -> Any:
-    pytest.importorskip("meltingpot")
-    from envherd import MeltingPotFactory
-
-    return MeltingPotFactory(name, deterministic=True)
+    return suite.load(domain, task)
 
 
 def make_torchrl() -> Any:
-    pytest.importorskip("torchrl")
-    return _make_torchrl
-
-
-def _make_torchrl() -> Any:
     from torchrl.envs import GymEnv
 
     return GymEnv("Pendulum-v1")
 
 
 def make_vmas() -> Any:
-    pytest.importorskip("vmas")
-    return _make_vmas
-
-
-def _make_vmas() -> Any:
     import vmas
 
     return vmas.make_env("balance", num_envs=4, seed=0)
 
 
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "CartPole": functools.partial(make_gymnasium, "CartPole-v1", "gymnasium"),
-    "LunarLander": functools.partial(make_gymnasium, "LunarLander-v3", "Box2D"),
-    "HalfCheetah": functools.partial(make_gymnasium, "HalfCheetah-v5", "mujoco"),
-    "Pong": functools.partial(make_gymnasium, "ALE/Pong-v5", "ale_py"),
-    "MiniGrid": functools.partial(make_gymnasium, "MiniGrid-DoorKey-8x8-v0", "minigrid"),
-    "TorchRL": make_torchrl,
-    "VMAS": make_vmas,
-    "dm_control": functools.partial(make_control, "cheetah", "run"),
-    "commons_harvest": functools.partial(make_meltingpot, "commons_harvest__open"),
-    "coins": functools.partial(make_meltingpot, "coins"),
-    "clean_up": functools.partial(make_meltingpot, "clean_up"),
+#: Family -> its factory, and the extra that it needs.
+FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
+    "CartPole": (functools.partial(make_gymnasium, "CartPole-v1", "gymnasium"), "gymnasium"),
+    "LunarLander": (functools.partial(make_gymnasium, "LunarLander-v3", "Box2D"), "box2d"),
+    "HalfCheetah": (functools.partial(make_gymnasium, "HalfCheetah-v5", "mujoco"), "mujoco"),
+    "Pong": (functools.partial(make_gymnasium, "ALE/Pong-v5", "ale_py"), "atari"),
+    "MiniGrid": (functools.partial(make_gymnasium, "MiniGrid-DoorKey-8x8-v0", "minigrid"), "minigrid"),
+    "TorchRL": (make_torchrl, "torchrl"),
+    "VMAS": (make_vmas, "vmas"),
+    "dm_control": (functools.partial(make_control, "cheetah", "run"), "dm-control"),
+    "commons_harvest": (MeltingPotFactory("commons_harvest__open", deterministic=True), "meltingpot"),
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(extra)) for name, (_, extra) in FAMILIES.items()])
 def test_copies_return_equal_bytes(name):
     num_equal = 0
-    with ParallelEnv(3, FAMILIES[name](), num_workers=3, seed=3) as env:
+    with ParallelEnv(3, FAMILIES[name][0], num_workers=3, seed=3) as env:
         td = env.reset()
         for _ in range(50):
             td = env.step_and_maybe_reset(env.rand_action(td))[1]

@@ -142,7 +142,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "the whole checkpoint": (
         lambda env: env.load_state_dict({"policy": {}, "env": {}}),
         ValueError,
-        r"among \['env', 'policy'\]\. Pass what state_dict\(\) returned",
+        r"none of env 0 among \['env', 'policy'\]\. Pass what state_dict\(\) returned",
     ),
     "observations outside their space": (
         lambda _: check_env_contract(Outside, num_steps=10),
@@ -172,10 +172,15 @@ if not torch.cuda.is_available():
 
 
 @pytest.fixture(scope="module")
-def env():
+def cartpoles():
     with SerialEnv(4, make_cartpole, seed=0) as env:
-        env.reset()
         yield env
+
+
+@pytest.fixture
+def env(cartpoles):
+    cartpoles.reset()
+    return cartpoles
 
 
 @needs("gymnasium")
@@ -187,27 +192,12 @@ def test_a_mistake_is_named_with_what_to_write_instead(env, name):
     whole = "".join(traceback.format_exception_only(caught.value))
     assert re.search(text, whole), whole
     assert whole.count("Did you mean") <= 1
-    env.reset()
 
 
 @needs("gymnasium", "media")
 def test_a_film_of_an_env_without_pictures_names_the_render_mode(env, tmp_path):
     with pytest.raises(RuntimeError, match=r"Build them with render_mode='rgb_array'\."):
         record(env, tmp_path)
-
-
-@needs("gymnasium")
-def test_the_state_of_ordinary_envs_is_saved(env):
-    assert env.load_state_dict(env.state_dict()) is None
-
-
-@needs("gymnasium")
-def test_each_rollout_that_is_cut_short_warns(env, caplog):
-    for _ in range(2):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "envherd"):
-            env.rollout(500)
-        assert "of 500 steps, since an env ended" in caplog.text
 
 
 @needs("sb3")

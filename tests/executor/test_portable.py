@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -23,11 +22,12 @@ from envherd.executor import (
     WorkerTimeout,
 )
 from envherd.executor.sizing.recommending import recommend
+from envherd.executor.sizing.settings import Goal
 from envherd.shm.segment import NAMES
 from envherd.workers.adapters.named import NamedFactory, PettingZooFactory
 from envherd.workers.interpreters import InPython
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, TextEnv
-from tests.executor.costly_envs import CostlyResetsEnv
+from tests.executor.costly_envs import CostlyResetsEnv, ParentEnv
 from tests.executor.test_lifecycle import is_running
 from tests.extras import needs
 from tests.gates import wait_for
@@ -180,16 +180,6 @@ def test_a_worker_obeys_signals_that_its_owner_ignores_and_is_killed_first_for_m
         signal.signal(signal.SIGTERM, before)
 
 
-class ParentEnv(CountingEnv):
-    """Starts a process of `multiprocessing` when it is built."""
-
-    def __init__(self):
-        super().__init__()
-        child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
-        child.start()
-        self.child = child.pid
-
-
 def test_processes_of_envs_end_with_their_worker_and_recycled_workers_are_replaced():
     with portable(1, ParentEnv, num_workers=1, options={"recycle_after": 1}) as env:
         first = env.get("child")[0]
@@ -255,26 +245,6 @@ def _files():
     return {name for name in names if name.startswith((NAMES, "envherd-log-"))}
 
 
-LACKING = Path(__file__).parents[1] / "lacking"
-
-
-@pytest.mark.parametrize("system", ["windows", "macos", "sandbox"])
-def test_a_script_works_without_what_another_system_lacks(system):
-    """The same script, with calls, names and modules taken from envherd in it and in its workers."""
-    variables = {
-        **os.environ,
-        "ENVHERD_LACKS": system,
-        "ENVHERD_NATIVE": "0",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, [LACKING, LACKING.parents[1], *sys.path])),
-    }
-    command = [sys.executable, str(LACKING / "everything.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "everything works\n"
-    assert done.stderr.count("in the portable pool, because this system lacks: memfd_create") == 1
-
-
 _UNGUARDED = """
 import multiprocessing, time
 from envherd.executor import ExecutorOptions, ParallelEnv
@@ -304,21 +274,25 @@ def test_a_script_that_multiprocessing_runs_again_is_shown_the_guard(monkeypatch
 
 
 def test_an_env_is_sized_without_what_the_pool_does_not_have():
-    sizing = recommend(CostlyResetsEnv, budget_s=4.0, options=ExecutorOptions(start_method="portable"))
+    sizing = recommend(
+        CostlyResetsEnv, goal=Goal(num_envs=2), budget_s=1.0, options=ExecutorOptions(start_method="portable")
+    )
     assert not any(run.setting.reset_ahead for run in sizing.runs)
 
 
-#: Calls that are missing or refused alone, or in strange company; `tests.lacking.subsets` has more.
+#: What is taken from envherd in a script and in its workers: calls that are missing or refused alone, or in strange
+#: company; `tests.lacking.subsets` has more.
 PARTS = (
+    *("windows", "macos", "sandbox"),  # the calls, names and modules that another system lacks
     "os.memfd_create! signal.pthread_sigmask! os.posix_fallocate! resource.getrlimit! os.killpg! os.kill! /proc",
     "libc.sem_init os.sched_getaffinity! os.sched_yield! mmap.PROT_READ time.CLOCK_MONOTONIC",
     "os.getppid! faulthandler.register",
 )
 
 
-def test_a_program_works_where_parts_of_linux_are_missing():
+def test_a_program_works_without_what_another_system_lacks_and_where_parts_of_linux_are_missing():
     command = [sys.executable, "-m", "tests.lacking.subsets", *(word for part in PARTS for word in ("--words", part))]
-    root = LACKING.parents[1]
+    root = Path(__file__).parents[2]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [root, *sys.path]))}
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=variables, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -182,7 +182,7 @@ def compare(tapes: list[Tape], seed: int, deeds: list[tuple[str, int]]) -> None:
 def test_all_executors_give_the_same_data(name):
     with tapes_of(name) as tapes:
 
-        @settings(max_examples=scaled(12, full=100), suppress_health_check=[HealthCheck.too_slow])
+        @settings(max_examples=scaled(8, full=100), suppress_health_check=[HealthCheck.too_slow])
         @given(seed=st.integers(0, 2**31), deeds=st.lists(DEEDS, min_size=1, max_size=6))
         def all_agree(seed, deeds):
             compare(tapes, seed, deeds)

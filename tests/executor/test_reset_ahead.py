@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from tensordict import TensorDict
@@ -226,12 +227,12 @@ class TestHandOver:
         with ahead(ENDLESS) as env:
             env.reset()
             wait_for(lambda: is_ready(env, 1) and is_ready(env, 1, 1))
-            before = env.statistics().spares
-            env.rollout(500)
-            after = env.statistics().spares
-        assert [now.cpu_s - then.cpu_s for now, then in zip(after, before, strict=True)] == pytest.approx(
-            [0, 0], abs=0.02
-        )
+            spares = [psutil.Process(spare.pid) for spare in env.statistics().spares]
+            wait_for(lambda: {spare.status() for spare in spares} == {psutil.STATUS_SLEEPING})
+            before = [spare.num_ctx_switches().voluntary for spare in spares]
+            env.rollout(500, auto_reset=False)
+            for spare, num_waits in zip(spares, before, strict=True):
+                assert spare.num_ctx_switches().voluntary - num_waits < 50, "it is woken by steps"
 
     def test_closing_while_an_episode_is_prepared(self, tmp_path):
         options = ExecutorOptions(reset_ahead=True, close_timeout_s=0.5)
@@ -312,11 +313,14 @@ class TestOrdinaryResets:
 class TestFaults:
     def test_a_reset_that_takes_longer_than_a_step_may_is_waited_for(self):
         class Slow(CountingEnv):
+            num_resets = 0
+
             def reset(self, seed: int | None, options: Any = None) -> list[Any]:
-                time.sleep(0.4)
+                self.num_resets += 1
+                time.sleep(1.2 * (self.num_resets == 2))
                 return super().reset(seed, options)
 
-        options = ExecutorOptions(reset_ahead=True, step_timeout_s=0.2)
+        options = ExecutorOptions(reset_ahead=True, step_timeout_s=1.0)
         with ahead(functools.partial(Slow, 2), options=options) as env:
             env.rollout(6, break_when_any_done=False)
             root = env.reset()

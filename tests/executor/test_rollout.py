@@ -512,10 +512,9 @@ def test_text_comes_along(make):
                 assert (roots[i][t + 1] == nexts[i][t]) == (not done[i, t])
 
 
-@pytest.mark.parametrize(("steps", "message"), [(0, "at least 1"), (-3, "at least 1")])
-def test_no_steps_is_no_rollout(steps, message):
-    with SerialEnv(2, long_env) as env, pytest.raises(ValueError, match=message):
-        env.rollout(steps)
+def test_no_steps_is_no_rollout():
+    with SerialEnv(2, long_env) as env, pytest.raises(ValueError, match="at least 1"):
+        env.rollout(0)
 
 
 @both

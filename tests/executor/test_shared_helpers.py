@@ -43,9 +43,7 @@ def test_the_next_executor_starts_from_the_helper_of_the_last_one():
     helper = helper_of()
     assert is_running(helper)
     assert psutil.Process(helper).children() == []
-    began = time.monotonic()
     assert [helper_of(), helper_of()] == [helper, helper]
-    assert time.monotonic() - began < 5
     zygote.end_idle()
     assert not psutil.pid_exists(helper)
 
@@ -265,18 +263,15 @@ def test_the_helper_of_torchrls_envs_is_kept_and_has_no_tensorflow(monkeypatch):
     from envherd.executor.facades import torchrl
 
     monkeypatch.setattr(zygote, "_KEPT_CPU_S", 1.0)
-    taken, helpers = [], []
+    helpers = []
     for _ in range(2):
-        began = time.monotonic()
         env = torchrl.ParallelEnv(2, functools.partial(GymEnv, "CartPole-v1"), num_processes=1)
         env.reset()
-        taken.append(time.monotonic() - began)
         (worker,) = {handle.pid for handle in env._workers}
         helpers.append(psutil.Process(worker).ppid())
         assert "tensorflow" not in Path(f"/proc/{worker}/maps").read_text()
         env.close()
     assert helpers[0] == helpers[1]
-    assert taken[1] < taken[0] / 2
 
 
 @needs("torchrl")

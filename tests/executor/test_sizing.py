@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import json
-import os
-import subprocess
-import sys
 
 from tests.extras import needs, skip_without
 
@@ -271,16 +268,11 @@ app(["size", "python:envherd.workers.testing:CountingEnv", "--budget", "60", "--
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param("probe: step", marks=pytest.mark.full), "starting", "round 2"])
-def test_ctrl_c_leaves_nothing_behind(stage):
-    process = subprocess.Popen(
-        [sys.executable, "-c", CTRL_C, stage], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    out, said = process.communicate(timeout=200)
-    assert process.returncode == 130, said
-    assert (out, said.strip()) == ("", "interrupted")
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)  # of all that it has started, what has not made a group
+def test_ctrl_c_leaves_nothing_behind(stage, script_host, tmp_path):
+    script = tmp_path / "pressed.py"
+    script.write_text(CTRL_C)
+    done = script_host.run(script, stage, folder=tmp_path, output=tmp_path)  # which fails where processes are left
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "interrupted")
 
 
 @pytest.mark.slow

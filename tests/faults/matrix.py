@@ -32,7 +32,7 @@ from envherd.executor.pools.zygote import end_idle
 from envherd.executor.protocol.env_states import FOLLOWS, Event, State
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from envherd.workers.testing.faults import BAD_OBSERVATIONS, DEATHS, EXCEPTIONS, HANGS
-from tests.conftest import command, shm_names
+from tests.conftest import command, descendants, shm_names
 
 NUM_ENVS, VICTIM = 3, 1
 #: Numbers of envs in the victim's worker and in the other one.
@@ -390,18 +390,7 @@ def _brief(seen: Any) -> str:
 
 def _held() -> tuple[set[str], set[str], set[str]]:
     """Return this process's descendants, descriptors and its names in /dev/shm."""
-    return _descendants(os.getpid()), set(os.listdir("/proc/self/fd")), shm_names()
-
-
-def _descendants(pid: int) -> set[str]:
-    found: set[str] = set()
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in task.read_text().split():
-                with contextlib.suppress(OSError):
-                    if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                        found |= {child} | _descendants(int(child))
-    return found
+    return {str(pid) for pid in descendants()}, set(os.listdir("/proc/self/fd")), shm_names()
 
 
 def _left(before: tuple[set[str], set[str], set[str]]) -> list[str]:
@@ -412,5 +401,5 @@ def _left(before: tuple[set[str], set[str], set[str]]) -> list[str]:
         now = _held()
         found = [f"{kind} {name}" for kind, a, b in zip(("process", "fd", "shm"), before, now) for name in b - a]  # noqa: B905
         if not found or time.monotonic() > end:
-            return [f"{one}: {command(one.split()[1])}" if one.startswith("process") else one for one in found]
+            return [f"{one}: {command(one.split()[1])[:200]}" if one.startswith("process") else one for one in found]
         time.sleep(0.02)

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from envherd.executor.pools.zygote import end_idle
+from tests.conftest import descendants
 from tests.faults.fuzz_executor import play
 from tests.faults.fuzzing import Watch
-from tests.faults.matrix import _descendants
 
 DOCS = Path(__file__).parents[2] / "docs"
 #: Option sets of the fuzzers.
@@ -84,7 +84,7 @@ def look(began: float) -> Sample:
         resident / 2**20,
         len(os.listdir("/proc/self/fd")),
         threading.active_count(),
-        len(_descendants(os.getpid())),
+        len(descendants()),
         len(names),
     )
 

@@ -157,7 +157,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], int]] = {
 @pytest.mark.parametrize("make", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)], ids=["serial", "parallel"])
 def test_at_every_line(make, name):
     with make(NUM_ENVS, functools.partial(CountingEnv, 4), seed=0, options=ExecutorOptions(poison=True)) as env:
-        interrupt_every_line(env, name, 1 if make is not SerialEnv else scaled(3, full=1))  # most lines are the same
+        interrupt_every_line(env, name, scaled(3 if make is SerialEnv else 2, full=1))  # most lines are the same
 
 
 @pytest.mark.parametrize("name", ["fused", "step"])
@@ -165,7 +165,7 @@ def test_at_every_line_of_views(name):
     options = ExecutorOptions(ring_frames=2)
     make_env = functools.partial(CountingEnv, 4)
     with ParallelEnv(NUM_ENVS, make_env, num_workers=1, copy=False, seed=0, options=options) as env:
-        interrupt_every_line(env, name)
+        interrupt_every_line(env, name, scaled(2, full=1))
 
 
 @pytest.mark.parametrize("name", ["fused", "send and receive"])
@@ -246,7 +246,7 @@ def test_an_interrupt_while_a_successor_is_put_into_service():
     """An abandoned successor must not have answered: the next one's envs are new."""
     options = ExecutorOptions(on_worker_loss="restart")
     names = {"_take_up", "attach", "await_frame"}
-    for interrupt in at_each(lambda line: SignalIn(line, names), stride=2, least=7):
+    for interrupt in at_each(lambda line: SignalIn(line, names), stride=scaled(4, full=2), least=4):
         with ParallelEnv(NUM_ENVS, functools.partial(CountingEnv, 9), num_workers=3, seed=0, options=options) as env:
             env.reset()
             os.kill(env._pool.pid_of(1), signal.SIGKILL)

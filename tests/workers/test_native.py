@@ -520,7 +520,10 @@ def test_programs_have_the_effects_that_they_are_written_for():
 
 
 #: Spaces that C stores as it does another of the table. `CASES` has steps of them, and the random programs have them.
-LIKE_OTHERS = ("int8", "int16", "int32", "uint16", "index from 3", "dict of one")
+LIKE_OTHERS = (
+    *("int8", "int16", "int32", "uint16", "float16", "index from 3", "dict of one", "one double", "indices", "bits"),
+    *("tuple", "dict with a small index"),
+)
 #: Where infos are reported, C leaves every result with an info to Python, of whatever space it is.
 OF_SPACES = [
     *((name, "drop") for name in OBSERVATIONS if IS_FULL or name not in LIKE_OTHERS),

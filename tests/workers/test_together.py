@@ -101,7 +101,7 @@ def test_what_envs_share_is_named_with_the_remedy(make_env, match):
 
 
 def test_envs_that_share_nothing_pass():
-    report = check_env_contract(Walk, num_steps=20, together=3)
+    report = check_env_contract(Walk, num_steps=20, together=2)
     assert report.rules[-1] == 10
     assert 10 not in check_env_contract(Walk, num_steps=20).rules
 

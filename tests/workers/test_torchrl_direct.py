@@ -344,7 +344,7 @@ def test_dm_control(case: str) -> None:
 
 
 @needs("dm-control")
-@pytest.mark.slow
+@pytest.mark.full
 def test_dm_control_that_draws() -> None:
     """In a separate process, because dm_control selects its OpenGL backend when it is imported."""
     environ = os.environ | {"MUJOCO_GL": "egl"}

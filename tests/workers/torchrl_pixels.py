@@ -17,7 +17,7 @@ from torchrl.envs import DMControlEnv, EnvBase, SerialEnv
 from envherd.executor.facades.torchrl import ParallelEnv
 from tests.workers.test_torchrl_direct import compare
 
-NUM_ENVS, NUM_STEPS = 2, 3
+NUM_ENVS, NUM_STEPS = 2, 2
 
 
 def make_env(*, pixels_only: bool) -> EnvBase:
@@ -29,7 +29,7 @@ def make_env(*, pixels_only: bool) -> EnvBase:
         return env
 
     with patch.object(suite, "load", without_shadows):
-        return DMControlEnv("cartpole", "swingup", time_limit=0.06, from_pixels=True, pixels_only=pixels_only)
+        return DMControlEnv("cartpole", "swingup", time_limit=0.03, from_pixels=True, pixels_only=pixels_only)
 
 
 def rollout(env: EnvBase) -> TensorDictBase:
@@ -55,7 +55,7 @@ def main() -> None:
         return
     for pixels_only in (True, False):
         make = functools.partial(make_env, pixels_only=pixels_only)
-        compare(make, 13)
+        compare(make, 7)
         env = ParallelEnv(NUM_ENVS, make, num_processes=1)
         env.reset()
         assert "steps=direct" in repr(env), repr(env)

@@ -65,8 +65,7 @@ def started(make: Callable[[], EnvBase], *, is_fast: bool, **kwargs: Any) -> Ite
         env.close(raise_if_closed=False)
 
 
-@pytest.mark.parametrize("make", [cartpole, transformed, counting])
-@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize(("make", "device"), [(cartpole, None), (transformed, "cpu"), (counting, None)])
 def test_both_ways_return_the_same(make: Callable[[], EnvBase], device: Any) -> None:
     with (
         started(make, is_fast=True, device=device) as (fast, made),
