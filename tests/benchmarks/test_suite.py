@@ -195,7 +195,7 @@ def test_the_page_says_what_was_measured_and_what_was_not(run):
     results = load(run[1])
     text = render(results, ["images/bench_ratios.png"])
     assert results["machine"]["cpu"] in text
-    assert "![bench_ratios](images/bench_ratios.png)" in text
+    assert "![The throughput of envherd as a multiple of each library's](images/bench_ratios.png)" in text
     assert "### 8 envs of 200 us on average, 1 % of steps 100 times the others" in text
     (row,) = [line for line in text.splitlines() if line.startswith(f"| {peers.SB3_SUBPROC} |")]
     ratio = results["workloads"]["spikes"]["contenders"][peers.SB3_SUBPROC]["cpu_ratio"][1]

@@ -207,7 +207,7 @@ def test_a_video_has_a_frame_for_each_step_and_one_more(tmp_path):
 def test_an_agents_view_can_be_recorded(tmp_path):
     result = envherd("record", "clean_up", "--mp4", tmp_path / "film.mp4", "--steps", 3, "--agent", 2, "--max-steps", 2)
     assert result.exit_code == 0, result.output
-    assert "2 steps, 1 episodes that ended, 264x264 pixels" in " ".join(result.output.split())
+    assert "2 steps, episodes that ended: 1, 264x264 pixels" in " ".join(result.output.split())
     refused = envherd("record", "clean_up", "--mp4", tmp_path / "no.mp4", "--agent", 99)
     assert refused.exit_code == 1
     assert "expected an agent in 0..6" in refused.output
@@ -222,7 +222,7 @@ def test_a_film_shows_the_world_and_what_each_player_sees_with_the_returns(tmp_p
     paths = "--mp4", tmp_path / "film.mp4", "--gif", tmp_path / "film.gif"
     result = envherd("record", TEAM, "--views", *paths, "--steps", 6, "--episodes", 9, "--seed", 1)
     assert result.exit_code == 0, result.output
-    assert "6 steps, 1 episodes that ended" in " ".join(result.output.split())
+    assert "6 steps, episodes that ended: 1" in " ".join(result.output.split())
     assert imageio_ffmpeg.count_frames_and_secs(str(tmp_path / "film.mp4"))[0] == 7
     with Image.open(tmp_path / "film.gif") as film:
         assert film.n_frames == 7
