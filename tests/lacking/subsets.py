@@ -41,7 +41,7 @@ time.CLOCK_MONOTONIC time.clock_gettime resource.getrlimit!
 """.split()
 SYSTEMS = ("windows", "macos", "sandbox")
 #: What `everything` prints, and what its first executor logs, once.
-SAID = ("everything works\n", "in the portable pool, because this system lacks: memfd_create")
+PRINTED = ("everything works\n", "in the portable pool, because this system lacks: memfd_create")
 CASE_S = 240
 
 
@@ -75,8 +75,8 @@ def run_case(words: list[str], log: Path) -> str:
     while time.monotonic() < end:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended and status == 0 and words[0] in SYSTEMS:
-            counts = [log.read_text().count(text) for text in SAID]
-            return "" if counts == [1, 1] else f"said {SAID} {counts} times"
+            counts = [log.read_text().count(text) for text in PRINTED]
+            return "" if counts == [1, 1] else f"printed {PRINTED} {counts} times"
         if ended:
             return "" if status == 0 else f"ended with {os.waitstatus_to_exitcode(status)}"
         time.sleep(0.05)
