@@ -161,6 +161,19 @@ def test_an_interrupt_before_a_successor_gets_the_reset_of_a_sent_env(monkeypatc
                 assert env.recv()["next", "interrupted"].all(), interrupt.where
 
 
+def test_an_interrupt_while_a_worker_is_replaced_leaves_no_row_of_it(monkeypatch):
+    """Also an env that had answered gets an interrupted row: its successor would be stepped without a reset."""
+    names = {"replace", "_begin_restarts", "begin_restart"}
+    for interrupt in at_each(lambda line: InterruptIn(line, names), least=15):
+        with contextlib.closing(simulated(monkeypatch, [[0, 1], [2]], **RESTARTS)) as env:
+            env.reset()
+            env.send(actions(1), [0])
+            env._pool.fates = {0: Fate.DIES_BEFORE}
+            env.send(actions(1), [1])
+            interrupted(lambda: env.recv(env_ids=[1]), interrupt)
+            assert env.recv()["next", "interrupted"].all(), interrupt.where
+
+
 def test_a_successor_that_has_just_come_into_service_is_not_late(monkeypatch):
     """The limit of a wait that began before it does not count."""
     with contextlib.closing(simulated(monkeypatch, [[0], [1]], **RESTARTS)) as env:
