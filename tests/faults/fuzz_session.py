@@ -699,7 +699,7 @@ class Session:
             self.always, self.has_collected = always, False
         collector = self.collector
         assert collector is not None
-        auto_reset = self.always or not self.has_collected
+        auto_reset = self.always or not (self.has_collected or self.env.is_resumed)
         if not auto_reset:
             self._current()
         data = self.attempt(f"collect {collector.num_steps} auto_reset={auto_reset}", collector.collect)
