@@ -51,7 +51,7 @@ BUDGET = {
     "executor/facades": 514,
     "executor/facades/cleanrl": 186,
     "executor/facades/gymnasium": 1111,
-    "executor/facades/pettingzoo": 865,
+    "executor/facades/pettingzoo": 866,
     "executor/facades/rllib": 525,
     "executor/facades/sb3": 839,
     "executor/facades/torchrl": 1247,

@@ -131,7 +131,8 @@ class ParallelNativeAdapter(ParallelAdapter):
         )
 
     def _begin(self, seed: int | None, options: Mapping[str, Any] | None) -> Any:
-        return self._parallel.reset(seed=seed, options=self.env.begin_reset(options))
+        own = self.env.begin_reset(options)
+        return self._parallel.reset(**({"seed": seed} if own is None else {"seed": seed, "options": own}))
 
     def _actions(self, action: list[Any], acting: list[Any]) -> dict[Any, Any]:
         given = self.env.next_action(self._build, action)

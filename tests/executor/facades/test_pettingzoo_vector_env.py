@@ -96,6 +96,17 @@ def draw(envs):
     return {agent: envs.action_space(agent).sample() for agent in envs.possible_agents}
 
 
+class TakesNoOptions(Village):
+    def reset(self, seed=None):
+        return super().reset(seed=seed)
+
+
+def test_an_env_needs_no_options_unless_they_are_passed():
+    with ParallelVectorEnv([TakesNoOptions] * 2, num_workers=1) as envs:
+        observations, _ = envs.reset(seed=0)
+    assert list(observations) == list(AGENTS)
+
+
 def test_statistics_of_episodes_have_a_return_for_each_agent():
     options = ExecutorOptions(episode_statistics=True)
     with ParallelVectorEnv([Village] * 2, num_workers=1, options=options) as envs:
