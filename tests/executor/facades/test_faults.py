@@ -213,8 +213,8 @@ def start(kind: Any, tmp_path: Any) -> Iterator[Callable[..., Driver]]:
         return made[-1]
 
     yield start_one
-    for driver in made:
-        driver.close()
+    while made:
+        made.pop().close()
 
 
 def assert_works(driver: Driver) -> None:
