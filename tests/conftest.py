@@ -6,7 +6,6 @@ This process adopts orphans, so it sees and kills helpers and workers that outli
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import multiprocessing.resource_tracker
 import os
@@ -28,9 +27,8 @@ from envherd.shm import platforms
 from envherd.shm.segment import NAMES
 from envherd.workers import processes
 from tests.scale import IS_FULL
-from tests.script_host import ScriptHost
+from tests.script_host import ScriptHost, adopts_orphans
 
-_PR_SET_CHILD_SUBREAPER = 36
 #: Seconds for processes to end: well above the promised one second.
 _GRACE_S = 3.0
 _TEARDOWN_S = 10.0
@@ -81,7 +79,7 @@ def pytest_configure() -> None:
 
         tqdm.tqdm.get_lock()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopts_orphans(True)
 
 
 @pytest.hookimpl(trylast=True)

@@ -37,6 +37,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 3.0
 
 
+def adopts_orphans(is_on: bool) -> None:
+    """Let this process adopt the orphans among its descendants, or not."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
+
+
 class ScriptHost:
     """A connection to the host process, which is started by the first; created before the first count of resources.
 
@@ -64,7 +69,11 @@ class ScriptHost:
             listener.listen(64)
             command = [sys.executable, __file__, str(listener.fileno())]
             environ = {**os.environ, **environment}
-            subprocess.run(command, stdin=subprocess.DEVNULL, env=environ, pass_fds=[listener.fileno()], check=True)
+            adopts_orphans(False)  # this process would adopt the host, and see the scripts of all others as its own
+            try:
+                subprocess.run(command, stdin=subprocess.DEVNULL, env=environ, pass_fds=[listener.fileno()], check=True)
+            finally:
+                adopts_orphans(True)
 
     def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
@@ -140,7 +149,7 @@ def answer(connection: socket.socket) -> None:
         line = file.readline()
         if not line:
             os._exit(0)
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        adopts_orphans(True)
         script = os.fork()
         if script:
             code = os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
@@ -153,7 +162,7 @@ def answer(connection: socket.socket) -> None:
             file.write(f"{json.dumps([code, left])}\n")
             file.flush()
             os._exit(0)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    adopts_orphans(False)
     _run(**json.loads(line))
 
 
@@ -168,6 +177,6 @@ def _run(command: list[str], folder: str, files: list[str], timeout_s: float, en
 
 
 if __name__ == "__main__":
-    if os.fork():  # no descendant of the first test process, or that would see the scripts of all others as its own
+    if os.fork():  # an orphan: no descendant of the test process that starts it
         os._exit(0)
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import command, descendants
 from tests.extras import needs
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -44,6 +45,11 @@ TESTED = {
 
 def test_no_example_is_forgotten():
     assert {path.stem for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")} == TESTED
+
+
+@pytest.mark.usefixtures("script_host")
+def test_no_test_process_sees_the_scripts_of_others():
+    assert not [name for name in map(command, descendants()) if "script_host.py" in name]
 
 
 @pytest.mark.slow
