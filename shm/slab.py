@@ -44,7 +44,7 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "mail_seq": (
         "worker",
         "parent",
-        "number of the latest message that it is to read from its socket",
+        "number of the latest message that it is to read from its socket; `workers.protocol.LEAVE` once it must end",
     ),
     "answered_ns": ("env", "worker", "when it last answered a command that was sent to it alone: monotonic clock"),
     "ready": ("worker", "worker", "with reset-ahead: 1 + the episode that its env waits at the start of; 0 for none"),

@@ -69,6 +69,9 @@ WORKER_STEPS = ("go", "command_seq", "rows", "status", "reply_seq", "done")
 RING = 0
 """Target number of the slab's own ring of frames."""
 
+LEAVE = 1 << 62
+"""Number of the latest message once the pool is closed: the worker finishes one env's command, and begins no other."""
+
 _OP_BITS, _FLAG_BITS, _TARGET_BITS = 4, 4, 24
 
 

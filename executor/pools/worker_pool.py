@@ -46,7 +46,7 @@ from envherd.shm.tally import Tally
 from envherd.workers import messages, native
 from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.processes import memory_of
-from envherd.workers.protocol import Op, describe_phase, pack, pack_each
+from envherd.workers.protocol import LEAVE, Op, describe_phase, pack, pack_each
 
 _LOOK_NS = int(LOOK_S * 1e9)
 #: Seconds between checks of the workers' pidfds if answers arrive without a wait; see `LOOK_S`.
@@ -156,7 +156,8 @@ class WorkerPool(SlabPool):
 
     def wake_worker(self, worker_id: int) -> None:
         """Make a worker look for commands and messages."""
-        self.slab.words["mail_seq"][worker_id] = self.crew.workers[worker_id].channel.num_queued
+        latest = LEAVE if self.crew.is_closing else self.crew.workers[worker_id].channel.num_queued
+        self.slab.words["mail_seq"][worker_id] = latest
         self._rings[worker_id]()
 
     def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:

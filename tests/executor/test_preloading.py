@@ -161,5 +161,5 @@ def test_the_end_of_a_block_ends_a_helper_that_still_imports(tmp_path, monkeypat
     with preloaded("never_ends", options=ExecutorOptions(env_vars={"AT": str(at)})):
         wait_for(lambda: at.exists() and at.read_text())
         began = time.monotonic()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30, "it imports for 1,000 s"
     assert not is_there(at.read_text())

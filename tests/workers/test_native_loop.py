@@ -202,6 +202,7 @@ def test_words_are_packed_as_the_protocol_says():
         "STATUS_OK": int(protocol.Status.OK),
     }
     assert {name: int(constants[name]) for name in expected} == expected
+    assert f"#define LEAVE (1LL << {protocol.LEAVE.bit_length() - 1})" in sources
 
 
 def test_durations_fall_into_the_bins_of_the_slab(monkeypatch):

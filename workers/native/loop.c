@@ -378,6 +378,8 @@ static int scan(Loop *loop)
         return goes_on;
     Py_ssize_t sampled = (Py_ssize_t)(++loop->num_scans % count);
     for (Py_ssize_t i = 0; i < count; i++) {
+        if (LOAD(word(&loop->mail_seq, loop->worker_id)) == LEAVE)
+            return read_mail(loop);
         Env *env = &loop->envs[loop->pending[i].index];
         i64 number = LOAD_NUMBER(word(&loop->command_seq, env->id)), command = LOAD(word(&loop->command, env->id));
         i64 status = i == sampled ? carry_out_timed(loop, env, command, count) : carry_out(loop, env, command);

@@ -68,6 +68,7 @@ void bell_ring(Bell *bell);
 
 enum { OP_BITS = 4, FLAG_BITS = 4, TARGET_BITS = 24, OP_STEP = 1, OP_STEP_RESET = 2, OP_RESET = 3 };
 enum { FLAG_EACH = 1, FLAG_PREPARED = 2 };
+#define LEAVE (1LL << 62)
 
 /* ---- the types of the module: a file each; those of the caller are in executor/native ---------------- */
 

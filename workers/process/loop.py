@@ -16,7 +16,7 @@ from envherd.shm.socket_bells import Bell
 from envherd.shm.sync import keep_order
 from envherd.shm.tally import Counter
 from envherd.workers.block.block import Block
-from envherd.workers.protocol import Flag
+from envherd.workers.protocol import LEAVE, Flag
 
 _EACH = Flag.EACH << 4
 TIDY_EVERY = 64  # wakes; checking the log costs a microsecond, and an env may print a megabyte per step
@@ -113,7 +113,11 @@ class Loop:
         keep_order()  # before what the numbers announce
         self._num_scans += 1
         sampled = pending[self._num_scans % len(pending)]  # time one command per scan: 0.2 us, for any number of envs
+        sent, worker_id = words["mail_seq"], self._block.worker_id
         for env_id in pending:
+            if sent[worker_id] == LEAVE:
+                self._check_mail()
+                return
             number, command = numbers[env_id], commands[env_id]
             if env_id == sampled:
                 status[env_id] = self._execute_timed(env_id, command, len(pending))
