@@ -27,7 +27,7 @@ from envherd.shm import platforms
 from envherd.shm.segment import NAMES
 from envherd.workers import processes
 from tests.scale import IS_FULL
-from tests.script_host import ScriptHost, adopts_orphans
+from tests.script_host import ScriptHost, adopt_orphans
 
 #: Seconds for processes to end: well above the promised one second.
 _GRACE_S = 3.0
@@ -79,7 +79,7 @@ def pytest_configure() -> None:
 
         tqdm.tqdm.get_lock()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    adopts_orphans(True)
+    adopt_orphans(is_on=True)
 
 
 @pytest.hookimpl(trylast=True)

@@ -37,8 +37,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 3.0
 
 
-def adopts_orphans(is_on: bool) -> None:
-    """Let this process adopt the orphans among its descendants, or not."""
+def adopt_orphans(*, is_on: bool) -> None:
+    """Adopt orphans among the descendants of this process, or stop doing so."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
 
 
@@ -69,11 +69,13 @@ class ScriptHost:
             listener.listen(64)
             command = [sys.executable, __file__, str(listener.fileno())]
             environ = {**os.environ, **environment}
-            adopts_orphans(False)  # this process would adopt the host, and see the scripts of all others as its own
+            adopt_orphans(
+                is_on=False
+            )  # this process would adopt the host, and see the scripts of all others as its own
             try:
                 subprocess.run(command, stdin=subprocess.DEVNULL, env=environ, pass_fds=[listener.fileno()], check=True)
             finally:
-                adopts_orphans(True)
+                adopt_orphans(is_on=True)
 
     def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
@@ -149,7 +151,7 @@ def answer(connection: socket.socket) -> None:
         line = file.readline()
         if not line:
             os._exit(0)
-        adopts_orphans(True)
+        adopt_orphans(is_on=True)
         script = os.fork()
         if script:
             code = os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
@@ -162,7 +164,7 @@ def answer(connection: socket.socket) -> None:
             file.write(f"{json.dumps([code, left])}\n")
             file.flush()
             os._exit(0)
-    adopts_orphans(False)
+    adopt_orphans(is_on=False)
     _run(**json.loads(line))
 
 

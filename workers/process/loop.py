@@ -105,15 +105,13 @@ class Loop:
         pending = [env_id for env_id in latest if numbers[env_id] != latest[env_id]]
         if len(pending) > 1 and commands[pending[0]] & _EACH:
             pending.sort(key=numbers.__getitem__)  # sent one by one: the longest waiting first
+        sent, worker_id = words["mail_seq"], self._block.worker_id
         # What came by mail for these commands was sent before their numbers were written.
-        if self._mail_read < self._words["mail_seq"][self._block.worker_id] and not self._check_mail():
-            return
-        if not pending:
+        if (self._mail_read < sent[worker_id] and not self._check_mail()) or not pending:
             return
         keep_order()  # before what the numbers announce
         self._num_scans += 1
         sampled = pending[self._num_scans % len(pending)]  # time one command per scan: 0.2 us, for any number of envs
-        sent, worker_id = words["mail_seq"], self._block.worker_id
         for env_id in pending:
             if sent[worker_id] == LEAVE:
                 self._check_mail()
