@@ -611,7 +611,10 @@ class BatchedEnv:
             ) from None
 
     def close(self) -> None:
-        """Close the envs and end the workers, within `options.close_timeout_s`. Idempotent, never raises."""
+        """Close the envs and end the workers, within `options.close_timeout_s`. Idempotent, never raises.
+
+        A worker finishes the call that it is in, of one env, and makes no other.
+        """
         self._guard.shut()
         if (mover := self._engine.batches.mover) is not None:
             mover.close()

@@ -44,7 +44,7 @@ BUDGET = {
     "workers/native": 1585,
     "workers/process": 1598,
     "workers/testing": 1841,
-    "executor/*": 3003,
+    "executor/*": 3006,
     "executor/batches": 1699,
     "executor/cli": 3001,
     "executor/cluster": 2115,
