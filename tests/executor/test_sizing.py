@@ -198,7 +198,8 @@ def test_another_machine_is_scaled_and_that_is_said():
     report = json.loads(done.stdout)
     assert (report["num_workers"], report["machine"]["cores"]) == (64, 64)
     assert report["predicted"]["is_scaled"] is True
-    assert [one["rounds"] for one in report["settings"]] == [0, 0], report["settings"]  # `SerialEnv` is one
+    assert {one["num_workers"] for one in report["settings"]} == {64, 0}
+    assert {one["rounds"] for one in report["settings"]} == {0}, "none is measured on this machine"
     assert "scaled from the probe" in done.stderr
     assert any("the speed is scaled from" in line for line in report["why"])
 

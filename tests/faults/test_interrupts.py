@@ -32,7 +32,7 @@ NUM_ENVS = 3
 EXECUTOR = str(Path(envherd.executor.__file__).parent)
 MESSAGES = envherd.workers.messages.__file__
 GRAD_MODE = str(torch.no_grad.__init__.__code__.co_filename)
-FINALIZERS = ("_come_back", "take_back", "__del__")  # Python drops exceptions raised in them
+FINALIZERS = ("_come_back", "take_back", "__del__", "_shut")  # Python drops exceptions raised in them
 
 
 @functools.cache
