@@ -53,11 +53,14 @@ def test_nothing_goes_wrong(name, monkeypatch):
     setting, num_walks = SETTINGS[name]
     trace = StateTrace(monkeypatch)
     explorer = Explorer(functools.partial(simulated, monkeypatch, **setting), seed=0)
-    explorer.explore(num_walks * scaled(1, full=30), 60)
+    for _ in range(5):  # the lines that are interrupted differ a little from run to run
+        explorer.explore(num_walks * scaled(1, full=30), 60)
+        missing = MET - {(state, event) for state, event, _ in trace.steps}
+        if not missing and explorer.num_repeated > 2:
+            break
     assert len(explorer.tries) > 150
     assert min(explorer.num_interrupted, explorer.num_refused) > 100
     assert explorer.num_repeated > 2
-    missing = MET - {(state, event) for state, event, _ in trace.steps}
     assert not missing, missing
     in_c = {(before, event) for before, event, _ in trace.in_c}
     steps_in_c = native.load() is not None and "restart" not in name and "portable" not in name
