@@ -48,7 +48,7 @@ def _check(env: str, contract: Contract) -> int:
             with console.status(what):
                 _run(functools.partial(contract.check, rule))
         except NoEpisodeEnd as error:
-            console.print(Text("nothing was proved: ", "bold red").append(str(error), "default"), soft_wrap=True)
+            console.print(Text("error: ", "bold red").append(str(error), "default"), soft_wrap=True)
             return EXIT_FAILED
         except ContractViolation as error:
             num_broken += 1

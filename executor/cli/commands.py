@@ -144,9 +144,12 @@ def policy_maker(name: str | None, option: str = "--policy") -> Callable[[Batche
 
     def make_policy(env: BatchedEnv) -> Any:
         try:
-            return factory(env) if takes_env else factory()
+            policy = factory(env) if takes_env else factory()
         except Exception as error:
             error.add_note(f"{option} names a function that gets the executor and returns the policy; {name} raised.")
             raise
+        if policy is None:  # which would stand for random actions
+            raise FactoryError(f"{option} {name} failed: expected a policy, got None. Return it from the function.")
+        return policy
 
     return make_policy

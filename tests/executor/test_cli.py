@@ -87,6 +87,10 @@ USER_MODULE = """
         raise OSError("no such track")
 
 
+    def forgets_to_return(env):
+        env.rand_action
+
+
     def ones(env):
         def policy(td):
             td["action"] = env.rand_action()["action"] * 0 + 1
@@ -286,6 +290,16 @@ def test_a_policy_where_its_factory_is_expected_is_explained(command):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("command", [["rollout"], ["evaluate"], ["record", "--gif", "film.gif"]])
+def test_a_policy_factory_that_returns_nothing_is_refused(command):
+    """None stands for random actions, which nobody names a factory for."""
+    result = CliRunner().invoke(app, [*command, COUNTING, "--policy", "my_envs:forgets_to_return"])
+    assert result.exit_code == 1
+    assert "expected a policy, got None. Return it from the function." in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
 def test_values_without_a_fixed_shape_are_stored_too():
     assert rollout(TEXT, "--envs", "2", "--steps", "5", "--out", "kept").exit_code == 0
     data = TensorDict.load_memmap("kept")
@@ -347,7 +361,7 @@ def test_a_rule_that_is_broken_is_named():
 def test_a_check_that_proved_nothing_fails():
     result = check(COUNTING, "--steps", "20", "--env-kwargs", '{"length": 100}')
     assert result.exit_code == 1
-    assert "nothing was proved" in result.output
+    assert "Nothing was proved: make more steps" in result.output
     assert check("my_envs:Breaks", "--steps", "20").exit_code == 1
     result = check("my_envs:refuses")
     assert result.exit_code == 1

@@ -177,7 +177,7 @@ class Contract:
         if within.num_ends == 0:
             raise NoEpisodeEnd(
                 f"the contract failed: expected at least one episode end, saw none in {self.num_steps} steps of "
-                f"{NUM_ENVS} envs. Nothing was proved: raise num_steps, cap the episodes, or give better actions."
+                f"{NUM_ENVS} envs. Nothing was proved: make more steps, cap the episodes, or give better actions."
             )
         return within, by_hand
 
