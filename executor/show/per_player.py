@@ -220,6 +220,11 @@ def choose_policies(
         roles: of all players.
         players: those that need a policy; None for all.
     """
+    if not isinstance(policies, Mapping):
+        raise TypeError(
+            f"PerPlayer failed: expected a dict of policies by player or role, got a {type(policies).__name__}. Write "
+            f"{{'*': policy}} for one policy of all."
+        )
     known = {OTHERS, *names, *roles, *range(len(names))}
     for name in policies:
         if name not in known:
@@ -264,7 +269,7 @@ def _names_and_roles(
         if group not in shapes:
             raise ValueError(f"PerPlayer failed: expected a group among {sorted(shapes)}, got {group}.")
         count = shapes[group][-1]
-    names = metadata.get("agent_names") or ()
+    names = metadata.get("group_map", {}).get("/".join(group)) or metadata.get("agent_names") or ()
     if len(names) != count:
         names = [f"player_{player}" for player in range(count)]
     found = (metadata.get("agent_roles") or ["default"] * count) if roles is None else roles

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictSequential
 from torch import nn
 
 from envherd import AsyncCollector, Collector, ParallelEnv, PerPlayer, RandomPlayer, SerialEnv
@@ -176,6 +177,23 @@ def test_names_without_a_spec():
 def test_what_cannot_be_is_refused(policies, how, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         PerPlayer(policies, **how)
+
+
+def test_policies_that_are_no_dict_are_refused():
+    with pytest.raises(TypeError, match=r"got a list\. Write \{'\*': policy\}"):
+        PerPlayer([Always(1)], roles=ROLES)
+
+
+@needs("pettingzoo")
+def test_each_group_of_a_pettingzoo_env_has_the_names_of_its_agents():
+    from mpe2 import simple_tag_v3
+
+    with SerialEnv(2, simple_tag_v3.parallel_env, seed=0) as env:
+        chasers = PerPlayer({"adversary_1": Always(1), "*": Always(2)}, env.spec)
+        policy = TensorDictSequential(chasers, PerPlayer({"agent_0": Always(3)}, env.spec, group="agent"))
+        data = env.rollout(3, policy)
+        assert data["adversary", "action"].tolist() == [[[2, 1, 2]] * 3] * 2
+        assert data["agent", "action"].tolist() == [[[3]] * 3] * 2
 
 
 def test_a_policy_of_another_number_of_players_is_refused(env):
