@@ -75,6 +75,7 @@ UNKNOWN = {
     "clean_pu": ["Did you mean clean_up"],
     "CartPole-v9": ["Did you mean CartPole-v1", *FORMS],
     "no_such_module_x:make": [*FORMS, "got neither a family nor a module 'no_such_module_x'"],
+    "json:Loads-v0": [*FORMS, "got a module and no callable", "write gymnasium:json:Loads-v0"],
     "meltingpot:": list(FORMS),
     "json": ["Write json:CALLABLE."],
     "json.py": ["Write json:CALLABLE."],

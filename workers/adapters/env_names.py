@@ -180,6 +180,8 @@ def _no_family(name: str, known: list[str], missing: list[str]) -> str:
     candidates = [f"{prefix}:" for prefix in FAMILIES] if colon else known
     hint = "" if family in ("", *FAMILIES) else closest(f"{family}:" if colon else name, candidates)
     got = f", got neither a family nor a module {family!r}" if colon and family not in ("", *FAMILIES) else ""
+    if got and _is_there(family):
+        got, hint = ", got a module and no callable", f" If {family} registers this id, write gymnasium:{name}."
     absent = f" Not installed: {', '.join(missing)}." if name and missing else ""
     return f"{name!r} failed: expected one of {', '.join(FORMS)}{got}.{hint}{absent}"
 

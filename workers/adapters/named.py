@@ -343,7 +343,7 @@ def named_callable(target: str, asked: str) -> Callable[..., Any]:
         FactoryError: there is no such module, it has no such name, or the object is not callable.
     """
     module, _, name = target.partition(":")
-    if not (module and name):
+    if not (module and name) or module.endswith(".py"):
         raise FactoryError(f"{asked!r} failed: expected MODULE:CALLABLE, e.g. my_module:make, got {target!r}.")
     found: Any = import_named(module, asked)
     for part in name.split("."):
@@ -404,7 +404,9 @@ FAMILIES = {
         names=lambda: (*substrate_names(), *scenario_names()),  # the package is not imported, which is slow
         limit="max_steps",
     ),
-    "gymnasium": Family(form="gymnasium:ID", build=_build_gymnasium, limit="max_episode_steps", **_OF_GYMNASIUM),
+    "gymnasium": Family(
+        form="gymnasium:[MODULE:]ID", build=_build_gymnasium, limit="max_episode_steps", **_OF_GYMNASIUM
+    ),
     "gymnasium_vec": Family(
         form="gymnasium_vec:ID[:ROWS]", build=_build_gymnasium_vec, is_listed=False, has_rows=True, **_OF_GYMNASIUM
     ),
