@@ -127,6 +127,6 @@ def _name(key: Any) -> str:
 def explain(error: BaseException) -> str:
     """Describe an exception in one line, even if it cannot be printed."""
     try:
-        return f"{type(error).__name__}: {error}"[:200]
+        return f"{type(error).__name__}: {error}"[:200].removesuffix(": ")
     except _ANY:
         return type(error).__name__

@@ -37,7 +37,10 @@ def to_numpy(value: Any) -> np.ndarray:
             raise ActionError("the call failed: expected values, got a tensor on the meta device, which holds none.")
         if value.device.type != "cpu":
             value = value.cpu()
-        return value.numpy()
+        try:
+            return value.numpy()
+        except TypeError:  # numpy has no bfloat16, which policies under autocast return
+            return value.float().numpy()
     return np.asarray(value)
 
 
@@ -211,7 +214,9 @@ class GroupIntake:
         if value is None and self._present is not None:
             value = self._present(leaf.key, rows)
         if value is None:
-            raise self._refuse(leaf, f"a key {leaf.key}", f"none among {_names_next_to(leaf.key, td)}")
+            names = _names_next_to(leaf.key, td)
+            got = f"none among {names}" if names else "none"
+            raise self._refuse(leaf, f"a key {leaf.key}", got, advice=" The policy must set it.")
         return value
 
     def _cast(self, leaf: LeafSpec, value: np.ndarray) -> np.ndarray:
@@ -229,7 +234,8 @@ class GroupIntake:
     def _refuse(
         self, leaf: LeafSpec, expected: str, got: str, env_id: int | None = None, advice: str = ""
     ) -> ActionError:
-        where = f"env {env_id}" if env_id is not None else f"envs {self._env_ids[0]}-{self._env_ids[-1]}"
+        first, last = (self._env_ids[0], self._env_ids[-1]) if env_id is None else (env_id, env_id)
+        where = f"env {first}" if first == last else f"envs {first}-{last}"
         return ActionError(
             f"step failed: {'/'.join(leaf.key)} expected {expected}, got {got} ({where}). No env was stepped.{advice}",
             env_ids=() if env_id is None else (env_id,),

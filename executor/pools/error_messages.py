@@ -138,7 +138,7 @@ def factory_error(fault: Frame, worker: WorkerProcess, built: int | None = None)
     is_ours = fault["type_name"] in ("FactoryError", "SpecError")
     message = fault["message"]
     if not is_ours:
-        message = f"make_env failed: the factory raised {fault['type_name']}: {message}"
+        message = f"make_env failed: the factory raised {raised(fault['type_name'], message)}"
     env_id = fault["env_id"]
     advice = lacks_arguments(fault["type_name"], fault["message"])
     if built is not None and not is_ours:
@@ -154,6 +154,11 @@ def factory_error(fault: Frame, worker: WorkerProcess, built: int | None = None)
         type_module=fault["type_module"],
         **_context(worker, (env_id,), "build", env_id),
     )
+
+
+def raised(type_name: str, message: str) -> str:
+    """Return an exception in one line; one without a message, as of `assert x`, is its type alone."""
+    return f"{type_name}: {message}" if message else type_name
 
 
 def lacks_arguments(type_name: str, message: str) -> str:
@@ -177,7 +182,7 @@ def env_error(faults: Sequence[Frame], worker_id: int, pid: int, gpu: str | None
     others = sorted(numbering.first_env_id + one["env_id"] for one in faults if one is not fault)
     worker_id += numbering.first_worker_id
     also = f" Envs {others} raised too." if others else ""
-    phase, what = fault["phase"], f"the env raised {fault['type_name']}: {fault['message']}"
+    phase, what = fault["phase"], f"the env raised {raised(fault['type_name'], fault['message'])}"
     is_without_state = phase in ("save", "restore") and fault["type_name"] == "NotImplementedError"
     if is_without_state:
         what = fault["message"]  # of the adapter

@@ -17,7 +17,7 @@ from envherd.executor.pools.base import WorkerFigures
 from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint
-from envherd.executor.pools.error_messages import env_error, lacks_arguments, log_close_fault
+from envherd.executor.pools.error_messages import env_error, lacks_arguments, log_close_fault, raised
 from envherd.executor.pools.fast_commands import FastCommands
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.slab_pool import SlabPool
@@ -155,7 +155,7 @@ class SerialPool(SlabPool):
         except Exception as error:
             fault = Fault.from_exception(env_id, "build", error)
             raise FactoryError(
-                f"make_env failed: the factory raised {fault.type_name}: {fault.message} (env {env_id}, phase "
+                f"make_env failed: the factory raised {raised(fault.type_name, fault.message)} (env {env_id}, phase "
                 f"build).{lacks_arguments(fault.type_name, fault.message)}",
                 env_ids=(env_id,),
                 phase="build",

@@ -29,6 +29,7 @@ from envherd import (
     FactoryError,
     ParallelEnv,
     SerialEnv,
+    SpecError,
     VideoRecorder,
     WorkerLost,
     WorkerTimeout,
@@ -73,6 +74,13 @@ class Raises(Outside):
         raise ValueError
 
 
+class Labelled(Outside):
+    """An env whose infos have a text."""
+
+    def step(self, action: Any) -> Any:
+        return *super().step(action)[:4], {"label": "left"}
+
+
 class Argmax(nn.Module):
     """A network of a user, which takes tensors."""
 
@@ -109,6 +117,11 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         ActionError,
         r"action expected int64, got float32 .*Pass action\.to\(torch\.int64\)\.",
     ),
+    "no action": (
+        lambda env: env.step(env.current()),
+        ActionError,
+        r"expected a key \('action',\), got none among \['done', .* The policy must set it\.",
+    ),
     "a one-hot action": (
         lambda env: env.step(env.current().set("action", torch.eye(2)[[0, 1, 0, 1]])),
         ActionError,
@@ -129,6 +142,16 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "a network of one's own": (lambda env: env.rollout(3, Argmax()), TypeError, WRAP),
     "a list of another length": (lambda env: env.set("x", [1, 2]), ValueError, r"pass \[value\] \* 4"),
     "infos that are dropped": (lambda env: env.infos(), ValueError, r'options=ExecutorOptions\(infos="plain"\)'),
+    "an info of text": (
+        lambda _: serial(1, Labelled, options=ExecutorOptions(infos=("label",))),
+        SpecError,
+        r"expected a number as 'label', got a str\. ExecutorOptions\(infos='plain'\)",
+    ),
+    "a class of no family": (
+        lambda _: serial(1, dict),
+        FactoryError,
+        r"got builtins\.dict\. Known are classes of dm_env, .*envherd\.register\(YourEnv, YourAdapter\)",
+    ),
     "an out that is too short": (
         lambda env: env.rollout(6, out=TensorDict({}, [4, 4])),
         ValueError,
@@ -152,7 +175,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "two envs that raise": (
         lambda _: serial(2, Raises).rollout(1),
         EnvError,
-        r"Envs \[1\] raised too\. The other envs go on; reset these to use them again\.",
+        r"raised ValueError \(env 0, .*Envs \[1\] raised too\. The other envs go on; reset these to use them again\.",
     ),
     "a misspelt attribute": (
         lambda env: env.num_env,

@@ -144,6 +144,7 @@ def test_other_shapes_kinds_and_keys_are_refused(given, message):
         ("int16", torch.tensor([0, 2, 1])),
         ("float32", torch.tensor([0, 2, 1], dtype=torch.float64)),
         ("float32", torch.tensor([0.0, 2.0, 1.0], requires_grad=True)),
+        ("float32", torch.tensor([0.0, 2.0, 1.0], dtype=torch.bfloat16)),
     ],
 )
 def test_values_of_the_same_kind_are_converted(dtype, given):

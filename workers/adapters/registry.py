@@ -107,11 +107,11 @@ def find_adapter(env: Any, env_type: EnvType = "auto") -> type[Adapter]:
             f"like an env of gym, before Gymnasium. If it is one, say so: "
             f"make_env=envherd.OldGymFactory(make_env)."
         )
-    known = ", ".join(sorted(_TABLE))
+    known = ", ".join(sorted({name.partition(".")[0] for name in _TABLE}))
     raise FactoryError(
         f"the factory failed: expected an env of a known family, got {_qualified_name(type(env))}. "
-        f"Known are {known} and their subclasses; serve another family with "
-        f"envherd.workers.adapters.register(YourEnv, YourAdapter)."
+        f"Known are classes of {known} and their subclasses: derive yours from gymnasium.Env, or write an adapter "
+        f"and envherd.register(YourEnv, YourAdapter)."
     )
 
 

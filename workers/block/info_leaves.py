@@ -36,6 +36,7 @@ Path = tuple[str, ...]
 
 _ROOT = "info"
 _DEEPEST = 6
+_AS_DICTS = "ExecutorOptions(infos='plain') returns infos as dicts, by env.infos()."
 _MOST = 1000  # leaves; an info with more numbers is probably a mistake
 
 
@@ -145,6 +146,9 @@ def find_fields(adapter: Adapter, keys: Literal["all"] | Sequence[str | Path]) -
         wanted = _as_path(name)
         matching = {path: array for path, array in found.items() if path[: len(wanted)] == wanted}
         if not matching:
+            kind = type(_look_up(adapter.info, wanted)[0]).__name__
+            if kind != "NoneType":
+                raise SpecError(f"infos failed: expected a number as {_show(wanted)!r}, got a {kind}. {_AS_DICTS}")
             raise SpecError(_not_found(wanted, sorted(map(_show, found)), failure))
         fields.update({path: _field(path, array, adapter.spec) for path, array in matching.items()})
     return list(fields.values())
