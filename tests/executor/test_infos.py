@@ -395,7 +395,7 @@ def test_a_name_that_is_not_there_is_refused():
     ) as caught:
         SerialEnv(1, Numbered, options=ExecutorOptions(infos=("deth",)))
     assert "infos={'deth': float}" in str(caught.value)
-    with pytest.raises((SpecError, FactoryError), match=r"expected 'word' in the infos"):
+    with pytest.raises((SpecError, FactoryError), match=r"expected a number as 'word', got a str"):
         ParallelEnv(1, Numbered, num_workers=1, options=ExecutorOptions(infos=("word",)))
 
 
