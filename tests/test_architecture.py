@@ -46,7 +46,7 @@ BUDGET = {
     "workers/testing": 1841,
     "executor/*": 3006,
     "executor/batches": 1705,
-    "executor/cli": 3004,
+    "executor/cli": 3009,
     "executor/cluster": 2115,
     "executor/facades": 514,
     "executor/facades/cleanrl": 186,

@@ -91,11 +91,14 @@ class Evaluate:
         from envherd.executor.show.video import require_imageio
         from envherd.workers.adapters.env_names import made_for
         from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
+        from envherd.workers.errors import FactoryError
 
         if self.videos is not None:
             require_imageio()
         tasks: dict[str, Any] = {}
         for name in self.env:
+            if name in tasks:
+                raise FactoryError(f"evaluate failed: expected each ENV once, got {name!r} again.")
             factory, kwargs = made_for(name, self.env_kwargs, None, with_frames=self.videos is not None)
             if isinstance(factory, MeltingPotFactory):
                 factory = for_evaluation(factory, has_background=self.background is not None)

@@ -29,13 +29,14 @@ def list_envs(
             err=True,
         )
         raise typer.Exit(EXIT_USAGE)
-    is_empty = True
+    is_empty, absent = True, []
     for one in LISTED if family is None else (family,):
         try:
             names = known_names(one)
         except FactoryError as error:
-            typer.echo(f"error: {error}", err=True)
+            absent.append(f"error: {error}")
             if family is not None:
+                typer.echo(absent[0], err=True)
                 raise typer.Exit(EXIT_USAGE) from None
             continue
         if one == "gymnasium":
@@ -45,5 +46,6 @@ def list_envs(
                 typer.echo(f"{one}:{name}")
                 is_empty = False
     if is_empty:
-        typer.echo(f"error: list failed: expected names that contain {part!r}, got none.", err=True)
+        wanted = "names" if part is None else f"names that contain {part!r}"
+        typer.echo("\n".join([*absent, f"error: list failed: expected {wanted}, got none."]), err=True)
         raise typer.Exit(EXIT_FAILED)

@@ -272,6 +272,12 @@ def test_a_policy_acts_and_what_it_adds_is_kept():
 
 
 @pytest.mark.slow
+def test_the_command_runs_as_a_module():
+    command = [sys.executable, "-m", "envherd", "rollout", "--help"]
+    assert "--env-kwargs" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_a_policy_factory_need_not_take_the_env():
     assert rollout(COUNTING, "--steps", "3", "--policy", "my_envs:stubborn", "--out", "kept").exit_code == 0

@@ -147,6 +147,23 @@ def test_names_are_listed():
     assert "gymnasium" in done.output
 
 
+@needs("gymnasium", "cli")
+@pytest.mark.slow
+def test_a_family_that_is_not_installed_is_named_only_if_it_is_asked_for(monkeypatch):
+    from typer.testing import CliRunner
+
+    from envherd.executor.cli.app import app
+
+    monkeypatch.setitem(sys.modules, "vmas", None)  # makes `import vmas` raise ImportError
+    runner = CliRunner()
+    done = runner.invoke(app, ["list"])
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "gymnasium:CartPole-v1" in done.stdout.split()
+    done = runner.invoke(app, ["list", "vmas"])
+    assert done.exit_code == 2
+    assert "pip install 'envherd[vmas]'" in done.stderr
+
+
 @needs("atari", "minigrid")
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -555,6 +555,12 @@ def test_the_command_keeps_its_episodes_after_ctrl_c(tmp_path):
     assert "expected label" in done.output
 
 
+def test_the_command_refuses_an_env_that_is_named_twice():
+    done = CliRunner().invoke(app, ["evaluate", *["python:tests.executor.suite_envs:Task"] * 2])
+    assert done.exit_code == 2
+    assert "expected each ENV once, got 'python:tests.executor.suite_envs:Task' again" in done.stderr
+
+
 def test_the_command_reports_failed_episodes():
     command = ["evaluate", "python:tests.executor.suite_envs:Task", "--env-kwargs", '{"faults": [[1, "raise"]]}']
     policy = ["--policy", f"{__name__}:make_press", "--episodes", "3", "--workers", "1"]

@@ -1,0 +1,5 @@
+"""`python -m envherd`: the command `envherd`, of this interpreter."""
+
+from envherd.executor.cli import main
+
+main()
