@@ -52,13 +52,19 @@ def check_factory(factory: Any, example: str = "gymnasium.make('CartPole-v1')") 
         name = _type_name(factory)
         raise FactoryError(
             f"make_env failed: expected a callable that builds an env, got an env: {name}. Envs are built inside "
-            f"their worker, so pass a function, e.g. make_env=lambda: {type(factory).__name__}(...)."
+            f"their worker, so pass a function, e.g. make_env=lambda: {_how_to_build(factory)}."
         )
     if not callable(factory):
         raise FactoryError(
             f"make_env failed: expected a callable that builds an env, got {_type_name(factory)}. "
             f"Pass a function, e.g. make_env=lambda: {example}."
         )
+
+
+def _how_to_build(env: Any) -> str:
+    """Return an expression that builds an env like this one, for messages."""
+    env_id = getattr(getattr(env, "spec", None), "id", None)  # of Gymnasium's registry
+    return f"gymnasium.make({env_id!r})" if isinstance(env_id, str) else f"{type(env).__name__}(...)"
 
 
 def pickle_factory(factory: Factory) -> bytes:
@@ -233,13 +239,13 @@ class Builder:
         if any(env is built for built in self._built) and is_env_like(env):
             raise FactoryError(
                 f"make_env failed: the factory {describe(factory)} returned the same {_type_name(env)} twice. "
-                f"Every call must build a new env: make_env=lambda: {type(env).__name__}(...)."
+                f"Every call must build a new env: make_env=lambda: {_how_to_build(env)}."
             )
         captured = next((variable for variable, value in captures(factory) if value is env), None)
         if captured is not None and is_env_like(env):
             raise FactoryError(
                 f"make_env failed: the factory {describe(factory)} returned the captured variable `{captured}`, "
-                f"a {_type_name(env)} that was built elsewhere. Build it inside: lambda: {type(env).__name__}(...)."
+                f"a {_type_name(env)} that was built elsewhere. Build it inside: lambda: {_how_to_build(env)}."
             )
 
 

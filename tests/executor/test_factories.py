@@ -48,9 +48,11 @@ def a_torchrl_env():
 
 
 AN_ENV = "expected a callable that builds an env, got an env: "
+MADE = r"gymnasium\.make\('CartPole-v1'\)"
 #: What is given, as a function that returns it -> what the error says.
 NO_FACTORIES = {
-    "an env": (cartpole, f"{AN_ENV}gymnasium.wrappers.common.TimeLimit(.|\n)*make_env=lambda: TimeLimit\\(...\\)"),
+    "an env": (cartpole, f"{AN_ENV}gymnasium.wrappers.common.TimeLimit(.|\n)*make_env=lambda: {MADE}"),
+    "an env without an id": (CountingEnv, "make_env=lambda: CountingEnv\\(\\.\\.\\.\\)"),
     "an env in a list": (lambda: [cartpole, cartpole()], "got an env"),
     "a number": (lambda: 3, "got builtins.int"),
     "nothing": (lambda: None, "got builtins.NoneType"),
@@ -59,7 +61,10 @@ NO_FACTORIES = {
     "what returns nothing": (lambda: lambda: None, "returned None"),
     "what returns a number": (lambda: lambda: 42, "got builtins.int"),
     "what returns a factory": (lambda: lambda: cartpole, "returned"),
-    "what returns one env twice": (the_same_env, "returned the same gymnasium.wrappers.common.TimeLimit twice"),
+    "what returns one env twice": (
+        the_same_env,
+        f"returned the same gymnasium.wrappers.common.TimeLimit twice(.|\n)*{MADE}",
+    ),
     "what captured an env": (a_captured_env, "returned the captured variable `env`|returned the same"),
 }
 
