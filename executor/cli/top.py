@@ -35,8 +35,8 @@ def run(options: Top) -> int:
             Console(stderr=True).print(f"error: top failed: {refusal}", soft_wrap=True, highlight=False)
             return EXIT_USAGE
         live: Live | None = None
-        if not (options.once or options.json):
-            live = until_end.enter_context(Live(console=console, screen=console.is_terminal, auto_refresh=False))
+        if console.is_terminal and not (options.once or options.json):  # elsewhere, one table after the other
+            live = until_end.enter_context(Live(console=console, screen=True, auto_refresh=False))
         try:
             while True:
                 time.sleep(options.interval)

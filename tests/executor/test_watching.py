@@ -159,6 +159,18 @@ def test_top_once_as_a_table_and_as_json():
     assert os.getpid() not in {one["pid"] for one in shown["executors"]}  # other processes may have some
 
 
+@needs("cli")
+@pytest.mark.slow
+def test_top_into_a_file_writes_each_reading(tmp_path):
+    path = tmp_path / "log"
+    command = [sys.executable, "-m", "envherd", "top", "--interval", "0.1", "--pid", str(os.getpid())]
+    with ParallelEnv(1, CountingEnv), path.open("w") as log, subprocess.Popen(command, stdout=log) as top:
+        try:
+            wait_for(lambda: path.read_text().count(f"process {os.getpid()}") >= 2)
+        finally:
+            top.kill()
+
+
 def test_statistics_as_scalars():
     with SerialEnv(2, CountingEnv, seed=0) as env:
         rolled(env, 5)
