@@ -61,7 +61,7 @@ BUDGET = {
     "executor/pools": 5603,
     "executor/protocol": 3344,
     "executor/rollouts": 920,
-    "executor/show": 2167,
+    "executor/show": 2174,
     "executor/simulator": 797,
     "executor/sizing": 1614,
 }

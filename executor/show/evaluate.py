@@ -25,7 +25,7 @@ from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.policy import Placed, Policy
 from envherd.executor.pools.blueprint import checked_options, choose_workers
-from envherd.executor.show.per_player import OTHERS, PerPlayer, choose_policies
+from envherd.executor.show.per_player import OTHERS, PerPlayer, acting_groups, choose_policies
 from envherd.executor.show.playing import Part, Play, RandomActions, Rules
 from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile, fingerprint
 from envherd.executor.show.results import Evaluation, Evaluations
@@ -295,7 +295,9 @@ class _Choice:
             primed = None if self._primer is None else policy.primer(1, **self._primer)
             return Part(Placed(policy), primed, [(*policy.group, "reward")]), cast
         count = sum(math.prod(leaf.shape) for leaf in spec.reward)
-        names = ("agent",) if count == 1 else tuple(f"agent_{i}" for i in range(count))  # a reward of several numbers
+        names = tuple(spec.metadata.get("agent_names") or ())
+        if len(names) != count:  # one agent, or a reward of several numbers
+            names = ("agent",) if count == 1 else tuple(f"agent_{i}" for i in range(count))
         cast = Cast(env=title, players=names, roles=("default",) * count, is_focal=(True,) * count)
         primed = None
         if self._primer is not None:
@@ -318,12 +320,12 @@ def _focal(
 def join_policies(
     policies: Policies, spec: EnvSpec, background: Policies = None, focal: Sequence[int | str] | None = None
 ) -> Policy:
-    """Return one policy that acts for all players, a `PerPlayer`; or that of an env of one agent.
+    """Return one policy that acts for all players, a `PerPlayer`; or that of an env of one agent, or of several groups.
 
     Raises:
         ValueError: a player has no policy, or there are background policies or focal players where there must be none.
     """
-    if not spec.groups:
+    if not spec.groups or len(acting_groups(spec)) > 1:
         return _single(policies, spec, background=background, focal=focal)
     everyone = PerPlayer({OTHERS: None}, spec)
     is_focal = _focal(focal, spec.metadata.get("is_focal"), everyone.names)
@@ -346,17 +348,17 @@ def join_policies(
 
 
 def _single(policies: Any, spec: EnvSpec, **of_players: Any) -> Policy:
-    """Return the policy of envs of one agent."""
+    """Return the policy of envs of one agent, or of several groups of agents, for all of which it acts."""
+    kind = "several groups of agents" if spec.groups else "one agent"
     if passed := [name for name, value in of_players.items() if value is not None]:
         raise ValueError(
-            f"evaluate failed: expected no {' or '.join(passed)} for envs of one agent, got {spec.family} envs without "
-            f"players."
+            f"evaluate failed: expected no {' or '.join(passed)} for envs of {kind}, got {spec.family} envs."
         )
     if policies is None:
         return RandomActions(spec)
     if isinstance(policies, (Mapping, PerPlayer)) or not callable(policies):
         raise TypeError(
-            f"evaluate failed: expected a callable or None as the policy of {spec.family} envs of one agent (or a dict "
+            f"evaluate failed: expected a callable or None as the policy of {spec.family} envs of {kind} (or a dict "
             f"of them by task), got {policies!r}."
         )
     return policies

@@ -251,10 +251,15 @@ def _group(spec: EnvSpec | None, group: Key | str | None) -> Key:
         return (group,) if isinstance(group, str) else tuple(group)
     if spec is None:
         return ("agents",)
-    acting = [key for key, _ in spec.groups if any(leaf.key[: len(key)] == key for leaf in spec.action)]
+    acting = acting_groups(spec)
     if not acting:
         raise ValueError(f"PerPlayer failed: expected envs with a group of players, got {spec.family} envs without.")
     return acting[0]
+
+
+def acting_groups(spec: EnvSpec) -> list[Key]:
+    """Return the keys of the groups that have actions."""
+    return [key for key, _ in spec.groups if any(leaf.key[: len(key)] == key for leaf in spec.action)]
 
 
 def _names_and_roles(

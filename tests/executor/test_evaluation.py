@@ -75,6 +75,26 @@ def test_background_players_do_not_count_as_focal():
     assert mixed.returns[0, 1:].tolist() == [6, 3]
 
 
+@needs("pettingzoo")
+def test_one_policy_acts_for_several_groups_of_agents():
+    from mpe2 import simple_tag_v3
+
+    chased = ("adversary_0", "adversary_1", "adversary_2", "agent_0")
+    found = evaluate(None, simple_tag_v3.parallel_env, episodes=2, max_steps=3, num_workers=1)
+    assert (found.players, found.returns.shape, found.num_failed) == (chased, (2, 4), 0)
+
+    def policy(td):
+        assert td["adversary", "mask"].shape == (1, 3)
+        return td.set(("adversary", "action"), torch.ones(1, 3).long()).set(
+            ("agent", "action"), td["agent", "mask"].long()
+        )
+
+    with pytest.raises(TypeError, match=r"envs of several groups of agents .*, got \{'adversary_0': None"):
+        evaluate({"adversary_0": None}, simple_tag_v3.parallel_env, episodes=1)
+    found = evaluate(policy, simple_tag_v3.parallel_env, episodes=1, max_steps=3, num_workers=1)
+    assert found.lengths.tolist() == [3]
+
+
 def test_episode_i_is_the_first_one_of_env_i_with_any_number_of_workers():
     """Short episodes do not count more often, and the result does not depend on the workers."""
     found = [evaluate(None, DRAWN, 7, num_workers=workers, seed=4) for workers in (1, 2)]
