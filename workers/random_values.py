@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from envherd.shm.specs import Binary, Box, Discrete, LeafSpec, MultiDiscrete, OneHot
+from envherd.shm.specs import Binary, Box, Discrete, EnvSpec, Key, LeafSpec, MultiDiscrete, OneHot
 
 #: Width of the interval sampled where a Box has no bound on a side.
 _UNBOUNDED_WIDTH = 2.0
@@ -25,6 +25,21 @@ def draw(leaf: LeafSpec, rng: np.random.Generator) -> np.ndarray:
     if draw_values is None:
         raise ValueError(f"drawing an action failed: {leaf} has no uniform distribution. Give `actions`.")
     return draw_values(rng, leaf.shape)
+
+
+def draw_masked(rng: np.random.Generator, mask: np.ndarray, leaf: LeafSpec) -> np.ndarray:
+    """Return indices `[...]` drawn uniformly from those that a mask `[..., n]` allows; 0 if it allows none."""
+    order = np.where(mask.astype(bool), rng.random(mask.shape), -1.0)
+    return np.asarray(order.argmax(-1), leaf.dtype)
+
+
+def mask_key(spec: EnvSpec, leaf: LeafSpec) -> Key | None:
+    """Return the key of an action's mask, if the env observes one of the right shape."""
+    if not isinstance(leaf.domain, Discrete) or leaf.key[-1] != "action":
+        return None
+    key = (*leaf.key[:-1], "action_mask")
+    shape = (*leaf.shape, leaf.domain.n)
+    return key if any(seen.key == key and seen.shape == shape for seen in spec.observation) else None
 
 
 def drawer(leaf: LeafSpec) -> Draw | None:

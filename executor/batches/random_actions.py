@@ -14,8 +14,8 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
-from envherd.shm.specs import Discrete, EnvSpec, Key, LeafSpec
-from envherd.workers.random_values import Draw, drawer
+from envherd.shm.specs import EnvSpec, LeafSpec
+from envherd.workers.random_values import Draw, draw_masked, drawer, mask_key
 
 _STREAM = 2**32 - 2  # spawn_key of the sampler's generator: different from those of envs (workers.seeding)
 
@@ -31,7 +31,7 @@ class ActionSampler:
         self._kinds = [specs.index(spec) for spec in specs]
         self._is_uniform = not any(self._kinds)
         self._draws = {
-            kind: [(leaf, _drawer(leaf), _mask_key(specs[kind], leaf)) for leaf in specs[kind].action]
+            kind: [(leaf, _drawer(leaf), mask_key(specs[kind], leaf)) for leaf in specs[kind].action]
             for kind in set(self._kinds)
         }
 
@@ -71,32 +71,16 @@ class ActionSampler:
                 if mask is None:
                     drawn = draw(self._rng, (len(kinds), *leaf.shape))
                 else:
-                    drawn = draw_masked(self._rng, mask, leaf)
+                    drawn = draw_masked(self._rng, to_numpy(mask), leaf)
                 td.set(leaf.key, torch.from_numpy(drawn))
             return td
         rows = [TensorDict({}, self._specs[kind].batch_shape) if td is None else td[i] for i, kind in enumerate(kinds)]
         for row, kind in zip(rows, kinds, strict=True):
             for leaf, draw, mask_key in self._draws[kind]:
                 mask = None if mask_key is None else row.get(mask_key, None)
-                drawn = draw(self._rng, leaf.shape) if mask is None else draw_masked(self._rng, mask, leaf)
+                drawn = draw(self._rng, leaf.shape) if mask is None else draw_masked(self._rng, to_numpy(mask), leaf)
                 row.set(leaf.key, torch.from_numpy(np.asarray(drawn)))
         return td if is_stack and td is not None else LazyStackedTensorDict(*rows, stack_dim=0)
-
-
-def draw_masked(rng: np.random.Generator, mask: Any, leaf: LeafSpec) -> np.ndarray:
-    """Return indices `[...]` drawn uniformly from those that a mask `[..., n]` allows; 0 if it allows none."""
-    allowed = to_numpy(mask).astype(bool)
-    order = np.where(allowed, rng.random(allowed.shape), -1.0)
-    return np.asarray(order.argmax(-1), leaf.dtype)
-
-
-def _mask_key(spec: EnvSpec, leaf: LeafSpec) -> Key | None:
-    """Return the key of an action's mask, if the env observes one of the right shape."""
-    if not isinstance(leaf.domain, Discrete) or leaf.key[-1] != "action":
-        return None
-    key = (*leaf.key[:-1], "action_mask")
-    shape = (*leaf.shape, leaf.domain.n)
-    return key if any(seen.key == key and seen.shape == shape for seen in spec.observation) else None
 
 
 def _drawer(leaf: LeafSpec) -> Draw:

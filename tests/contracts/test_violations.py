@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -19,6 +20,7 @@ from envherd.workers.testing import (
     CountingEnv,
     FaultyEnv,
     GlobalRandomEnv,
+    PartialResetContract,
     PlainAdapter,
     check_env_contract,
 )
@@ -195,6 +197,43 @@ def test_nothing_is_proved_without_an_end(rule: int) -> None:
         return
     with pytest.raises(ContractViolation, match="expected at least one episode end, saw none in 10 steps of 2 envs"):
         contract.check(rule)
+
+
+class Masked(gymnasium.Env):
+    """Allows every second action alone, as its mask says, and refuses the others."""
+
+    observation_space = gymnasium.spaces.Dict(
+        action_mask=gymnasium.spaces.Box(0, 1, (6,), np.int8), place=gymnasium.spaces.Box(0, 99, (1,))
+    )
+    action_space = gymnasium.spaces.Discrete(6)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.place = float(self.np_random.integers(10))
+        self.num_steps = 0
+        return self.seen(), {}
+
+    def step(self, action: Any) -> Any:
+        assert self.seen()["action_mask"][action], "an illegal action"
+        self.place += 1 + action
+        self.num_steps += 1
+        return self.seen(), 0.0, self.num_steps == 5, False, {}
+
+    def seen(self) -> dict[str, np.ndarray]:
+        legal = (np.arange(6) + int(self.place)) % 2
+        return {"action_mask": legal.astype(np.int8), "place": np.array([self.place], np.float32)}
+
+
+class TestMasked(PartialResetContract):
+    num_steps = 20
+
+    def make_env(self) -> Any:
+        return Masked()
+
+
+@pytest.mark.slow
+def test_actions_are_those_that_a_mask_allows_also_in_other_processes() -> None:
+    check_env_contract(Masked, num_steps=20, together=2)
 
 
 def test_an_unbounded_observation_may_be_infinite() -> None:

@@ -34,9 +34,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from envherd.shm.specs import EnvSpec
 from envherd.workers.errors import ResetNeeded
-from envherd.workers.random_values import draw
 from envherd.workers.testing.batch import Batch, BlockBatch, MakeBatch, MakeEnv, Row
 from envherd.workers.testing.compare import (
     ContractViolation,
@@ -58,6 +56,7 @@ from envherd.workers.testing.traces import (
     compare,
     compare_ends,
     disturbed,
+    draw_actions,
     fused,
     separate,
     take_trace,
@@ -93,7 +92,7 @@ class Contract:
         make_env: builds one env; called several times.
         num_steps: steps of each trace; several episodes should end within them.
         seed: root seed of envs and actions.
-        actions: draws one env's action; None draws from the spec.
+        actions: draws one env's action; None draws from the spec, what an action mask allows.
         is_deterministic: whether seeds determine the data; without that, rules 2, 6 and 7 are checked in part.
         ends_where_it_starts: whether a last observation may equal the next episode's first one.
         make_batch: what runs the envs; None for blocks in this process.
@@ -194,24 +193,25 @@ class Contract:
         """The rows of the same steps twice, from the same state; None if the envs cannot be saved."""
         rng = np.random.default_rng(self.seed)
         with _Opened(self, num_workers=1) as batch:
-            batch.reset(None)
-            drawn = [[self._draw_action(spec, rng) for spec in batch.specs] for _ in range(self.num_steps)]
-            for actions in drawn[: self.num_steps // 3]:
-                batch.step(actions, resets_ended=True)
+            roots = batch.reset(None)
+            for _ in range(self.num_steps // 3):
+                _, roots = batch.step(self._draw_actions(batch, rng, roots), resets_ended=True)
             if (saved := batch.save()) is None:
                 return None
-            found = []
-            for _ in range(2):
-                steps = [batch.step(actions, resets_ended=True) for actions in drawn]
-                found.append([row for nexts, roots in steps for row in (*nexts, *roots)])
-                batch.restore(saved)
-        return found[0], found[1]
+            drawn, first = [], []
+            for _ in range(self.num_steps):
+                drawn.append(self._draw_actions(batch, rng, roots))
+                nexts, roots = batch.step(drawn[-1], resets_ended=True)
+                first += [*nexts, *roots]
+            batch.restore(saved)
+            again = [row for actions in drawn for rows in batch.step(actions, resets_ended=True) for row in rows]
+        return first, again
 
     def _take(self, batch: Batch, advance: Advance) -> Trace:
-        return take_trace(batch, advance, self._draw_action, self.num_steps, self.seed)
+        return take_trace(batch, advance, self.actions, self.num_steps, self.seed)
 
-    def _draw_action(self, spec: EnvSpec, rng: np.random.Generator) -> list[Any]:
-        return (self.actions or draw_values)(spec, rng)
+    def _draw_actions(self, batch: Batch, rng: np.random.Generator, roots: list[Row]) -> list[list[Any]]:
+        return draw_actions(self.actions, batch.specs, [rng] * NUM_ENVS, roots)
 
     # ---- rules -------------------------------------------------------------------------------
 
@@ -250,12 +250,12 @@ class Contract:
             if not batch.enforces_rule_4:
                 return
             rng = np.random.default_rng(self.seed)
-            batch.reset(None)
+            rows = batch.reset(None)
             for _ in range(self.num_steps):
-                nexts, _ = batch.step([self._draw_action(spec, rng) for spec in batch.specs], resets_ended=False)
-                ended = tuple(i for i, row in enumerate(nexts) if has_ended(row))
+                rows, _ = batch.step(self._draw_actions(batch, rng, rows), resets_ended=False)
+                ended = tuple(i for i, row in enumerate(rows) if has_ended(row))
                 if ended:
-                    _check_refused(batch, [self._draw_action(spec, rng) for spec in batch.specs], ended)
+                    _check_refused(batch, self._draw_actions(batch, rng, rows), ended)
                     return
 
     def _check_flags(self) -> None:
@@ -303,13 +303,8 @@ class Contract:
             num_envs=self.together,
             num_steps=self.num_steps,
             seed=self.seed,
-            draw_action=self.actions or draw_values,
+            draw_action=self.actions,
         )
-
-
-def draw_values(spec: EnvSpec, rng: np.random.Generator) -> list[Any]:
-    """Return random values of an env's actions and states, aligned with `spec.action` and then `spec.state`."""
-    return [draw(leaf, rng) for leaf in (*spec.action, *spec.state)]
 
 
 class _Opened:

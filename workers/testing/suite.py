@@ -33,7 +33,10 @@ class PartialResetContract:
         raise NotImplementedError(f"{type(self).__name__} must define make_env(self)")
 
     def draw_action(self, spec: EnvSpec, rng: np.random.Generator) -> list[Any]:
-        """Return one env's action, values aligned with `spec.action` and `spec.state`; override to end episodes."""
+        """Return one env's action, values aligned with `spec.action` and `spec.state`; override to end episodes.
+
+        If it is not overridden, actions are also those that the env's action mask allows.
+        """
         return [draw(leaf, rng) for leaf in (*spec.action, *spec.state)]
 
     def test_rule_1_one_step_is_one_transition(self) -> None:
@@ -81,7 +84,7 @@ class PartialResetContract:
                 self.make_env,
                 num_steps=self.num_steps,
                 seed=self.seed,
-                actions=self.draw_action,
+                actions=None if cls.draw_action is PartialResetContract.draw_action else self.draw_action,
                 is_deterministic=self.is_deterministic,
                 ends_where_it_starts=self.ends_where_it_starts,
                 make_batch=cls.make_batch,

@@ -27,7 +27,7 @@ from envherd.workers.options import BlockOptions
 from envherd.workers.pickling import dumps
 from envherd.workers.testing.batch import BlockBatch, MakeEnv, Row
 from envherd.workers.testing.compare import ContractViolation, equal, show, show_key
-from envherd.workers.testing.traces import DrawAction
+from envherd.workers.testing.traces import DrawAction, draw_actions
 
 _RULE = "rule 10 is broken"
 _PICTURE = ("picture",)
@@ -85,7 +85,7 @@ class _Job:
 
 
 def check_together(
-    make_env: MakeEnv, *, num_envs: int = 2, num_steps: int = 100, seed: int = 0, draw_action: DrawAction
+    make_env: MakeEnv, *, num_envs: int = 2, num_steps: int = 100, seed: int = 0, draw_action: DrawAction | None
 ) -> None:
     """Require that envs have the same data in one process as in a process each.
 
@@ -198,7 +198,7 @@ def run_job(path: str) -> None:
     """Run the job in a file, and replace the file's content by the record."""
     job: _Job = pickle.loads(Path(path).read_bytes())
     registries.install(job.registered)
-    draw: DrawAction = pickle.loads(job.draw)
+    drawn_by: DrawAction | None = pickle.loads(job.draw)
     first = job.env_ids[0]
     options = BlockOptions(first_env_id=first, isolate_rng=job.isolates)
     batch = BlockBatch(pickle.loads(job.factory), len(job.env_ids), 1, job.seed, options)
@@ -213,10 +213,10 @@ def run_job(path: str) -> None:
             picture = _picture(batch, env_id - first) if is_last else {}
             rows[env_id].append((where, {**row, **picture}))
 
-    note("the first root", batch.reset(None))
+    roots = batch.reset(None)
+    note("the first root", roots)
     for step in range(job.num_steps):
-        actions = [draw(spec, rng) for spec, rng in zip(batch.specs, rngs, strict=True)]
-        nexts, roots = batch.step(actions, resets_ended=True)
+        nexts, roots = batch.step(draw_actions(drawn_by, batch.specs, rngs, roots), resets_ended=True)
         note(f"next, step {step}", nexts, is_last=False)
         note(f"root, step {step}", roots)
     changed = tuple(name for name, value in watched if _fingerprint(value()) != before[name])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from envherd.shm.specs import EnvSpec
+from envherd.workers.random_values import draw, draw_masked, mask_key
 from envherd.workers.testing.batch import Batch, Row
 from envherd.workers.testing.compare import ContractViolation, demand, has_ended
 
@@ -70,14 +71,33 @@ class Trace:
         return sum(1 for _ in self.ends())
 
 
-def take_trace(batch: Batch, advance: Advance, draw_action: DrawAction, num_steps: int, seed: int) -> Trace:
-    """Reset a batch and step it `num_steps` times, with actions that depend on seed, env and step alone."""
+def draw_actions(
+    drawn_by: DrawAction | None, specs: Sequence[EnvSpec], rngs: Sequence[np.random.Generator], roots: Sequence[Row]
+) -> list[list[Any]]:
+    """Return an action of each env; None as the function draws values from the specs, which action masks allow."""
+    if drawn_by is not None:
+        return [drawn_by(spec, rng) for spec, rng in zip(specs, rngs, strict=True)]
+    return [_legal_values(spec, rng, root) for spec, rng, root in zip(specs, rngs, roots, strict=True)]
+
+
+def _legal_values(spec: EnvSpec, rng: np.random.Generator, root: Row) -> list[Any]:
+    """Return values of one env's actions and states, aligned with `spec.action` and then `spec.state`."""
+    keys = [mask_key(spec, leaf) for leaf in spec.action] + [None] * len(spec.state)
+    leaves = (*spec.action, *spec.state)
+    return [
+        draw(leaf, rng) if key is None else draw_masked(rng, root[key], leaf)
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]
+
+
+def take_trace(batch: Batch, advance: Advance, drawn_by: DrawAction | None, num_steps: int, seed: int) -> Trace:
+    """Reset a batch and step it `num_steps` times, with actions that depend on seed, env, step and masks."""
     before = batch.count_calls() or (0, 0)
     rngs = [np.random.default_rng([seed, env_id]) for env_id in range(NUM_ENVS)]
-    first = batch.reset(None)
+    first = roots = batch.reset(None)
     events = []
     for step in range(num_steps):
-        actions = [draw_action(spec, rng) for spec, rng in zip(batch.specs, rngs, strict=True)]
+        actions = draw_actions(drawn_by, batch.specs, rngs, roots)
         nexts, roots = advance(batch, actions, step)
         events += [Event(step, env_id, *rows) for env_id, rows in enumerate(zip(nexts, roots, strict=True))]
     after = batch.count_calls()
