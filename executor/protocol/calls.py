@@ -162,6 +162,12 @@ class Calls:
         self.use_seed(seed)
         self.pool.seed(self.seed, episodes)
 
+    def give_up(self, env_ids: np.ndarray) -> None:
+        """Note that envs, int64 `[k]`, must be reset, unless `restore` follows; their roots show it."""
+        self.positions.mark_lost(env_ids)
+        self.states.move(env_ids, Event.IS_BROKEN_OFF)
+        self.received = None
+
     def restore(self, env_ids: np.ndarray, roots: Sequence[Mapping[str, Any]] | None, ended: np.ndarray | None) -> None:
         """Note that envs have been restored.
 
