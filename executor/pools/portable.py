@@ -163,15 +163,16 @@ class PortableProcess(WorkerProcess):
 
     def has_exited(self) -> bool:
         """Return whether the process has ended; never blocks."""
-        if not self._has_ended and not self._process.is_alive():
-            self._has_ended = True
-            with ignoring_refusals():
-                platforms.kill_group(self.pid)  # what its envs had started
+        with uninterrupted():  # the system reports an end once, and `multiprocessing` would lose it
+            if not self._has_ended and not self._process.is_alive():
+                self._has_ended = True
+                with ignoring_refusals():
+                    platforms.kill_group(self.pid)  # what its envs had started
         return self._has_ended
 
     def exit_code(self) -> int | None:
         """Return the exit code, negative for a signal; None if the process lives."""
-        if self._exit_code is None:
+        if self._exit_code is None and self.has_exited():
             self._exit_code = self._process.exitcode
         return self._exit_code
 
@@ -193,7 +194,9 @@ class PortableProcess(WorkerProcess):
     def wait_exit(self, timeout_s: float) -> bool:
         """Wait for the process to end, up to `timeout_s`; return whether it has."""
         if not self.has_exited():
-            self._process.join(max(0.0, timeout_s))
+            ready = connection.wait([self.sentinel], max(0.0, timeout_s))
+            with uninterrupted():
+                self._process.join(None if ready else 0.0)  # its end follows that of the sentinel
         return self.has_exited()
 
     @staticmethod
