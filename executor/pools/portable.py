@@ -247,8 +247,8 @@ class PortableCrew(Crew):
         go, done = self.bells
         return PortableProcess(worker_id, generation, config, (go[worker_id], done))
 
-    def close(self, timeout_s: float) -> None:
-        super().close(timeout_s)
+    def _end(self) -> None:
+        super()._end()
         go, done = self.bells
         for bell in (*go, done):
             bell.close()
