@@ -109,6 +109,25 @@ class TestReplacing:
             assert len(set(env.call("pid"))) == 2
             assert env.statistics().worker_losses == 1
 
+    def test_a_send_that_is_broken_off_does_not_take_over_the_flags_of_an_earlier_loss(self, monkeypatch):
+        with ParallelEnv(2, ENDLESS, num_workers=2, seed=0, options=RESTART) as env:
+            env.reset()
+            kill(env, 0)
+            assert flags(env.step_and_maybe_reset(act(env))[0], "interrupted") == [True, False]
+            flights = env.engine.flights
+            begin = flights.begin
+
+            def begin_and_stop(*arguments, **named):
+                begin(*arguments, **named)
+                raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(flights, "begin", begin_and_stop)
+                env.send(act(env))
+            td = env.recv()
+            assert flags(td, "interrupted") == [False, False]
+            assert counters(td["next"]) == [1, 2]
+
     def test_an_env_that_was_received_before_its_worker_was_lost_is_refused_and_shown_as_done(self):
         with ParallelEnv(3, ENDLESS, num_workers=1, seed=0, options=RESTART) as env:
             td = env.reset()
