@@ -121,9 +121,11 @@ class TestReplacing:
                 begin(*arguments, **named)
                 raise KeyboardInterrupt
 
-            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(flights, "begin", begin_and_stop)
-                env.send(act(env))
+            td = act(env)
+            monkeypatch.setattr(flights, "begin", begin_and_stop)
+            with pytest.raises(KeyboardInterrupt):
+                env.send(td)
+            monkeypatch.undo()
             td = env.recv()
             assert flags(td, "interrupted") == [False, False]
             assert counters(td["next"]) == [1, 2]

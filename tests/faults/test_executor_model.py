@@ -28,9 +28,9 @@ RESTARTS = {"on_worker_loss": "restart", "max_restarts": 10_000}
 SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
     "raise": ({"blocks": [[0], [1]]}, 20),
     "restart": ({"blocks": [[0], [1]], **RESTARTS}, 30),
-    "pairs": ({"blocks": [[0, 1], [2]], "ring_frames": 2, "poison": True}, 25),
+    "pairs": ({"blocks": [[0, 1], [2]], "ring_frames": 2, "poison": True}, 50),
     "pairs that restart": ({"blocks": [[0, 1], [2]], "ring_frames": 2, **RESTARTS}, 25),
-    "portable": ({"blocks": [[0], [1]], "pool": SimulatedPortablePool}, 15),
+    "portable": ({"blocks": [[0], [1]], "pool": SimulatedPortablePool}, 30),
     "portable that restarts": ({"blocks": [[0], [1]], "pool": SimulatedPortablePool, **RESTARTS}, 15),
 }
 COMMANDS = (Event.STEP, Event.STEP_RESET, Event.RESET)
