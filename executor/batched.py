@@ -12,6 +12,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -573,7 +574,7 @@ class BatchedEnv:
         self.is_resumed = "roots" in state.get("executor", ())
 
     def infos(self, section: Literal["next", "root"] = "next") -> list[dict[str, Any]]:
-        """Return each env's info of its latest command; empty if it has none.
+        """Return each env's info of its latest command, a copy; empty if it has none.
 
         A rollout's latest command is its latest step so far.
 
@@ -592,7 +593,7 @@ class BatchedEnv:
         if section not in ("next", "root"):
             raise ValueError(f"infos failed: expected section 'next' or 'root', got {section!r}.")
         infos = self._engine.side.infos[section]
-        return [infos.get(i, {}) for i in range(self.num_envs)]
+        return [copy.deepcopy(infos.get(i, {})) for i in range(self.num_envs)]
 
     def statistics(self) -> Statistics:
         """Return the counts so far, each worker's load and memory, and which calls C makes."""

@@ -20,6 +20,7 @@ import os
 import secrets
 import weakref
 from collections import deque
+from collections.abc import Callable
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
@@ -97,13 +98,15 @@ class Segment:
         self.nbytes = nbytes
         self.fd = fd
         self.name = None if named is None else named.name
-        self._named = named
-        self._is_owner = is_owner
         self._mapping = mapping
         self._is_closed = False
         self._private_view: PrivateView | None = None
         #: Also runs if an interrupt drops the segment without `close`.
-        self._close_fd = weakref.finalize(self, os.close, fd) if fd >= 0 else None
+        self._release: Callable[[], Any] = (
+            weakref.finalize(self, os.close, fd)
+            if named is None
+            else weakref.finalize(self, _release_named, named, os.getpid() if is_owner else None)
+        )
 
     @classmethod
     def create(cls, nbytes: int, label: str = "envherd", *, is_prefaulted: bool = True, num_sparse: int = 0) -> Segment:
@@ -183,15 +186,17 @@ class Segment:
         self._is_closed = True
         if self._private_view is not None:
             self._private_view.close()
-        if self._close_fd is not None:
-            self._close_fd()
-            self.fd = -1
-        if self._named is not None:
-            self._named.close()
-            if self._is_owner:
-                with ignoring_refusals():  # it may be gone
-                    self._named.unlink()
+        self._release()
+        self.fd = -1
         self._mapping = None
+
+
+def _release_named(memory: _NamedMemory, owner: int | None) -> None:
+    """Let go of named memory; remove its name in the process that owns it, not in a fork of that."""
+    memory.close()
+    if os.getpid() == owner:
+        with ignoring_refusals():  # it may be gone
+            memory.unlink()
 
 
 def admit(nbytes: int) -> None:

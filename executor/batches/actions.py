@@ -1,11 +1,12 @@
 """Check actions and reset masks, and write actions to the slab.
 
 Guarantees: a whole batch is checked before anything is written, so a refused batch changes nothing. The caller's
-tensors are read, never kept or changed.
+values are read, never kept or changed.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -171,7 +172,7 @@ class GroupIntake:
         return [self._read_leaf(index, self._get(td, leaf, rows), rows) for index, leaf in enumerate(self.leaves)]
 
     def read_side(self, td: TensorDictBase, rows: np.ndarray | None) -> list[list[Any]]:
-        """Return the inputs that do not go through the slab: for each env one value per side leaf, unchanged.
+        """Return the inputs that do not go through the slab: for each env one value per side leaf (copies).
 
         Raises:
             ActionError: a key is missing.
@@ -179,7 +180,7 @@ class GroupIntake:
         if not self.side_leaves:
             return []
         columns = [_side_values(self._get(td, leaf, rows)) for leaf in self.side_leaves]
-        return [list(values) for values in zip(*columns, strict=True)]
+        return [copy.deepcopy(list(values)) for values in zip(*columns, strict=True)]
 
     def _read_leaf(self, index: int, given: Any, rows: np.ndarray | None) -> np.ndarray:
         """Return one leaf's values, checked."""

@@ -6,6 +6,7 @@ is used again (after `ExecutorOptions.ring_frames` steps). Knows nothing of work
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -250,9 +251,9 @@ class GroupBatch:
 
 
 def add_side(td: TensorDictBase, keys: Sequence[tuple[int, Key]], values: Sequence[Sequence[Any]]) -> None:
-    """Put side-channel leaves into a batch, as non-tensor data: `values[row][leaf index]`."""
+    """Put copies of side-channel leaves into a batch, as non-tensor data: `values[row][leaf index]`."""
     for index, key in keys:
-        stack = NonTensorStack(*(NonTensorData(row[index]) for row in values))
+        stack = NonTensorStack(*(NonTensorData(copy.deepcopy(row[index])) for row in values))
         td.set(key, stack)
 
 

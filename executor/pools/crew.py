@@ -384,10 +384,20 @@ class Crew:
     # ---- the end -----------------------------------------------------------------------------
 
     def close(self, timeout_s: float) -> None:
-        """Close the envs and end the workers within `timeout_s` in all, then by force. Idempotent, never raises."""
+        """Close the envs and end the workers within `timeout_s` in all, then by force. Idempotent.
+
+        Ctrl-C ends them at once. Raises nothing else.
+        """
         self.is_closing = True
-        if timeout_s > 0:
-            self._ask_to_close(time.monotonic() + timeout_s, self.workers)
+        try:
+            if timeout_s > 0:
+                self._ask_to_close(time.monotonic() + timeout_s, self.workers)
+        finally:
+            with uninterrupted():
+                self._end()
+
+    def _end(self) -> None:
+        """Kill the workers, and release all that the crew holds."""
         for worker in self.workers:
             worker.kill()
         for worker in self.workers:

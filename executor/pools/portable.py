@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing import connection, process, spawn
 from typing import Any
@@ -37,7 +38,7 @@ from envherd.workers.errors import WorkerLost
 from envherd.workers.process.portable import main
 
 _NAME = "envherd-worker"
-_UNSENT_S = 0.001  # between attempts to send the rest of a message
+_SOON_S = 0.001  # between attempts to send the rest of a message, and looks whether a process has ended
 _GUARD = """starting workers failed: this process is itself being started by multiprocessing, and has run the program's
 script again. Put what the script does under a guard:
 
@@ -163,15 +164,16 @@ class PortableProcess(WorkerProcess):
 
     def has_exited(self) -> bool:
         """Return whether the process has ended; never blocks."""
-        if not self._has_ended and not self._process.is_alive():
-            self._has_ended = True
-            with ignoring_refusals():
-                platforms.kill_group(self.pid)  # what its envs had started
+        with uninterrupted():  # the system reports an end once, and `multiprocessing` would lose it
+            if not self._has_ended and not self._process.is_alive():
+                self._has_ended = True
+                with ignoring_refusals():
+                    platforms.kill_group(self.pid)  # what its envs had started
         return self._has_ended
 
     def exit_code(self) -> int | None:
         """Return the exit code, negative for a signal; None if the process lives."""
-        if self._exit_code is None:
+        if self._exit_code is None and self.has_exited():
             self._exit_code = self._process.exitcode
         return self._exit_code
 
@@ -192,8 +194,10 @@ class PortableProcess(WorkerProcess):
 
     def wait_exit(self, timeout_s: float) -> bool:
         """Wait for the process to end, up to `timeout_s`; return whether it has."""
-        if not self.has_exited():
-            self._process.join(max(0.0, timeout_s))
+        end = time.monotonic() + timeout_s
+        while not self.has_exited() and (left_s := end - time.monotonic()) > 0:
+            if connection.wait([self.sentinel], left_s):  # its end follows, or an env has closed all descriptors
+                time.sleep(_SOON_S)
         return self.has_exited()
 
     @staticmethod
@@ -203,8 +207,8 @@ class PortableProcess(WorkerProcess):
         ready += [worker.sentinel for worker in workers if isinstance(worker, PortableProcess)]
         is_sending = any(worker.channel.has_unsent for worker in workers)
         left_s = timeout_s if timeout_s is None else max(0.0, timeout_s)
-        if is_sending and (left_s is None or left_s > _UNSENT_S):
-            connection.wait(ready, _UNSENT_S)
+        if is_sending and (left_s is None or left_s > _SOON_S):
+            connection.wait(ready, _SOON_S)
             return True
         return bool(connection.wait(ready, left_s))
 
@@ -244,8 +248,8 @@ class PortableCrew(Crew):
         go, done = self.bells
         return PortableProcess(worker_id, generation, config, (go[worker_id], done))
 
-    def close(self, timeout_s: float) -> None:
-        super().close(timeout_s)
+    def _end(self) -> None:
+        super()._end()
         go, done = self.bells
         for bell in (*go, done):
             bell.close()

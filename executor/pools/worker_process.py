@@ -19,7 +19,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.process_log import read_log, request_stacks, without_own_frames
 from envherd.executor.pools.zygote import Zygote
 from envherd.shm import platforms
-from envherd.shm.interrupts import ignoring_refusals
+from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.workers.errors import WorkerLost
 from envherd.workers.messages import Channel
 
@@ -57,7 +57,8 @@ class WorkerProcess:
         ours, self._theirs = socket.socketpair()
         self.channel = Channel(ours)
         try:
-            self.log_fd = self._open_log()
+            with uninterrupted():
+                self.log_fd = self._open_log()
         except BaseException:
             self.release()
             raise

@@ -18,6 +18,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.env_states import EnvStates, Event
+from envherd.shm.interrupts import uninterrupted
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 from envherd.workers.errors import Busy
@@ -162,6 +163,13 @@ class Calls:
         self.use_seed(seed)
         self.pool.seed(self.seed, episodes)
 
+    def give_up(self, env_ids: np.ndarray) -> None:
+        """Note that envs, int64 `[k]`, must be reset, unless `restore` follows; their roots show it."""
+        with uninterrupted():  # or rows and states would disagree
+            self.positions.mark_lost(env_ids)
+            self.states.move(env_ids, Event.IS_BROKEN_OFF)
+        self.received = None
+
     def restore(self, env_ids: np.ndarray, roots: Sequence[Mapping[str, Any]] | None, ended: np.ndarray | None) -> None:
         """Note that envs have been restored.
 
@@ -170,12 +178,13 @@ class Calls:
             roots: their present roots; None if these are unknown, and all envs count as running.
             ended: bool `[k]`, envs that must be reset.
         """
-        if roots is None or ended is None:
-            self.positions.mark_running()
-            self.states.move(env_ids, Event.IS_ALLOWED)
-        else:
-            self.batches.put_roots(env_ids, roots)
-            self.states.restore(env_ids, ended)
+        with uninterrupted():
+            if roots is None or ended is None:
+                self.positions.mark_running()
+                self.states.move(env_ids, Event.IS_ALLOWED)
+            else:
+                self.batches.put_roots(env_ids, roots)
+                self.states.restore(env_ids, ended)
 
 
 def _as_seed(given: Any, env_id: int) -> int | None:

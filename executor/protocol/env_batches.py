@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -193,7 +194,8 @@ class EnvBatches:
         columns = positions.reset_columns(env_ids)
         for env_id, root, column in zip(env_ids.tolist(), roots, columns.tolist(), strict=True):
             place, spec = positions.row_at(env_id, column), positions.specs[env_id]
-            self._side.root[env_id] = [entry(root, leaf.key) if leaf.is_side else None for leaf in spec.observation]
+            side = [entry(root, leaf.key) if leaf.is_side else None for leaf in spec.observation]
+            self._side.root[env_id] = copy.deepcopy(side)
             for leaf in (*spec.observation, *spec.done):
                 if not leaf.is_side:
                     place["root", *leaf.key][...] = to_numpy(entry(root, leaf.key))

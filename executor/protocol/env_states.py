@@ -180,8 +180,8 @@ class EnvStates:
             raise Busy(f"{call_name()} failed: envs {[*busy]} still owe an answer. recv() them first.", env_ids=busy)
         ended = tuple(refused.tolist())
         raise ResetNeeded(
-            f"step failed: expected running envs, got envs {[*ended]} that have ended or were never reset. "
-            f"{self.remedy} No env was stepped.",
+            f"{call_name()} failed: expected running envs, got envs {[*ended]} that have ended, have lost their "
+            f"episode or were never reset. {self.remedy} No env was stepped.",
             env_ids=ended,
         )
 

@@ -7,7 +7,6 @@ ready first.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -99,10 +98,13 @@ class Exchange:
         """Check a batch of actions and start the steps."""
         engine, positions = self._engine, self._engine.positions
         engine.refuse_rolling()
-        write_inputs = partial(engine.write_inputs, td, env_ids)
+
+        def write_inputs() -> None:
+            engine.write_inputs(td, env_ids)
+            if positions.has_interrupted:
+                positions.interrupted[env_ids] = False  # of an earlier step of all
+
         engine.flights.begin(op, env_ids, write_inputs=write_inputs, is_parked=True, flags=_EACH)
-        if positions.has_interrupted:
-            positions.interrupted[env_ids] = False  # of an earlier step of all
 
     def recv(
         self,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from envherd.executor.protocol.env_batches import check_root
-from envherd.executor.protocol.env_states import Event
 from envherd.workers.errors import EnvError
 
 if TYPE_CHECKING:
@@ -60,8 +59,7 @@ def restore(engine: Engine, env_ids: np.ndarray, states: Any) -> None:
         if not (isinstance(state, Mapping) and {"env", "root", "ended"} <= state.keys()):
             raise ValueError(f"restore failed: expected states that save() returned, got {state!r:.80} (env {env_id}).")
         check_root(state["root"], engine.specs[env_id], env_id, "restore")
-    engine.states.move(env_ids, Event.IS_BROKEN_OFF)  # in case an exception breaks it off
-    engine.received = None
+    engine.give_up(env_ids)  # in case an exception breaks it off
     sent = tuple({name: state.get(name) for name in ("env", "episode", "generators")} for state in states)
     engine.ask("restore", env_ids.tolist(), args=sent)
     engine.restore(env_ids, [state["root"] for state in states], np.array([bool(state["ended"]) for state in states]))
@@ -107,8 +105,7 @@ def load_state_dict(engine: Engine, state: Any) -> None:
         )
     if kept is not None:
         _check_kept(engine, kept, has_roots=not is_seeds_alone)
-    engine.states.move(engine.all_ids, Event.IS_BROKEN_OFF)  # in case an exception breaks off the load
-    engine.received = None
+    engine.give_up(engine.all_ids)  # in case an exception breaks off the load
     if kept is not None and "seed" in kept:
         engine.set_seed(kept["seed"], kept["episodes"])
         engine.sampler.state = kept["actions"]

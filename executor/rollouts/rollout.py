@@ -7,6 +7,7 @@ be returned; a transition's `next` is never a reset observation, and the root af
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -391,5 +392,5 @@ def _copy(out: TensorDictBase, data: TensorDictBase) -> None:
 
 
 def _non_tensor(values: list[list[Any]]) -> Any:
-    """Return `[N, T]` values as non-tensor data."""
-    return NonTensorStack(*(NonTensorStack(*(NonTensorData(v) for v in row)) for row in values))
+    """Return copies of `[N, T]` values as non-tensor data."""
+    return NonTensorStack(*(NonTensorStack(*(NonTensorData(copy.deepcopy(v)) for v in row)) for row in values))

@@ -262,7 +262,7 @@ class SimulatorEngine(Calls):
         """Note that the simulator has lost its episodes; `has_row`: in the reset after a step, which has its row."""
         self._rows.keep()
         if not has_row:
-            self._rows.cut_off()
+            self._rows.mark_lost(self.all_ids)
 
     def _note_info(self, section: str) -> None:
         if self._pack_info is not None:

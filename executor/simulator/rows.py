@@ -168,7 +168,7 @@ class Rows:
         ]
         return self.next_of(self.present, rewards, is_copy=True)
 
-    def cut_off(self) -> None:
+    def mark_lost(self, _: np.ndarray) -> None:
         """Note that the episodes of all rows were lost: the present root is truncated."""
         flags = np.ones_like(self.present.flags)
         flags[1] = False

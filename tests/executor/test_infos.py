@@ -140,6 +140,15 @@ def test_of_a_rollout_they_are_those_of_its_latest_step(make):
     assert seen == list(zip(counted, [{}, fresh, {}, {}, {}], strict=True))
 
 
+def test_writes_to_them_change_no_later_ones(make):
+    with make(infos="plain") as env:
+        env.reset(options={"level": [2]})
+        for info in env.infos("root"):
+            info["options"]["level"].append(3)
+            info.clear()
+        assert env.infos("root") == [{"fresh": True, "options": {"level": [2]}}] * NUM_ENVS
+
+
 def test_of_a_partial_reset(make):
     with make(infos="plain") as env:
         env.reset()

@@ -185,6 +185,23 @@ def test_a_worker_that_is_started_while_another_thread_closes_is_ended(monkeypat
         assert (launched[1].pidfd, launched[1].log_fd) == (-1, -1)
 
 
+class ClosesSlowly(CountingEnv):
+    def close(self):
+        time.sleep(60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["zygote", "portable"])
+def test_an_interrupted_close_ends_the_workers(start_method):
+    options = ExecutorOptions(start_method=start_method, close_timeout_s=30)
+    env = ParallelEnv(2, ClosesSlowly, num_workers=2, options=options)
+    pids = [worker.pid for worker in env.statistics().workers]
+    with pytest.raises(TimeoutError, match="alarm"), alarm(0.3):
+        env.close()
+    assert not any(map(is_running, pids))
+    assert env.is_closed
+
+
 _ENDS_IN_A_CALL = """
 import atexit, threading, weakref
 

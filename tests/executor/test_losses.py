@@ -32,6 +32,7 @@ from envherd.executor import (
     ExecutorOptions,
     InternalError,
     ParallelEnv,
+    ResetNeeded,
     SerialEnv,
     SpecError,
     WorkerLost,
@@ -107,6 +108,37 @@ class TestReplacing:
             assert counters(root) == [0, 0, 2, 2]
             assert len(set(env.call("pid"))) == 2
             assert env.statistics().worker_losses == 1
+
+    def test_a_send_that_is_broken_off_does_not_take_over_the_flags_of_an_earlier_loss(self, monkeypatch):
+        with ParallelEnv(2, ENDLESS, num_workers=2, seed=0, options=RESTART) as env:
+            env.reset()
+            kill(env, 0)
+            assert flags(env.step_and_maybe_reset(act(env))[0], "interrupted") == [True, False]
+            flights = env.engine.flights
+            begin = flights.begin
+
+            def begin_and_stop(*arguments, **named):
+                begin(*arguments, **named)
+                raise KeyboardInterrupt
+
+            td = act(env)
+            monkeypatch.setattr(flights, "begin", begin_and_stop)
+            with pytest.raises(KeyboardInterrupt):
+                env.send(td)
+            monkeypatch.undo()
+            td = env.recv()
+            assert flags(td, "interrupted") == [False, False]
+            assert counters(td["next"]) == [1, 2]
+
+    def test_an_env_that_was_received_before_its_worker_was_lost_is_refused_and_shown_as_done(self):
+        with ParallelEnv(3, ENDLESS, num_workers=1, seed=0, options=RESTART) as env:
+            td = env.reset()
+            kill(env, 0)
+            env.send(td.set("action", torch.ones(3, dtype=torch.int64))[:2], [0, 1])
+            assert flags(env.recv(), "interrupted") == [True, True]
+            with pytest.raises(ResetNeeded, match=r"^send failed: .* got envs \[2\] that have .* lost their episode"):
+                env.send(td[2:], [2])
+            assert env.current()["done"].flatten().tolist() == [False, False, True]
 
     @pytest.mark.parametrize("seeds", [7, [7, 8, 9, 10]])
     def test_a_reset_of_a_lost_worker_has_its_seeds(self, seeds):

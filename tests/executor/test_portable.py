@@ -140,6 +140,44 @@ def test_an_interrupt_ends_the_call_and_the_next_reset_works():
         env.step(env.rand_action(env.reset()))
 
 
+def test_an_interrupt_at_the_start_leaves_no_log(monkeypatch):
+    mkstemp, paths = tempfile.mkstemp, []
+
+    def interrupted(**named):
+        found = mkstemp(**named)
+        paths.append(Path(found[1]))
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(tempfile, "mkstemp", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        portable(1, CountingEnv, num_workers=1)
+    assert not any(path.exists() for path in paths)
+
+
+@pytest.mark.broken_pool
+def test_an_interrupt_does_not_lose_the_end_of_a_worker(monkeypatch):
+    """Ctrl-C when the system has just reported that the worker has ended, which it does once."""
+    waitpid, ended = os.waitpid, []
+
+    def interrupted(pid, flag):
+        found = waitpid(pid, flag)
+        if found[0] and not ended:
+            ended.append(found)
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    with portable(2, CountingEnv, options={"on_worker_loss": "restart"}) as env:
+        env.reset()
+        worker = env.engine.pool.crew.workers[0]
+        os.kill(worker.pid, signal.SIGKILL)
+        monkeypatch.setattr(os, "waitpid", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            wait_for(worker.has_exited)
+        assert worker.has_exited()
+        assert worker.exit_code() == -signal.SIGKILL
+
+
 def test_what_it_does_not_have_is_refused():
     with pytest.raises(ValueError, match="reset_ahead"):
         portable(2, CountingEnv, options={"reset_ahead": True})

@@ -248,8 +248,9 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(name):
         assert env.step(act(env.current()))["next", "observation"][:, 1].tolist() == [3, 3]
 
 
-def test_an_env_that_refuses_its_state_needs_a_reset():
-    with ParallelEnv(2, CountingEnv, num_workers=1, seed=0) as env:
+@pytest.mark.parametrize("make", [functools.partial(ParallelEnv, num_workers=1), SerialEnv])
+def test_an_env_that_refuses_its_state_needs_a_reset(make):
+    with make(2, CountingEnv, seed=0) as env:
         env.reset()
         saved = env.save()
         with pytest.raises(EnvError, match="restore failed: the env raised KeyError"):
@@ -257,6 +258,14 @@ def test_an_env_that_refuses_its_state_needs_a_reset():
         with pytest.raises(ResetNeeded) as caught:
             env.step(act(env.current()))
         assert caught.value.env_ids == (0,)
+        assert env.current()["done"].flatten().tolist() == [True, False]
+
+
+def test_after_seeds_alone_all_envs_show_that_they_need_a_reset():
+    with SerialEnv(2, CountingEnv, seed=0) as env:
+        env.reset()
+        env.load_state_dict(env.state_dict(with_envs=False))
+        assert env.current()["done"].all()
 
 
 def test_envs_that_were_sent_are_refused():

@@ -1,6 +1,7 @@
 """Segments are shared by descriptor, sealed, checked against the available memory, and never named."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from envherd.shm import segment as module
 from envherd.shm.cgroups import GroupMemory
+from envherd.shm.platforms import reserve
 from envherd.shm.segment import Segment
 from tests.conftest import shm_names
 
@@ -83,6 +85,22 @@ def test_a_named_segment_serves_where_there_is_no_memfd():
     name, values = done.stdout.split(" ", 1)
     assert values.strip() == "[5, 6]"
     assert not Path("/dev/shm", name).exists()
+
+
+def test_a_name_that_an_interrupt_leaves_behind_is_removed(monkeypatch):
+    """Ctrl-C while the pages are reserved arrives before the caller has the segment."""
+    names = []
+
+    def interrupted(fd, nbytes):
+        names.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        signal.raise_signal(signal.SIGINT)
+        reserve(fd, nbytes)
+
+    monkeypatch.setattr("envherd.shm.segment.reserve", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Segment.create_with_name(100)
+    assert names[0].startswith("envherd-")
+    assert not Path("/dev/shm", names[0]).exists()
 
 
 @pytest.mark.parametrize("line", range(1, 5))

@@ -6,6 +6,7 @@ sink, because the attribute look-ups would cost more than a small env's step.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -191,7 +192,7 @@ def _side_reader(slot: Slot, index: int) -> Callable[[], Any]:
     def read() -> Any:
         if slot.prepared is None or slot.prepared.side is None:
             raise SpecError("step failed: expected a value for a non-tensor action, got none.")
-        return slot.prepared.side[index]
+        return copy.deepcopy(slot.prepared.side[index])  # the env may write to it
 
     return read
 

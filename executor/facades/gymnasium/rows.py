@@ -20,6 +20,7 @@ from envherd.executor.protocol.engine import Engine
 from envherd.shm.specs import LeafSpec
 from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
 from envherd.workers.adapters.gymnasium.spaces import native_tree
+from envherd.workers.errors import WorkerLost, WorkerTimeout
 
 
 class Actions:
@@ -70,7 +71,16 @@ class Actions:
         num_envs = self._engine.num_envs
         if len(given) != num_envs:
             raise ValueError(f"step failed: expected {num_envs} actions, one for each env, got {len(given)}.")
-        self._engine.ask("each", list(range(num_envs)), name="give", args=given)
+        engine, ids = self._engine, list(range(num_envs))
+        while True:
+            try:
+                engine.ask("each", ids, name="give", args=tuple(given[i] for i in ids))
+                return
+            except (WorkerLost, WorkerTimeout):
+                if engine.options.on_worker_loss != "restart":
+                    raise
+                lost = engine.pool.blueprint.envs_of(engine.pool.lost)  # the step reports them
+                ids = [i for i in ids if i not in lost]
 
 
 class Observations:

@@ -278,6 +278,25 @@ def test_a_step_is_interrupted_once_though_envs_have_infos():
 
 @pytest.mark.broken_pool
 @pytest.mark.slow
+@pytest.mark.parametrize("lost", [[1], [0, 1]])
+def test_a_loss_that_a_list_of_actions_meets_is_an_interrupted_row(lost):
+    """Lists reach the envs as messages, ahead of the step."""
+    envs = AsyncVectorEnv(
+        [Failing] * 3, num_workers=3, autoreset_mode="SameStep", options=ExecutorOptions(on_worker_loss="restart")
+    )
+    envs.reset()
+    for env_id in lost:
+        kill(envs, env_id)
+    observations, _, _, truncated, infos = envs.step([0, 0, 0])
+    is_lost = [env_id in lost for env_id in range(3)]
+    assert infos["interrupted"].tolist() == truncated.tolist() == is_lost
+    assert observations.flatten().tolist() == [float(not one) for one in is_lost]
+    assert "interrupted" not in envs.step([0, 0, 0])[4]
+    envs.close()
+
+
+@pytest.mark.broken_pool
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["step_timeout_s", "reset_timeout_s"])
 def test_steps_and_resets_have_limits_of_their_own(limit):
     envs = AsyncVectorEnv([Slow], options=ExecutorOptions(**{limit: 0.3}))
