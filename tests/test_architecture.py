@@ -58,7 +58,7 @@ BUDGET = {
     "executor/machine": 477,
     "executor/monitor": 422,
     "executor/native": 957,
-    "executor/pools": 5617,
+    "executor/pools": 5618,
     "executor/protocol": 3354,
     "executor/rollouts": 921,
     "executor/show": 2174,
