@@ -30,7 +30,7 @@ READERS = {
 #: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
 BUDGET = {
     "shm/*": 2040,
-    "workers/*": 3208,
+    "workers/*": 3218,
     "workers/adapters": 1299,
     "workers/adapters/common": 514,
     "workers/adapters/dm_env": 335,

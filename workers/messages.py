@@ -180,7 +180,7 @@ def _frames_in(data: bytes) -> tuple[list[tuple[int, bytes, int]], bytes]:
 
 
 class _Descriptors:
-    """Copies of file descriptors, closed with this object."""
+    """Copies of file descriptors, closed by `close`, or with this object."""
 
     fds: list[int] | tuple[()] = ()
 
@@ -188,6 +188,11 @@ class _Descriptors:
         copies: list[int] = []
         self.fds = copies
         copies.extend(map(os.dup, fds))
+
+    def close(self) -> None:
+        """Close them. Idempotent; an interrupt finds each closed or kept, because C functions take and close it."""
+        if isinstance(self.fds, list):
+            deque(map(os.close, map(self.fds.pop, [0] * len(self.fds))), 0)
 
     def __del__(self) -> None:
         for fd in self.fds:
@@ -285,6 +290,8 @@ class Channel:
                     except BlockingIOError:
                         return False
                 self._last_sent = first.number  # before it leaves the queue: see `num_queued`
+                if first.descriptors is not None:
+                    first.descriptors.close()  # an exception may keep this frame, and `first` in it
                 self._unsent.popleft()
         return True
 
@@ -309,6 +316,9 @@ class Channel:
     def close(self) -> None:
         """Close the socket and drop unsent messages. Idempotent."""
         self.sock.close()
+        for one in self._unsent:
+            if one.descriptors is not None:
+                one.descriptors.close()
         self._unsent.clear()
 
 

@@ -255,18 +255,19 @@ class Alarm(Exception):
 @pytest.mark.parametrize("delay_s", [0.0001, 0.004])
 @pytest.mark.parametrize("is_for_all", [True, False])
 def test_a_signal_ends_the_wait(monkeypatch, delay_s, is_for_all):
-    """During the spin, and while it blocks."""
+    """During the spin, and while it blocks. Another follows one between the two, which is noticed `LOOK_S` later."""
     monkeypatch.setattr(fast_commands, "LOOK_S", 30.0)
     side = Side(1, 1, in_c=True)
     side.give_all(7)
 
     def handle(*_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         raise Alarm
 
     before = signal.signal(signal.SIGALRM, handle)
 
     def wait() -> None:
-        signal.setitimer(signal.ITIMER_REAL, delay_s)
+        signal.setitimer(signal.ITIMER_REAL, delay_s, 0.5)
         side.step(1, None, 0) if is_for_all else side.caller.first(np.arange(1), 1, int(30e9), np.zeros(1, np.int64))
 
     try:

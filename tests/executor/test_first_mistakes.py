@@ -150,7 +150,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "a class of no family": (
         lambda _: serial(1, dict),
         FactoryError,
-        r"got builtins\.dict\. Known are classes of dm_env, .*envherd\.register\(YourEnv, YourAdapter\)",
+        r"got builtins\.dict\. Known are classes of .*dm_env, .*envherd\.register\(YourEnv, YourAdapter\)",
     ),
     "an out that is too short": (
         lambda env: env.rollout(6, out=TensorDict({}, [4, 4])),

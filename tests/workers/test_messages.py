@@ -61,6 +61,21 @@ def test_each_message_keeps_its_own_descriptors(ends):
         os.close(fd)
 
 
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_copies_of_descriptors_are_closed_though_a_frame_refers_to_them(ends, is_sent):
+    parent, _ = ends
+    before = os.listdir("/proc/self/fd")
+    parent.queue_message(Close(), [0, 1])
+    held = parent._unsent[0]  # as the frame of a call that was interrupted
+    assert len(os.listdir("/proc/self/fd")) == len(before) + 2
+    if is_sent:
+        parent.flush_nowait()
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+    parent.close()
+    assert len(os.listdir("/proc/self/fd")) == len(before) - 1  # the socket
+    del held
+
+
 def test_a_large_answer_comes_whole(ends):
     parent, worker = ends
     big = np.arange(1 << 20)
