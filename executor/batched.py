@@ -612,9 +612,10 @@ class BatchedEnv:
             ) from None
 
     def close(self) -> None:
-        """Close the envs and end the workers, within `options.close_timeout_s`. Idempotent, never raises.
+        """Close the envs and end the workers, within `options.close_timeout_s`. Idempotent.
 
-        A worker finishes the call that it is in, of one env, and makes no other.
+        A worker finishes the call that it is in, of one env, and makes no other. Ctrl-C ends the workers at once, and
+        is the only exception that is raised.
         """
         self._guard.shut()
         if (mover := self._engine.batches.mover) is not None:

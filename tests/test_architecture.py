@@ -44,7 +44,7 @@ BUDGET = {
     "workers/native": 1585,
     "workers/process": 1598,
     "workers/testing": 1859,
-    "executor/*": 3007,
+    "executor/*": 3008,
     "executor/batches": 1691,
     "executor/cli": 3009,
     "executor/cluster": 2115,
