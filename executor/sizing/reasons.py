@@ -74,7 +74,7 @@ def _envs_bind(limits: Limits, chosen: Run) -> tuple[str, str] | None:
     goal, measured = limits.goal, limits.measured
     if measured.reset_share > _MOSTLY_RESETS:
         return "resets", f"resets bind: they take {measured.reset_share:.0%} of an env's time."
-    if measured.waits_share > WAITS:
+    if chosen.setting.num_workers and measured.waits_share > WAITS:
         return "waiting", (
             f"waiting binds: the processor is free for {measured.waits_share:.0%} of a step, so more workers than "
             f"cores pay, until they compete for the processors."

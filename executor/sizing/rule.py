@@ -36,14 +36,15 @@ def settings_for(measured: Measurement, cores: float, goal: Goal) -> list[Settin
     waits = measured.waits_share > WAITS
     each = _envs_per_worker(measured)
     may_be_serial = goal.num_workers is None and not goal.workers_only and (goal.num_envs == 1 or not measured.is_alone)
-    # One processor, or one env: there is nothing to do at the same time.
-    if may_be_serial and (goal.num_envs == 1 or (cores <= 1 and not waits)):
-        return [Setting(num_envs=goal.num_envs or each, num_workers=0)]
     most = _most_workers(measured, cores, goal)
+    is_short = (goal.num_envs or each * most) * measured.whole_step_s < _SHORT_BATCH_S
+    # One env, or one processor: nothing can be done at the same time, or nothing that is worth a second worker.
+    if may_be_serial and (goal.num_envs == 1 or (cores <= 1 and (is_short or not waits))):
+        return [Setting(num_envs=goal.num_envs or each, num_workers=0)]
     count = most
     if goal.num_workers is None and not measured.is_alone:
         # Short batches: one worker, because waking a second one takes longer than the steps.
-        if (goal.num_envs or each * most) * measured.whole_step_s < _SHORT_BATCH_S:
+        if is_short:
             count = 1
         # A target: as many workers as make it, by the probe.
         elif goal.target_steps_per_s is not None:

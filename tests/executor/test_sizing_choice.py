@@ -45,6 +45,9 @@ RULE = {
     "one processor, workers only": (measured_of(), 1.0, {"workers_only": True}, [(1, "sync")]),
     "one processor, workers fixed": (measured_of(), 1.0, {"num_workers": 3}, [(3, "sync")]),
     "one processor, envs that wait": (measured_of(**WAITING), 1.0, {"num_envs": 6}, [(6, "sync"), (3, "sync")]),
+    "one processor, short steps that wait": (
+        measured_of(3e-6, cpu_per_step_s=1e-6), 1.0, {"num_envs": 4}, [(0, "sync")],
+    ),
     "envs that wait": (measured_of(**WAITING), 2.0, {}, [(20, "sync"), (10, "sync")]),
     "envs that wait almost always": (measured_of(cpu_per_step_s=1e-6), 2.0, {}, [(32, "sync"), (16, "sync")]),
     "short batch": (CHEAP, 8.0, {"num_envs": 8}, [(1, "sync"), (8, "sync")]),
@@ -280,6 +283,7 @@ def test_a_larger_machine_is_never_slower():
             "allows 1.5 cores' worth of time, although 8 processors",
         ),
         (run_of(2, 1000.0), {"measured": measured_of(**WAITING)}, "waiting", "free for 90% of a step"),
+        (run_of(0, 1000.0), {"measured": measured_of(**WAITING)}, "env step", "one after the other in this process"),
         (run_of(8, 1000.0), {"here": machine_of(64)}, "num_envs", "8 envs cannot use 64 cores"),
         (run_of(2, 1000.0), {"goal": Goal(num_envs=8, policy_s=6e-3)}, "policy", "6.00 ms of a batch's 8.00"),
         (run_of(2, 1000.0), {"goal": Goal(num_envs=8, target_steps_per_s=900.0)}, "target", "900 env-steps/s are"),
