@@ -43,8 +43,7 @@ def settings_for(measured: Measurement, cores: float, goal: Goal) -> list[Settin
         return [Setting(num_envs=goal.num_envs or each, num_workers=0)]
     count = most
     if goal.num_workers is None and not measured.is_alone:
-        # Short batches: one worker, because waking a second one takes longer than the steps.
-        if is_short:
+        if is_short:  # waking a second worker takes longer than the steps
             count = 1
         # A target: as many workers as make it, by the probe.
         elif goal.target_steps_per_s is not None:
