@@ -16,7 +16,6 @@ struct Caller {
     Py_buffer command, command_seq, reply_seq, status; /* words of each env */
     Py_buffer answered, ring_at;                /* words of each worker */
     Py_buffer answers_lost, worker_of;          /* of each env */
-    Py_buffer waits_stopped;                    /* a byte: not 0 ends a wait */
     Bell done, *go;                             /* `go`: one of each worker */
     i64 *rung;                                  /* the number of the command for which each was rung last */
     Answer *answers;                            /* one for each env, used within `sort` */
@@ -28,8 +27,7 @@ struct Caller {
 static const Fact FACTS[] = {
     FACT(WORDS, Caller, command), FACT(WORDS, Caller, command_seq), FACT(WORDS, Caller, reply_seq),
     FACT(WORDS, Caller, status), FACT(WORDS, Caller, answered), FACT(WORDS, Caller, ring_at),
-    FACT(BYTES, Caller, answers_lost), FACT(WORDS, Caller, worker_of), FACT(BYTES, Caller, waits_stopped),
-    FACT(NUMBER, Caller, look_ns), {NULL},
+    FACT(BYTES, Caller, answers_lost), FACT(WORDS, Caller, worker_of), FACT(NUMBER, Caller, look_ns), {NULL},
 };
 
 /* ---- construction ----------------------------------------------------------------------------------- */
@@ -37,7 +35,7 @@ static const Fact FACTS[] = {
 static int are_of_the_same(Caller *caller)
 {
     const Py_buffer *of_envs[] = {&caller->command_seq, &caller->reply_seq, &caller->status, &caller->worker_of};
-    int is_right = caller->answers_lost.len == caller->num_envs && caller->waits_stopped.len == 1
+    int is_right = caller->answers_lost.len == caller->num_envs
                    && caller->answered.shape[0] == caller->num_workers && caller->ring_at.shape[0] == caller->num_workers;
     for (size_t i = 0; i < sizeof of_envs / sizeof *of_envs; i++)
         is_right = is_right && of_envs[i]->shape[0] == caller->num_envs;
@@ -306,7 +304,7 @@ int caller_wait_for_some(Caller *caller, const Numbers *ids, Py_ssize_t wanted, 
         *found = find_ready(caller, ids, to);
         if (*found >= wanted)
             return 1;
-        if (now >= end || LOAD((char *)caller->waits_stopped.buf))
+        if (now >= end)
             return 0;
         if (!expect(caller, total + wanted - *found))
             continue;

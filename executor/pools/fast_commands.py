@@ -77,7 +77,6 @@ def native_caller(  # what a pool waits with
     done: Bell,
     tally: Mapping[str, np.ndarray],
     worker_of: np.ndarray,
-    waits_stopped: np.ndarray,
 ) -> Any:
     """Return the `Caller` of the C extension over the words and doorbells of a pool; None without the extension.
 
@@ -87,7 +86,6 @@ def native_caller(  # what a pool waits with
         done: the doorbell by which workers wake the caller.
         tally: the words of `shm.tally`.
         worker_of: int64 `[N]`.
-        waits_stopped: uint8 `[1]`; a value other than 0 ends a wait of `first`.
     """
     module = native.load()
     if module is None:
@@ -98,7 +96,6 @@ def native_caller(  # what a pool waits with
             **{name: getattr(words, name) for name in own},
             **{name: tally[name] for name in ("answered", "ring_at")},
             "worker_of": worker_of,
-            "waits_stopped": waits_stopped,
             "go": [bell.memory for bell in bells],
             "done": done.memory,
             "look_ns": int(LOOK_S * 1e9),

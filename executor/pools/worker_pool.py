@@ -77,7 +77,7 @@ class WorkerPool(SlabPool):
         self.crew = self._make_crew()
         self._all_ids = np.arange(self.num_envs)
         self.holds_storages = False
-        self._waits_stopped, self._looked_at = np.zeros(1, np.uint8), 0.0
+        self._looked_at = 0.0
         self.has_waited = False  # `FastCommands.step` has already taken the tokens for `wait_all`
         self._is_reading = False  # a worker is writing more than its socket holds
         self.resets_before_start = np.zeros(len(self.worker_ids), np.int64)
@@ -143,7 +143,7 @@ class WorkerPool(SlabPool):
 
     def _make_caller(self) -> Any:
         """Return the object that gives commands and waits in C; None if Python must do it."""
-        return native_caller(self._words, self._go, self._done, self.slab.words, self.worker_of, self._waits_stopped)
+        return native_caller(self._words, self._go, self._done, self.slab.words, self.worker_of)
 
     def _make_overdue(self) -> Overdue | None:
         limits = self.options.step_timeout_s, self.options.reset_timeout_s
@@ -334,7 +334,7 @@ class WorkerPool(SlabPool):
                 pass
             self._follow_up()
             total, missing = self._tally.total(), count - len(self._words.ready(env_ids))
-            if missing <= 0 or self._waits_stopped[0]:
+            if missing <= 0:
                 return
             left_s = deadline.left_s(_LOOK_WHILE_READING_S if self._is_reading else LOOK_S)
             if not self._tally.expect(total + missing) or (left_s > 0 and self._done.wait(left_s)):
@@ -367,15 +367,6 @@ class WorkerPool(SlabPool):
         words = self.slab.words
         have_reset = set(self.worker_of[words["resets"] != num_resets].tolist())
         return have_reset | {w for w in self.worker_ids if self.phase_of(w)[0] == "reset"}
-
-    def stop_waits(self) -> None:
-        """Make `wait_some` return at once, now and until `allow_waits`. May be called from any thread."""
-        self._waits_stopped[0] = 1
-        self._done.ring()
-
-    def allow_waits(self) -> None:
-        """Undo `stop_waits`; called by the thread that holds the pool."""
-        self._waits_stopped[0] = 0
 
     def _owing(self) -> list[int]:
         """Return the ids of workers that have a command to carry out."""

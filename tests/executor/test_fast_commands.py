@@ -45,10 +45,7 @@ class Side:
         self.words = CommandWords(slab)
         self.worker_of = np.arange(num_envs) * num_workers // num_envs
         self.counts = {name: np.zeros(num_workers, np.int64) for name in OF_WORKERS}
-        self.waits_stopped = np.zeros(1, np.uint8)
-        self.caller = fast_commands.native_caller(
-            self.words, self.go, self.done, self.counts, self.worker_of, self.waits_stopped
-        )
+        self.caller = fast_commands.native_caller(self.words, self.go, self.done, self.counts, self.worker_of)
         self.num_workers, self.outcome, self.has_waited = num_workers, Outcome(), False
         self.step = fast_commands.compile_natively(self, self.words, self.caller) if in_c else self._step
         self.in_c = in_c
@@ -229,25 +226,6 @@ def test_the_caller_is_woken_once_for_the_answers_that_it_waits_for():
     assert rung[0] == 3
 
 
-@pytest.mark.parametrize("is_before", [True, False])
-def test_a_hail_ends_the_wait_for_some(is_before):
-    side, room = Side(1, 1, in_c=True), np.zeros(1, np.int64)
-    side.give_all(7)
-
-    def stop_waits():
-        if not is_before:
-            time.sleep(0.005)
-        side.waits_stopped[0] = 1
-        side.done.ring()
-
-    caller = threading.Thread(target=stop_waits)
-    caller.start()
-    if is_before:
-        caller.join()
-    assert side.caller.first(np.arange(1), 1, int(100e9), room) == -1
-    caller.join()
-
-
 class Alarm(Exception):
     """Raised by the signal handler."""
 
@@ -294,13 +272,12 @@ def test_a_signal_ends_the_wait(monkeypatch, delay_s, is_for_all):
         ("worker_of", np.array([0, 1]), ValueError),
         ("worker_of", np.array([0, -1]), ValueError),
         ("worker_of", np.array([0]), ValueError),
-        ("waits_stopped", np.zeros(2, np.uint8), ValueError),
     ],
 )
 def test_memory_that_does_not_fit_is_refused(name, wrong, error, monkeypatch):
     side, made, module = Side(2, 1, in_c=False), [], native.load()
     monkeypatch.setattr(native, "load", lambda: SimpleNamespace(Caller=made.append))
-    fast_commands.native_caller(side.words, side.go, side.done, side.counts, side.worker_of, side.waits_stopped)
+    fast_commands.native_caller(side.words, side.go, side.done, side.counts, side.worker_of)
     (facts,) = made
     module.Caller(facts)
     with pytest.raises(error):
@@ -311,10 +288,10 @@ def test_memory_that_does_not_fit_is_refused(name, wrong, error, monkeypatch):
 
 def test_it_keeps_its_memory_and_lets_go_of_it():
     side = Side(2, 1, in_c=True)
-    arrays = [*(getattr(side.words, name) for name in NAMES), *side.counts.values(), side.worker_of, side.waits_stopped]
+    arrays = [*(getattr(side.words, name) for name in NAMES), *side.counts.values(), side.worker_of]
     before = [sys.getrefcount(array) for array in arrays]
     for _ in range(3):
-        fast_commands.native_caller(side.words, side.go, side.done, side.counts, side.worker_of, side.waits_stopped)
+        fast_commands.native_caller(side.words, side.go, side.done, side.counts, side.worker_of)
         side.caller.give_some(1, np.arange(2), np.arange(2))
         side.caller.first(side.worker_of, 1, 0, side.worker_of)
         side.caller.first(None, 1, 0, side.worker_of)
