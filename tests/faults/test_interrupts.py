@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ NUM_ENVS = 3
 EXECUTOR = str(Path(envherd.executor.__file__).parent)
 MESSAGES = envherd.workers.messages.__file__
 GRAD_MODE = str(torch.no_grad.__init__.__code__.co_filename)
-FINALIZERS = ("_come_back", "take_back", "__del__", "_shut")  # Python drops exceptions raised in them
+FINALIZERS = ("_come_back", "take_back", "__del__")  # Python drops exceptions raised in them
 
 
 @functools.cache
@@ -40,6 +41,18 @@ def is_interrupted(code: types.CodeType) -> bool:
     """Return whether the lines of a function are counted."""
     file = code.co_filename
     return (file.startswith(EXECUTOR) or file in (MESSAGES, GRAD_MODE)) and code.co_name not in FINALIZERS
+
+
+def is_finalizing(frame: types.FrameType | None) -> bool:
+    """Return whether a frame runs because an object is collected: Python drops exceptions raised there, too."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in FINALIZERS:
+            return True
+        if code is weakref.finalize.__call__.__code__ and frame.f_locals["_"] is not None:  # None if `close` calls it
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Interrupt:
@@ -56,7 +69,8 @@ class Interrupt:
             self.left -= 1
             if self.left <= 0:
                 file, line = frame.f_code.co_filename, frame.f_lineno
-                if linecache.getline(file, line).strip() != "try:":  # where no signal is ever handled
+                is_try = linecache.getline(file, line).strip() == "try:"  # where no signal is ever handled
+                if not (is_try or is_finalizing(frame)):
                     self.where = f"{Path(file).name}:{line}"
                     sys.settrace(None)
                     self.strike()
