@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -209,8 +210,9 @@ def measured_lines(results: dict[str, Any]) -> Iterator[str]:
     """Yield the measured tables as Markdown."""
     machine = results["machine"]
     yield (
-        f"Measured on {machine['cores']} cores of {machine['cpu']}, load {machine['load']:.1f} before and "
-        f"{machine['load_after']:.1f} after, {results['rounds']} rounds of {results['slot_s']:g} s slots; Ray "
+        f"Measured {date.today():%d %b %Y} on {machine['cores']} cores of {machine['cpu']}, load "
+        f"{machine['load']:.1f} before and {machine['load_after']:.1f} after, "
+        f"{results['rounds']} rounds of {results['slot_s']:g} s slots; Ray "
         f"{machine['packages']['ray']}, TorchRL {machine['packages']['torchrl']}."
     )
     for name, title in (

@@ -21,6 +21,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -277,7 +278,8 @@ def write(table: str) -> None:
     title = "## Other executors"
     text = (
         f"{title}\n\n`python -m benchmarks.faults` causes the same faults in the last of three envs "
-        f"({versions}, Python {platform.python_version()}). All executors have their default settings, with two "
+        f"({date.today():%d %b %Y}; {versions}, Python {platform.python_version()}; {os.cpu_count()} processors). "
+        "All executors have their default settings, with two "
         "exceptions. TorchRL's workers are forked, since they start sooner. envherd has a deadline of "
         f"{DEADLINE_S:g} s and "
         '`on_worker_loss="restart"`; its times include building and resetting the env in the new worker. *Hangs* means '

@@ -59,8 +59,8 @@ The other libraries use one process per env; PufferLib, which polls, leaves the 
 per core (for no-op envs one worker in total, which is what `num_workers="auto"` chooses). Median and quartiles over the
 rounds."""
 _ON_FACADES = """\
-The facades compared with the classes that they replace: 8 CartPoles whose episodes last about nine steps; one worker,
-as `envherd size` recommends for envs this cheap, unless the row names another number."""
+The next table compares the facades with the classes that they replace, for 8 CartPoles with episodes of about nine
+steps. They use one worker, as `envherd size` recommends for envs this cheap, unless the row names another number."""
 
 _HEAD = (
     "Written by `make bench`; do not edit. "
@@ -72,12 +72,12 @@ _MACHINE = (
 _METHOD = """\
 **How it was measured.** All pools of a table were alive at the same time, each under a separate process, and took
 turns in random order in slots of {slot} s; what is compared is always the ratio within a round (for
-work that comes in lumps, such as resets, all rounds together). *By CPU* is processor time of all processes together
+work in lumps, such as resets, all rounds together). *By CPU* is processor time of all processes together
 per env step, from the scheduler's own accounts: it hardly depends on other load, and is the figure to trust on a
 shared machine. *By the clock* is throughput, and counts only slots that passed the gate: a probe that runs around each
 slot was delayed for less than a tenth of its time, and others used less than a tenth of the machine. The *measured
-ideal* is as many processes as cores that step the same envs and wait for nobody. Work is a fixed number of
-instructions. On a machine with others on it the clock favours pools of many processes, as the scheduler shares
+ideal* is as many processes as cores that step the same envs and do not wait. Work is a fixed number of
+instructions. If other programs run, the clock favours pools of many processes, because the scheduler shares
 processors among processes.
 """
 
@@ -105,7 +105,7 @@ def render(results: Mapping[str, Any], pictures: Sequence[str]) -> str:
         to_markdown(sheet_of_facades(results)),
         "## Targets",
         to_markdown(sheet_of_targets(results)),
-        "What stands in the way of those that are not met, and what was tried: [performance](performance.md).",
+        "[Performance](performance.md) shows why some are not met, and what was tried.",
         *(
             f"![{_CAPTIONS[Path(path).stem].partition('.')[0]}]({path})\n\n{_CAPTIONS[Path(path).stem]}"
             for path in pictures
@@ -147,7 +147,7 @@ def _gate_text(results: Mapping[str, Any]) -> str:
     text += f"{thrown} tries did not."
     if rests:
         text += (
-            f" While no workload ran, something waited for a processor {min(rests):.0%} "
+            f" While no workload ran, a process waited for a processor {min(rests):.0%} "
             f"to {max(rests):.0%} of the time."
         )
     if slots == noisy:

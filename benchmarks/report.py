@@ -47,15 +47,18 @@ def to_markdown(sheet: Sheet) -> str:
 def sheet_of_workload(workload: Mapping[str, Any]) -> Sheet:
     """Return the table of one workload."""
     reference = workload["reference"]
-    columns = ("", "processes", "env steps/s", "us/call", "p99", "CPU us/step", "caller's", "by CPU", "by the clock")
+    us = ("us/call", "p99 us/call", "CPU us/step", "caller's CPU us/step")
+    columns = ("", "processes", "env steps/s", *us, "by CPU", "by the clock")
     rows = [_contender_row(name, row, reference) for name, row in workload["contenders"].items()]
     measured = [row for row in workload["contenders"].values() if row["status"] == "measured"]
     kept = sum(row["rounds"] for row in measured)
     noisy = sum(row["noisy_slots"] for row in measured)
     thrown = sum(sum(row["discarded"].values()) for row in measured)
     note = (
-        f"by CPU, by the clock: how many times the throughput of each {reference} has, median and quartiles. "
-        f"{kept} slots kept, {noisy} of them while others used the machine; {thrown} tries did not pass the gate. "
+        f"By CPU, by the clock: the throughput of the reference ({reference}) divided by that of the row; median and "
+        "quartiles. "
+        f"{kept} slots kept, {noisy} of them while other programs used the machine; {thrown} tries did not pass the "
+        "gate. "
     )
     if not workload["is_complete"]:
         note += "Stopped at its time limit, before all rounds were made. "
@@ -129,8 +132,8 @@ def _ahead(share: str, found: Mapping[str, Any]) -> Sheet:
         [name, f"{row['batch_s'] * 1e3:.2f}", f"{row['resets']:.0f}", f"{row['resets_ahead']:.0f}"]
         for name, row in found["measured"].items()
     ]
-    title = f"Resets of Melting Pot's length in {share} of the times, by envs that wait where a substrate computes"
-    note = f"{found['speedup']:.2f} times the steps with resets ahead."
+    title = f"Resets ahead, with {share} of Melting Pot's times: envs that wait where a substrate computes"
+    note = f"With resets ahead, {found['speedup']:.2f} times as many steps."
     return Sheet(title, ("8 envs", "ms per batch", "resets", "of these ready"), rows, note)
 
 

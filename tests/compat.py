@@ -260,11 +260,11 @@ _INTRODUCTION = """# Versions
 
 Written by `make compat`, which makes an environment for each row, installs the versions in it and runs the tests of the
 headings on the right there (`tests/compat.py` lists the files). *Oldest* has the lower bound of each requirement in
-`pyproject.toml`, *newest* what pip chose within the bounds; the other rows put a few versions on top of one of the two.
-Each minor version of TorchRL wants the TensorDict of the same, which may not be the newest. RLlib has an environment by
-itself: it pins Gymnasium. Continuous integration runs the newest end with `make test`, and quick tests of the oldest
-with `make test-oldest`. Numbers are of tests that passed; those of what a version lacks, and of other extras, are
-skipped. Tests with deadlines may fail on a machine that is busy.
+`pyproject.toml`, *newest* what pip chose within the bounds; the other rows change a few versions of one of the two.
+Each minor version of TorchRL needs the TensorDict of the same number, which may not be the newest. RLlib has a separate
+environment, because it pins Gymnasium. Continuous integration runs the newest versions with `make test`, and quick
+tests of the oldest with `make test-oldest`. Cells are numbers of tests that passed; tests of other extras, or of things
+that a version lacks, are skipped. Tests with deadlines may fail on a busy machine.
 
 """
 

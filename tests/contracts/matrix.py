@@ -16,8 +16,8 @@ COLUMNS = {
     "are compared as in *plain loop*",
     "invalid transitions": "the collected transitions that the env, driven directly, did not make: steps that only "
     "reset, observations of the next episode as last ones, steps after an end",
-    "seeds": "whether the same seed gives the same data on one worker and on two, and another seed other data",
-    "rendering": "height and width of a picture",
+    "seeds": "whether the same seed gives the same data on one worker and on two, and another seed gives other data",
+    "rendering": "height and width of a picture, in pixels",
     "async": "the transitions of envs that were sent and received one by one, compared as in *plain loop*",
     "portable": "the transitions of rollouts, single steps and exchanges with the portable pool that equal, bit for "
     "bit, those with forked workers",

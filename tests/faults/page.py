@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ tests ({machine}); an ordinary test run covers some of them.
 The faults are real: processes are killed, and the GIL is held. After each fault, `close()` left no process, no
 descriptor and no name in `/dev/shm`.
 
-Times are from the call to the exception, of one run on a busy machine. Hangs had a deadline of 0.5 s (to build: 4 s, or
-12 s with `spawn`; to reset and to render: 2 s). A dash marks a combination that does not exist.
+Times are from the call to the exception, in one run on a busy machine. Hangs had a deadline of 0.5 s (build: 4 s, or
+12 s with `spawn`; reset and render: 2 s). A dash marks a combination that does not exist.
 
 Faults are named in the tables:
 
@@ -50,8 +51,8 @@ workers continue (after a reset if a cell says so). The envs of the crashed work
 
 _METHODS = """
 
-Faults for which the start method could matter, with the other methods. With the portable pool, the tests also make all
-combinations of the tables above:
+The next table has faults for which the start method could matter, with the other methods. With the portable pool, the
+tests also cover all combinations of the tables above:
 
 """
 
@@ -103,6 +104,7 @@ def methods(recorded: dict[str, dict[str, Any]]) -> list[str]:
 def write(recorded: dict[str, dict[str, Any]], page: Path = PAGE) -> None:
     """Write the page; keep its section of other executors."""
     machine = f"Python {platform.python_version()}, Linux {platform.release()}, {os.cpu_count()} processors"
+    machine = f"{date.today():%d %b %Y}; {machine}"
     parts = [_HEAD.format(machine=machine), "## Envs and workers\n\n"]
     parts += [f"- **{state}**: {meaning}.\n" for state, (_, meaning) in STATES.items()]
     parts += ["\n", "\n".join(table(recorded, "raise")), "\n", _INTERLUDE, "\n".join(table(recorded, "restart"))]

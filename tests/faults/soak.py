@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 from envherd.executor.pools.zygote import end_idle
@@ -184,9 +185,10 @@ def write(report: Report) -> None:
     held += [f"| {name} | {getattr(before, name):.0f} | {getattr(after, name):.0f} |" for name in names]
     (DOCS / "reports" / "soak.md").write_text(
         "# Soak\n\n"
-        f"Written by `make soak`: {after.at_s / 60:.0f} minutes, seed {report.seed}. Executors of up to five envs are "
-        "opened, used in every way, broken (killed, crashed, stopped at random instants) and closed; every row is "
-        "compared with the diary that its env writes. No row was wrong: one would end the run. Memory grew by "
+        f"Written by `make soak`: {after.at_s / 60:.0f} minutes, seed {report.seed}, {date.today():%d %b %Y}. The "
+        "program opens executors of up to five envs, uses them in every way, breaks them (workers are killed, crash or "
+        "stop at random instants) and closes them. It compares every row with the diary that its env writes. A "
+        "wrong row would end the run; none was wrong. Memory grew by "
         f"{report.growth_mb():+.1f} MiB from the second tenth of the run to the last.\n\n"
         + "\n".join(lines)
         + "\n\n"
