@@ -162,7 +162,7 @@ class BatchedEnv:
     def __call__(self, *_: Any, **__: Any) -> Any:
         """Refuse to be called as an env factory: other libraries call objects that they do not recognise as envs."""
         raise TypeError(
-            f"calling failed: a {type(self).__name__} is an executor, and no function that makes an env. Where another "
+            f"calling failed: a {type(self).__name__} is an executor, not a function that makes an env. Where another "
             f"library takes an env, use its facade: ParallelEnv of envherd.torchrl, SubprocVecEnv of "
             f"envherd.sb3, or AsyncVectorEnv of envherd.gymnasium."
         )

@@ -94,7 +94,7 @@ def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding
         try:
             yield from check()
         except Exception as error:  # report it as a finding, and continue with the next check
-            yield Finding(what, "fail", f"looking at it raised {type(error).__name__}: {error}")
+            yield Finding(what, "fail", f"the check raised {type(error).__name__}: {error}")
 
 
 # ---- installation ----------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def _dmlab2d() -> Iterator[Finding]:
 def _meltingpot() -> Iterator[Finding]:
     version = version_of("dm-meltingpot")
     if version is None:
-        yield Finding("meltingpot", "ok", "not installed", 'pip install "envherd[meltingpot]", if it is wanted')
+        yield Finding("meltingpot", "ok", "not installed", 'pip install "envherd[meltingpot]", if you want it')
         return
     substrates, scenarios = len(substrate_names()), len(scenario_names())
     found = f"{version}, {substrates} substrates"

@@ -209,14 +209,14 @@ class ExecutorOptions:
     def _check_ahead(self) -> None:
         if self.reset_ahead and not self.episode_seeds:
             raise ValueError(
-                "ExecutorOptions failed: expected episode_seeds=True with reset_ahead, got False. Where an env's own "
-                "generator goes on from episode to episode (as the facades have it, which keep their host's seeding), "
-                "no episode can begin before the last one has ended."
+                "ExecutorOptions failed: expected episode_seeds=True with reset_ahead, got False. An env whose own "
+                "generator continues from episode to episode (as with the facades, which keep their library's seeding) "
+                "cannot begin an episode before the previous one has ended."
             )
         if self.reset_ahead and self.isolate_rng:
             raise ValueError(
-                "ExecutorOptions failed: expected isolate_rng=False with reset_ahead, got True. What state the global "
-                "generators have at the begin of an episode is known only when the one before it has ended."
+                "ExecutorOptions failed: expected isolate_rng=False with reset_ahead, got True. The state of the "
+                "global generators at the beginning of an episode is known only when the previous one has ended."
             )
 
     def _check_threads(self) -> None:

@@ -274,6 +274,23 @@ def test_the_page_of_errors_has_the_whole_tree():
     assert tree == {one.__name__: one.__bases__[1].__name__ for one in known if one is not envherd.EnvherdError}
 
 
+def test_the_limits_of_torchrl_name_tests_that_exist():
+    page = (DOCS / "torchrl_limits.md").read_text()
+    folder = ROOT / "tests" / "executor" / "facades"
+    texts = {
+        letter: (folder / name).read_text() for letter, name in re.findall(r"\b([A-Z])(?: is)? `(test_\w+\.py)`", page)
+    }
+    assert len(texts) == 4
+    for row in re.findall(r"^\| .+ \| ([^|]+) \|$", page, re.MULTILINE):
+        letter = None
+        for named, words in re.findall(r"(?:\b([A-Z]) )?`([^`]+)`", row):
+            letter = named or letter
+            if "/" in words:
+                assert (ROOT / words).exists(), row
+            elif letter is not None:
+                assert all(word in texts[letter] for word in words.split(" and ")), row
+
+
 def test_the_index_has_every_example():
     assert {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")} <= set(
         re.findall(r"\[(\w+\.\w+)\]", (DOCS / "index.md").read_text())

@@ -50,7 +50,7 @@ def unpack(data: bytes, policy: InfoPolicy) -> dict[str, Any]:
             try:
                 load(data)
             except _ANY:
-                _LOG.warning("an info was lost, for it could not be unpickled in this process (%s).", explain(error))
+                _LOG.warning("an info was lost, as it could not be unpickled in this process (%s).", explain(error))
                 return {}
         raise  # the info can be loaded, so a signal handler of this program raised
 

@@ -409,7 +409,7 @@ def _arrays(one: Any) -> Iterator[tuple[str, np.ndarray]]:
 def _save_ale(ale: Any) -> bytes:
     if ale.getFloat("repeat_action_probability") > 0:
         raise Unsaveable(
-            "ALE does not tell which action its sticky actions repeat: make the env with repeat_action_probability=0"
+            "ALE does not report which action its sticky actions repeat: make the env with repeat_action_probability=0"
         )
     state: bytes = ale.cloneState(include_rng=True).__getstate__()
     return state

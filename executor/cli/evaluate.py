@@ -38,7 +38,7 @@ _RANDOM = "random"
 class Evaluate:
     """Evaluate policies in one env or in several tasks: success, returns and lengths, with 95 % confidence intervals.
 
-    Of envs with players: per-capita, collective and per-role returns, and equality.
+    For envs with players, also: per-capita, collective and per-role returns, and equality.
     """
 
     env: Annotated[
@@ -48,7 +48,7 @@ class Evaluate:
         str | None,
         typer.Option(
             metavar="MODULE:FACTORY",
-            help="FACTORY(env) returns the policy of a task: a callable, of players also a dict of policies by player "
+            help="FACTORY(env) returns the policy of a task: a callable, for players also a dict of policies by player "
             "and role, or a PerPlayer; default: random actions.",
         ),
     ] = None
@@ -74,7 +74,7 @@ class Evaluate:
     videos: Annotated[
         Path | None, typer.Option(metavar="DIR", callback=new_folder, help="Write films of episodes (MP4).")
     ] = None
-    filmed: Annotated[int, typer.Option(min=1, help="With --videos: the number of first episodes of each ENV.")] = 1
+    filmed: Annotated[int, typer.Option(min=1, help="With --videos: how many episodes of each ENV to film.")] = 1
     json: Json = None
     quiet: Quiet = False
 

@@ -130,8 +130,8 @@ class Replay(Command):
 
     The exit code of a rollout is 0 if all observations, rewards and flags are equal, and 1 at the first difference.
     That of a capsule is 0 if the env fails again in the same step and the same way, 1 if anything else happens, and 3
-    if all steps go through. PATH runs no code: an env that it cannot just look up in an installed package must be named
-    by --env.
+    if no step fails. PATH runs no code: if its env is not looked up by name in an installed package, name the env with
+    --env.
     """
 
     directory: Annotated[
@@ -150,9 +150,9 @@ class Replay(Command):
     trust: Annotated[
         bool, typer.Option("--trust", help="Run whatever code a capsule names: import its env, load its pickle.")
     ] = False
-    pdb: Annotated[bool, typer.Option("--pdb", help="Of a capsule: stop in the debugger before the last step.")] = False
+    pdb: Annotated[bool, typer.Option("--pdb", help="Capsule: stop in the debugger before the last step.")] = False
     record: Annotated[
-        Path | None, typer.Option(metavar="PATH", callback=picture(".mp4"), help="Of a capsule: write a video (MP4).")
+        Path | None, typer.Option(metavar="PATH", callback=picture(".mp4"), help="Capsule: write a video (MP4).")
     ] = None
     quiet: Quiet = False
 

@@ -83,7 +83,7 @@ class Rerun:
         if name is None:
             trusted = ", or --trust, which loads the pickled factory" if capsule.pickled is not None else ""
             raise CapsuleError(
-                f"replay failed: expected the name of an env, but {self._path} has none: its factory was no function "
+                f"replay failed: expected the name of an env, but {self._path} has none: its factory is not a function "
                 f"of a module. Pass --env MODULE:CALLABLE{trusted}. (Capsules(pickle=True) keeps such factories.)"
             )
         if not self._options.trust:

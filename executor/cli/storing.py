@@ -179,7 +179,7 @@ def refuse_code(
     passed = json.dumps(kwargs if given_kwargs is None else given_kwargs)
     raise StoreError(
         f"replay failed: expected an env that is looked up in an installed package, without texts in its keyword "
-        f"arguments. {path} names what can run any code: {env} with {json.dumps(kwargs)}.\n"
+        f"arguments. {path} names an env that may run any code: {env} with {json.dumps(kwargs)}.\n"
         f"If you trust it, run\n  envherd replay {shlex.quote(str(path))} "
         f"--env {shlex.quote(given_env or env)} --env-kwargs {shlex.quote(passed)}{or_else}"
     )

@@ -141,9 +141,9 @@ class RemoteRollouts:
         need_state("rollout", "tensordict", tensordict, self.num_envs)
         need_state("rollout", "primer", primer, self.num_envs)
         if break_when_any_done:
-            raise ValueError("rollout failed: expected break_when_any_done=False, got True: nodes roll on their own.")
+            raise ValueError("rollout failed: expected break_when_any_done=False, got True: nodes act separately.")
         if callback is not None:
-            raise ValueError("rollout failed: expected no callback, got one: nodes roll on their own.")
+            raise ValueError("rollout failed: expected no callback, got one: nodes act separately.")
         refuse_unused_root(tensordict, auto_reset=auto_reset)
         with self._engine.guard:
             self._begin(policy, max_steps, auto_reset=auto_reset)

@@ -79,7 +79,7 @@ def no_room(
     nodes = "; ".join(_say(node) for node in free) or "none"
     return ClusterError(
         f"RayParallelEnv failed: expected room for {len(asked)} shares of {_say(asked[0])}, got none{waited}: "
-        f"{len(free)} living nodes have {nodes} in all (others may be using it). Ask for less (num_nodes, "
+        f"{len(free)} living nodes have {nodes} in all (others may be using it). Request less (num_nodes, "
         f"resources_per_node), or free or add nodes."
     )
 

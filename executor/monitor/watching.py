@@ -67,7 +67,7 @@ class Watch:
         fd = os.open(plate.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_ino != plate.inode:
-                raise OSError(f"the executor of process {plate.pid} has gone")
+                raise OSError(f"the executor of process {plate.pid} has ended")
             self._map = mmap.mmap(fd, content["nbytes"], mmap.MAP_SHARED, mmap.PROT_READ)
         finally:
             os.close(fd)
@@ -131,7 +131,7 @@ def stack_of(pid: int) -> str:
     """
     path = _log_path(pid)
     if path is None:
-        return "(the worker has gone, or is another user's)"
+        return "(the worker has ended, or belongs to another user)"
     with ignoring_refusals():
         before = os.stat(path).st_size
         os.kill(pid, signal.SIGUSR2)
@@ -144,7 +144,7 @@ def stack_of(pid: int) -> str:
         with open(path, "rb") as file:
             file.seek(before)
             return file.read().decode(errors="replace") or "(the worker did not answer)"
-    return "(the worker has gone)"
+    return "(the worker has ended)"
 
 
 def _log_path(pid: int) -> str | None:

@@ -68,7 +68,7 @@ class AheadPool(WorkerPool):
         if batched := [i for i, spec in enumerate(self.specs) if spec.batch_shape]:
             raise ValueError(
                 f"reset_ahead failed: expected envs of one row, got batches of them (env {batched[0]}: "
-                f"{self.specs[batched[0]].batch_shape}). Their rows end one by one, and cannot be handed over."
+                f"{self.specs[batched[0]].batch_shape}). Their rows end at different steps."
             )
         for env_id, (spec, other) in enumerate(zip(self.specs, specs[self.num_envs :], strict=True)):
             if spec != other:

@@ -190,7 +190,7 @@ class CapsuleWriter:
         fields = _as_plain(found.get("fields", {}))
         facts = {"env": found.get("env"), "env_kwargs": kwargs or {}, "fields": fields or {}, "search": own_folders()}
         is_missing = {
-            "a name of the env (its factory is no function of a module)": facts["env"] is None,
+            "a name of the env (its factory is not a function of a module)": facts["env"] is None,
             "the arguments of the env (no plain data)": kwargs is None,
             "the options of the factory (no plain data)": fields is None,
         }

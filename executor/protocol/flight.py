@@ -259,7 +259,7 @@ class Flights:
         """Wait for a flight and handle the outcome; see `Flight.land`."""
         if flight.is_parked:
             if not self.states.under_way[flight.ids].all():
-                raise ResetNeeded(f"{call_name()} failed: what it waits for was broken off. Reset the envs.")
+                raise ResetNeeded(f"{call_name()} failed: its step or reset was interrupted. Reset the envs.")
             flight.is_parked, flight.outer, self.current = False, self.current, flight
         self._wait(flight, timeout_s)
         if self.pool.outcome or self._recycler is not None:

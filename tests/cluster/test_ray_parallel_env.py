@@ -219,9 +219,9 @@ def test_a_stream_says_how_stale_its_rollouts_are(shared_env):
 def test_a_policy_that_cannot_be_pickled_is_named(shared_env):
     with pytest.raises(ClusterError, match="a policy that can be pickled, got HeldCounter"):
         shared_env.remote_rollouts().rollout(2, HeldCounter())
-    with pytest.raises(ValueError, match="nodes roll on their own"):
+    with pytest.raises(ValueError, match="nodes act separately"):
         shared_env.remote_rollouts().rollout(2, break_when_any_done=True)
-    with pytest.raises(ValueError, match="nodes roll on their own"):
+    with pytest.raises(ValueError, match="nodes act separately"):
         shared_env.remote_rollouts().rollout(2, callback=print)
 
 

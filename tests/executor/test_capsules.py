@@ -406,13 +406,13 @@ def test_what_a_capsule_lacks_is_listed(tmp_path):
             env.rollout(5, act, auto_reset=False)
     path = caught.value.context["capsule"]
     assert load_capsule(Path(path)).facts["missing"] == [
-        "a name of the env (its factory is no function of a module)",
+        "a name of the env (its factory is not a function of a module)",
         "the arguments of the env (no plain data)",
         "what the program called, set or loaded during the episode",
     ]
     again = replay(path)
     assert again.exit_code == 2
-    assert "its factory was no function of a module. Pass --env MODULE:CALLABLE." in again.stderr
+    assert "its factory is not a function of a module. Pass --env MODULE:CALLABLE." in again.stderr
     named = replay(path, "--env", FAULTY, "--env-kwargs", json.dumps(kwargs))
     assert named.exit_code == 0, named.output
 

@@ -131,7 +131,7 @@ def test_what_a_stored_rollout_names_is_not_run(tmp_path, monkeypatch, stored, f
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     result = envherd("replay", stored(**facts))
     assert result.exit_code == 2, result.output
-    assert "names what can run any code" in result.stderr
+    assert "names an env that may run any code" in result.stderr
     assert f"envherd replay {tmp_path}/data {named}" in result.stderr
     assert not (tmp_path / "ran").exists()
 

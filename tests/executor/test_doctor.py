@@ -114,7 +114,7 @@ def test_a_check_that_raises_is_a_finding(monkeypatch):
     monkeypatch.setattr(doctor, "_starter", lambda _: lambda: iter(()))
     monkeypatch.setattr(doctor, "_dmlab2d", lambda: iter(()))
     (finding,) = [one for one in doctor.examine() if one.name == "packages"]
-    assert (finding.level, finding.found) == ("fail", "looking at it raised OSError: no such place")
+    assert (finding.level, finding.found) == ("fail", "the check raised OSError: no such place")
 
 
 @pytest.mark.parametrize(

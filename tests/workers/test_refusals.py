@@ -285,7 +285,7 @@ BUILT: dict[str, tuple[Any, ...]] = {
     ),
     "pettingzoo: a group of unlike agents": (
         partial(grouped, "tag", all=["adversary_0", "adversary_1", "adversary_2", "agent_0"]),
-        "expected agents of one group to have like spaces",
+        "expected agents of one group to have similar spaces",
     ),
     **{
         f"pettingzoo: an agent named {name}": (partial(zoo, [name]), "expected names of groups")

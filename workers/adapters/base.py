@@ -60,8 +60,8 @@ class EnvCall(NamedTuple):
 
 
 _WITHOUT_STATE = (
-    "expected an env whose state can be read, got {}: {}. A copy in memory: ParallelEnv.branch. The seeds alone: "
-    "state_dict(with_envs=False). Or give the env or a wrapper the methods state_dict() and load_state_dict(state)"
+    "expected an env whose state can be read, got {}: {}. ParallelEnv.branch copies it in memory. state_dict("
+    "with_envs=False) saves only seeds. Or give the env or a wrapper methods state_dict() and load_state_dict(state)"
 )
 
 

@@ -141,7 +141,7 @@ class EnvPoolAdapter(Adapter):
         if len(ids) != num_rows:
             raise SpecError(
                 f"receiving failed: expected {num_rows} rows from {type(self.env).__name__}, got {len(ids)}. "
-                f"Was the pool stepped past the executor?"
+                f"Did other code step the pool?"
             )
         if not np.array_equal(ids, self._ids):
             for name, value in state.items():

@@ -60,7 +60,7 @@ def _answer_about_state(message: Ask, adapter: Adapter, position: int) -> Any:
             kind = type(getattr(adapter.env, "unwrapped", adapter.env)).__name__
             raise NotImplementedError(
                 f"expected an env whose state_dict determines its next steps, got {kind}, whose state_dict has only "
-                f"a part of its state ({adapter.family}). A copy in memory: ParallelEnv.branch."
+                f"a part of its state ({adapter.family}). ParallelEnv.branch copies it in memory."
             )
         return adapter.state_dict()
     if message.what == "allow_steps":

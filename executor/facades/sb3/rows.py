@@ -34,7 +34,7 @@ class Writer:
         if side is not None:
             raise NotImplementedError(
                 f"reading action_space failed: expected actions of a fixed shape, got {side}. "
-                f"Stable-Baselines3 has no place for them."
+                f"Stable-Baselines3 does not support others."
             )
         self._targets = [
             [(np.array(group.plan.env_ids), group.inputs["input", *leaf.key]) for group, leaf in zip(groups, own)]  # noqa: B905  # of equal length by construction

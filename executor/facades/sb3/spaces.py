@@ -20,7 +20,7 @@ def num_agents(spec: EnvSpec) -> int:
     if spec.batch_shape or len(spec.groups) > 1 or any(len(shape) != 1 for _, shape in spec.groups):
         raise ValueError(
             f"reading the env failed: expected one env or one group of equal agents, got batch shape "
-            f"{spec.batch_shape} and groups {spec.groups}. Stable-Baselines3 has no place for more."
+            f"{spec.batch_shape} and groups {spec.groups}. Stable-Baselines3 does not support more."
         )
     return spec.groups[0][1][0] if spec.groups else 1
 

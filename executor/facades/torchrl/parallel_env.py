@@ -281,8 +281,8 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
             return EnvBase.__getattr__(self, attr)
         if attr.startswith("__") or self.__dict__.get("is_closed", True):
             raise NotStarted(
-                f"{type(self).__name__} has no attribute {attr!r}, and its envs are not started to be asked. "
-                f"Start it first, e.g. with reset()."
+                f"{type(self).__name__} has no attribute {attr!r}, and its envs, which may have it, are not "
+                f"started. Start them first, e.g. with reset()."
             )
         return self._find_all((attr,))
 

@@ -67,7 +67,7 @@ class OldGymEnv(gymnasium.Env[Any, Any]):
                 self.env.seed(seed)
         if options is not None:
             if "options" not in self._takes:
-                raise TypeError("reset failed: expected no options, for this env's reset takes none.")
+                raise TypeError("reset failed: expected no options, because this env's reset accepts none.")
             arguments["options"] = options
         result = self.env.reset(**arguments)
         if self._is_with_info(result):

@@ -79,7 +79,7 @@ class MeltingPotAdapter(Adapter):
     def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
         """Build and start an episode, from the seed if there is one. Melting Pot takes no options."""
         if options:
-            raise ValueError(f"reset failed: expected no arguments, for Melting Pot has none, got {sorted(options)}.")
+            raise ValueError(f"reset failed: expected no arguments, as Melting Pot has none, got {sorted(options)}.")
         self._needs_reset = True
         self._views.forget()
         if seed is None:

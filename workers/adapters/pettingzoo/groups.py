@@ -330,6 +330,6 @@ def _is_numeric(value: Any) -> bool:
 
 def _cannot_stack(members: Sequence[AgentSpaces], got: str) -> SpecError:
     return SpecError(
-        f"grouping the agents failed: expected agents of one group to have like spaces, got {got} "
-        f"({', '.join(str(member.agent) for member in members)}). Put them into groups of their own."
+        f"grouping the agents failed: expected agents of one group to have similar spaces, got {got} "
+        f"({', '.join(str(member.agent) for member in members)}). Put them into separate groups."
     )

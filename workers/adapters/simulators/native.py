@@ -196,7 +196,7 @@ class TorchNativeAdapter(TorchBatchAdapter):
             row = int((was_reset & ~ended).nonzero()[0])
             raise SpecError(
                 f"step failed: expected resets of rows that have ended only, got one of row {row}, which the simulator "
-                f"says is neither terminated nor truncated. Fix the env: nobody would know that its episode is over."
+                f"says is neither terminated nor truncated. Fix the env: its episode would have no end."
             )
         final = self._flatten(self._published() if self._watch is None else self._watch.final)
         self._waiting = was_reset.clone()

@@ -250,7 +250,7 @@ def _taker(members: tuple[int, ...], key: Key, width: tuple[int, ...], *, is_sta
         except KeyError:
             raise SpecError(
                 f"reading {'/'.join(key)} failed: expected it of every agent at every step, got none of agent "
-                f"{index}. Give it always in the scenario."
+                f"{index}. Always return it in the scenario."
             ) from None
         value = value.view(value.shape[0], *width)
         return value.to(torch.float32) if is_info else value
