@@ -111,7 +111,7 @@ def render(results: Mapping[str, Any], pictures: Sequence[str]) -> str:
             for path in pictures
         ),
         "## Workloads",
-        *(_section(sheet_of_workload(one)) for one in results.get("workloads", {}).values()),
+        *(_section(sheet_of_workload(one), f"{name}: ") for name, one in results.get("workloads", {}).items()),
         "## Starting, waiting, growing",
         *(_section(sheet) for sheet in sheets_of_studies(results)),
     ]
@@ -121,8 +121,8 @@ def render(results: Mapping[str, Any], pictures: Sequence[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _section(sheet: Sheet) -> str:
-    return f"### {sheet.title}\n\n{to_markdown(sheet)}"
+def _section(sheet: Sheet, name: str = "") -> str:
+    return f"### {name}{sheet.title}\n\n{to_markdown(sheet)}"
 
 
 def _slots(results: Mapping[str, Any]) -> str:
