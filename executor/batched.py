@@ -332,7 +332,7 @@ class BatchedEnv:
 
     @property
     def policy_state(self) -> TensorDictBase | None:
-        """The policy's state when an error broke off the latest rollout, batch `[N]`; else None.
+        """The policy's state when an error ended the latest rollout, batch `[N]`; else None.
 
         It matches the envs' current state: `rollout(..., auto_reset=False, tensordict=env.policy_state)` continues.
         """
@@ -516,7 +516,7 @@ class BatchedEnv:
             return saving.save(self._engine, self._exchange.as_ids(env_ids))
 
     def restore(self, states: Sequence[Mapping[str, Any]], env_ids: Any = None) -> None:
-        """Put envs where `save` has found them, or other envs that equal calls have built.
+        """Restore states from `save`, in the same envs or in others that equal factory calls built.
 
         `current()` then has the saved roots, and the next steps with equal actions return equal data. All other envs
         continue. To continue one state in several envs: `env.restore([state] * 4, [0, 1, 2, 3])`. The seed of the next
@@ -596,7 +596,7 @@ class BatchedEnv:
         return [copy.deepcopy(infos.get(i, {})) for i in range(self.num_envs)]
 
     def statistics(self) -> Statistics:
-        """Return the counts so far, each worker's load and memory, and which calls C makes."""
+        """Return the counts so far, each worker's load and memory, and which calls run in C."""
         self._guard.check()
         return self._engine.statistics()
 
@@ -614,7 +614,7 @@ class BatchedEnv:
     def close(self) -> None:
         """Close the envs and end the workers, within `options.close_timeout_s`. Idempotent.
 
-        A worker finishes the call that it is in, of one env, and makes no other. Ctrl-C ends the workers at once, and
+        A worker finishes its current call of an env, and makes no other. Ctrl-C ends the workers at once, and
         is the only exception that is raised.
         """
         self._guard.shut()

@@ -29,11 +29,11 @@ class Capsules:
 
     Attributes:
         directory: of the files; made if it does not exist.
-        max_files: no further ones are written to a directory with this number of them.
+        max_files: largest number of files in the directory; no further ones are written.
         journal_bytes: for the actions of each env since its reset. Of a longer episode only the latest actions are
             kept, and it cannot be run again.
-        pickle: put the pickled factory and its arguments into the files. Then a lambda can be run again, too, by those
-            who trust the file: unpickling it runs any code.
+        pickle: put the pickled factory and its arguments into the files. Then a lambda can also be run again, if you
+            trust the file: unpickling it may run any code.
     """
 
     directory: str | os.PathLike[str]
@@ -55,7 +55,7 @@ class ExecutorOptions:
         start_method: "zygote" forks workers from a helper process that has imported `preload`
             (fast, memory shared), and that executors with the same modules share; "spawn" executes
             a fresh interpreter for each worker; "portable" starts workers by `multiprocessing`, on every platform (see
-            docs/portable.md). It is also taken where the system lacks what the others need.
+            docs/portable.md). It is also used if the system lacks what the others need.
         preload: modules that the helper imports before it forks; `()` for none. None: those that the factories
             refer to and those of the env family.
         worker_threads: threads for OMP, MKL, OpenBLAS and torch in a worker; None does not set them.
@@ -68,12 +68,12 @@ class ExecutorOptions:
             has begun a reset in the same call (`step_and_maybe_reset`, rollouts) has `reset_timeout_s` in addition.
         stall_log_s: seconds after which the executor logs the stack of a worker that it waits for without a deadline.
         loss_grace_s: seconds for the other workers to answer after a worker was lost, before the loss is raised
-            (`on_worker_loss="raise"`). Envs that have not answered by then must be reset too, and the error's `partial`
+            (`on_worker_loss="raise"`). Envs without an answer by then must also be reset, and the error's `partial`
             is None. None waits for all answers. The loss is logged at once in any case.
         close_timeout_s: seconds for `close()` in all, however many workers there are.
         on_worker_loss: "raise" a WorkerLost, or "restart" the worker and mark its rows `interrupted`.
-        max_restarts: restarts of one worker within `restart_window_s` before a loss raises after all. The
-            first is made at once, the others wait 0.1 s, 0.2 s, 0.4 s, ... while the other workers go on.
+        max_restarts: restarts of one worker within `restart_window_s`; the next loss raises. The
+            first is made at once, the others wait 0.1 s, 0.2 s, 0.4 s, ... while the other workers continue.
         restart_window_s: seconds.
         recycle_after: episodes of an env after which its worker is replaced by a new one, as soon as that interrupts no
             episode (see `protocol.recycling`); for envs that leak. None: never.
@@ -95,7 +95,7 @@ class ExecutorOptions:
             modules for the workers, unless `preload` names them.
         gpus: gives each worker one GPU, in turn: "all" that this process sees, or their indices. Sets
             CUDA_VISIBLE_DEVICES (and AMD's HIP_VISIBLE_DEVICES) and the renderers' MUJOCO_EGL_DEVICE_ID and
-            EGL_VISIBLE_DEVICES; `env_vars` may set them differently. None leaves the workers what this process has.
+            EGL_VISIBLE_DEVICES; `env_vars` may set them differently. None leaves the workers the GPUs of this process.
         infos: which of the envs' infos leave the workers. "drop": none. Names, a dict from names to example values (or
             types), or "all": these entries become leaves `("info", NAME)`, with `("info", "_NAME")` for whether the
             env returned it. For names and "all", shapes are read from an additional env, reset and stepped once.
@@ -107,7 +107,7 @@ class ExecutorOptions:
             `next` with `done`, they cover the whole episode. The facades of Gymnasium and SB3 put them into
             the infos of steps that end episodes, as `RecordEpisodeStatistics` and `Monitor` do.
         episode_seeds: seed every reset from (root seed, env id, episode); False leaves envs their own
-            generators, except where `reset` is given seeds.
+            generators, except where `reset` gets seeds.
         env_type: what the envs take and return. "auto" decides by their class; "torch" declares that envs of no known
             torch family are batched simulators with Gymnasium's methods on torch tensors; "numpy" declares that they
             are not.

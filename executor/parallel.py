@@ -48,7 +48,7 @@ class ParallelEnv(BatchedEnv):
     Raises:
         ValueError: `options.reset_ahead` with fewer workers than envs, or with envs that are batches themselves.
         FactoryError: not a factory, cannot be pickled, returned no env, or raised.
-        SpecError: envs of one factory disagree.
+        SpecError: envs of one factory have different specs.
         WorkerLost, WorkerTimeout: a worker did not start.
     """
 
@@ -92,15 +92,15 @@ class ParallelEnv(BatchedEnv):
     def branch(self, source_id: int, target_ids: Any, *, reseed: bool = False) -> None:
         """Replace envs by copies of another one, with the whole state of its simulator, in the middle of its episode.
 
-        The worker of the source forks itself, and the copies take the places of the workers of the targets. Nothing is
-        asked of the env: it need not be one that `save` can save. Otherwise the effect is that of `restore(save(...))`:
+        The worker of the source forks itself, and the copies take the places of the workers of the targets. The env
+        needs no methods for this, unlike for `save`. Otherwise the effect is that of `restore(save(...))`:
         `current()` returns the source's root for the targets. With equal actions, source and copies return equal data,
         bit for bit, until a reset. The next episode of a target has the number after the source's, and the target's
         seed of that number. See docs/checkpoints.md.
 
         Args:
             source_id: the env that is copied. It must have been reset; its episode may have ended.
-            target_ids: the envs that are replaced, as in `send`. Their episodes are given up, and their envs are not
+            target_ids: the envs that are replaced, as in `send`. Their episodes are abandoned, and their envs are not
                 closed.
             reseed: give each copy other random numbers than the source: the global generators of its process and numpy
                 and Python generators of the env, its wrappers and its task are seeded anew. Generators inside C++ or

@@ -36,7 +36,7 @@ class SerialEnv(BatchedEnv):
 
     Raises:
         FactoryError: not a factory, returned no env, or raised.
-        SpecError: envs of one factory disagree.
+        SpecError: envs of one factory have different specs.
     """
 
     @names_right_keyword

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerInfo:
-    """What runs envs in this process.
+    """The ids of this process's worker and of its envs.
 
     Attributes:
         worker_id: of the worker, from 0; a replaced worker keeps it. Unique among the processes of an executor at any
@@ -37,7 +37,7 @@ _info: WorkerInfo | None = None
 
 
 def worker() -> WorkerInfo | None:
-    """Return what runs envs in this process, or None outside workers.
+    """Return information about the worker in this process, or None outside workers.
 
     Factories and envs may call it. A port for each env, which no other env of the executor has:
 

@@ -68,7 +68,7 @@ def _rebuild(cls: type[EnvherdError], message: str, remote: str | None, context:
 
 
 class FactoryError(EnvherdError, TypeError):
-    """The `make_env` argument is no factory, cannot be pickled, returned no env, or raised."""
+    """The `make_env` argument is not a factory, cannot be pickled, returned no env, or raised."""
 
 
 class SpecError(EnvherdError, ValueError):
@@ -104,7 +104,7 @@ class Closed(EnvherdError, RuntimeError):
 
 
 class InternalError(EnvherdError, RuntimeError):
-    """A bug of envherd's own; please report it."""
+    """A bug in envherd; please report it."""
 
 
 def closest(name: str, known: list[str]) -> str:

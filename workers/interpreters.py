@@ -44,7 +44,7 @@ class InPython:
             executor adds others.
 
     Raises:
-        FactoryError: no such interpreter, not such a target, or arguments that are no plain data.
+        FactoryError: no such interpreter, a malformed target, or arguments that are not plain data.
     """
 
     def __init__(self, python: str | os.PathLike[str], target: str, kwargs: Mapping[str, Any] | None = None) -> None:

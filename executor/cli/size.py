@@ -168,7 +168,7 @@ def _runs(sizing: Sizing) -> list[RenderableType]:
 
 
 def plain_report(env: str, sizing: Sizing) -> dict[str, Any]:
-    """Return the report as documented in docs/sizing.md, ready for `json.dump`."""
+    """Return the report as documented in docs/reference/json.md, ready for `json.dump`."""
     machine = asdict(sizing.machine)
     for name in ("cores", "memory_available", "files_left", "processes_left"):
         machine[name] = getattr(sizing.machine, name)

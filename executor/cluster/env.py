@@ -56,7 +56,7 @@ class RayParallelEnv(BatchedEnv):
         copy: accepted as by `ParallelEnv`; batches are always the caller's own memory.
         options: see `ExecutorOptions`; the nodes enforce its deadlines and its loss policy.
         strategy: how Ray places shares, also those of a lost node: "SPREAD" puts each on a different node if it can,
-            "STRICT_SPREAD" nowhere else.
+            "STRICT_SPREAD" always.
         runtime_env: Ray's runtime environment of the hosts; None for the job's own.
         node_timeout_s: seconds without a sign of life after which a node counts as lost.
         placement_timeout_s: seconds to wait for room, at the start and when a share must move.

@@ -102,7 +102,7 @@ class Watch:
         return sum(by_block.values())
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as documented in docs/sizing.md."""
+        """Return it as documented in docs/reference/json.md."""
         return {
             "pid": self.pid,
             "command": self.command,

@@ -123,7 +123,7 @@ def equality_of(returns: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Episodes of one task. Those that failed are in `failures`, and count for nothing else, except where it says so.
+    """Episodes of one task. Those that failed are in `failures`, and are not counted elsewhere, unless stated.
 
     Attributes:
         env: its name.

@@ -94,7 +94,7 @@ class Measurement:
         return (steps * self.step_mean_s + resets * self.reset_median_s) / self.whole_step_s
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the figures as documented in docs/sizing.md."""
+        """Return the figures as documented in docs/reference/json.md."""
         plain = {name: value for name, value in vars(self).items() if name not in ("spec", "step_bins", "resets_s")}
         return {**plain, **{name: getattr(self, name) for name in ("waits_share", "reset_share", "is_alone")}}
 

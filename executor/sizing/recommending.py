@@ -55,7 +55,7 @@ class Advice:
     meets_target: bool | None
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as documented in docs/sizing.md."""
+        """Return it as documented in docs/reference/json.md."""
         names = ("binding", "why", "memory_room_bytes", "most_envs_in_memory", "meets_target")
         predicted = ("steps_per_s", "batch_s", "memory_bytes", "start_s", "is_scaled")
         return {
@@ -86,7 +86,7 @@ class Sizing:
 
     @property
     def serial(self) -> Run | None:
-        """What `SerialEnv` makes with as many envs, by the probe; None if it is no choice."""
+        """The speed of `SerialEnv` with as many envs, by the probe; None if it cannot be used."""
         return next((one for one in self.runs if not one.setting.num_workers), None)
 
 

@@ -133,7 +133,7 @@ class Run:
         return self.rounds == 0
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as documented in docs/sizing.md."""
+        """Return it as documented in docs/reference/json.md."""
         plain = {**vars(self.setting), **vars(self)}
         del plain["setting"]
         return {**plain, "refusal": None if self.refusal is None else self.refusal.text}

@@ -116,12 +116,12 @@ class ParallelVectorEnv:
 
     @property
     def max_num_agents(self) -> int:
-        """The same."""
+        """The number of possible agents of an env."""
         return len(self.possible_agents)
 
     @property
     def unwrapped(self) -> ParallelVectorEnv:
-        """Itself."""
+        """This object."""
         return self
 
     @property
@@ -187,7 +187,7 @@ class ParallelVectorEnv:
 
         Returns:
             `(observations, rewards, terminations, truncations, infos)`: by agent arrays `[N, ...]`, float64 `[N]`, and
-            bool `[N]`. The flags of an agent that has left stay set until it returns. Own memory, but for the
+            bool `[N]`. The flags of an agent that has left stay set until it returns. Own memory, except for the
             observations with `copy=False`.
 
         Raises:
