@@ -196,7 +196,7 @@ def test_the_page_says_what_was_measured_and_what_was_not(run):
     text = render(results, ["images/bench_ratios.png"])
     assert results["machine"]["cpu"] in text
     assert "![The throughput of envherd as a multiple of each library's](images/bench_ratios.png)" in text
-    assert "### 8 envs of 200 us on average, 1 % of steps 100 times the others" in text
+    assert "### spikes: 8 envs of 200 us on average, 1 % of steps 100 times the others" in text
     (row,) = [line for line in text.splitlines() if line.startswith(f"| {peers.SB3_SUBPROC} |")]
     ratio = results["workloads"]["spikes"]["contenders"][peers.SB3_SUBPROC]["cpu_ratio"][1]
     assert f"{short(ratio)}x" in row
