@@ -20,13 +20,11 @@ import numpy as np
 
 from envherd.executor.monitor.statistics import WorkerStatistics, read_workers
 from envherd.executor.pools.base import WorkerFigures
+from envherd.executor.pools.process_log import request_stacks
 from envherd.executor.pools.slab_plate import LABEL, SCHEMA, namespace
 from envherd.shm import nameplate
 from envherd.shm.interrupts import ignoring_refusals
 from envherd.shm.nameplate import Plate
-
-#: Seconds for a worker to have written its stack.
-_STACK_WAIT_S = 1.0
 
 
 def plates() -> list[Plate]:
@@ -132,18 +130,8 @@ def stack_of(pid: int) -> str:
     path = _log_path(pid)
     if path is None:
         return "(the worker has ended, or belongs to another user)"
-    with ignoring_refusals():
-        before = os.stat(path).st_size
-        os.kill(pid, signal.SIGUSR2)
-        end, size = time.monotonic() + _STACK_WAIT_S, before
-        while time.monotonic() < end:
-            time.sleep(0.01)
-            last, size = size, os.stat(path).st_size
-            if size > before and size == last:
-                break
-        with open(path, "rb") as file:
-            file.seek(before)
-            return file.read().decode(errors="replace") or "(the worker did not answer)"
+    with ignoring_refusals(), open(path, "rb") as file:
+        return request_stacks(file.fileno(), lambda: os.kill(pid, signal.SIGUSR2))
     return "(the worker has ended)"
 
 

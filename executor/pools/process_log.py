@@ -18,7 +18,9 @@ _OWN = re.compile(
     r"|^\nExtension modules: .*\n?",
     re.MULTILINE,
 )
-_STACK_WAIT_S = 1.0  # for a stuck process to have written its stack; it takes well under a millisecond
+#: Seconds for a stuck process to have written its stack, and without a further line after which that is complete. It
+#: writes line by line, in well under a millisecond in all, but a busy machine may stop it in between.
+_STACK_WAIT_S, _STACK_PAUSE_S = 2.0, 0.1
 
 
 def read_log(log_fd: int) -> str:
@@ -42,11 +44,12 @@ def request_stacks(log_fd: int, request: Callable[[], Any]) -> str:
     """Make a process dump its stacks to its log, and return them."""
     before = size = os.fstat(log_fd).st_size
     request()
-    end = time.monotonic() + _STACK_WAIT_S
-    while time.monotonic() < end:
+    now = changed_at = time.monotonic()
+    end = now + _STACK_WAIT_S
+    while now < end and (size == before or now < changed_at + _STACK_PAUSE_S):
         time.sleep(0.01)
-        last, size = size, os.fstat(log_fd).st_size
-        if size > before and size == last:
-            break
+        last, size, now = size, os.fstat(log_fd).st_size, time.monotonic()
+        if size != last:
+            changed_at = now
     text = pread(log_fd, size - before, before).decode(errors="replace") if size > before else ""
     return text or "(the process did not answer)"

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from envherd.executor import ParallelEnv, SerialEnv
 from envherd.executor.monitor.statistics import quantile
 from envherd.executor.monitor.watching import Watch, plates, stack_of
+from envherd.executor.pools import process_log
 from envherd.executor.pools.slab_plate import LABEL
 from envherd.executor.show.exporting import PrometheusCollector, to_scalars
 from envherd.shm.nameplate import create_named, find
@@ -42,6 +44,23 @@ def test_quantiles_of_a_histogram():
         bins[bin_of(nanoseconds)] += 1
     assert quantile(bins, 0.5) == pytest.approx(1e-6, rel=0.15)
     assert quantile(bins, 0.99) == pytest.approx(1e-3, rel=0.15)
+
+
+def test_a_stack_is_complete_though_the_worker_is_stopped_between_two_lines(monkeypatch):
+    log, now_s = os.memfd_create("log"), 0.0
+    lines = {0.03: b"one\n", 0.04: b"two\n", 0.11: b"three\n", 9.0: b"what the env prints later\n"}
+
+    def sleep(seconds):
+        nonlocal now_s
+        now_s += seconds
+        for at_s in [at_s for at_s in lines if at_s <= now_s]:
+            os.write(log, lines.pop(at_s))
+
+    monkeypatch.setattr(process_log, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now_s))
+    assert process_log.request_stacks(log, lambda: None) == "one\ntwo\nthree\n"
+    assert process_log.request_stacks(log, lambda: None) == "(the process did not answer)"
+    assert now_s < 3
+    os.close(log)
 
 
 @pytest.mark.slow
@@ -115,7 +134,7 @@ def test_executors_of_other_processes_are_found_until_they_end():
         watch = Watch(plate)
         assert (watch.num_envs, watch.env) == (2, "plain")
         assert "CountingEnv" in watch.command
-        assert watch.look().workers[0].phase == "idle"
+        wait_for(lambda: watch.look().workers[0].phase == "idle")  # soon after its last answer
         watch.close()
     finally:
         other.kill()
