@@ -28,6 +28,8 @@ from envherd.executor.cli.storing import RolloutStore, load_rollout
 from envherd.executor.cli.top import Watcher, screen
 from envherd.workers.processes import descendants
 from envherd.workers.testing import CountingEnv
+from tests.executor.test_lifecycle import is_running
+from tests.gates import wait_for
 
 TEAM = "python:tests.executor.team_env:pictured"
 COUNTING = "python:envherd.workers.testing:CountingEnv"
@@ -329,7 +331,7 @@ def test_ctrl_c_ends_a_benchmark_and_all_its_processes(tmp_path):
         process.wait()
     assert process.returncode == 130, complaints
     assert "interrupted" in complaints
-    assert [pid for pid in started if os.path.exists(f"/proc/{pid}")] == []
+    wait_for(lambda: not any(map(is_running, started)))  # they get the signal too, and may end after it
 
 
 @needs("dm-control")
@@ -351,6 +353,7 @@ def test_the_identifiers_of_workers_stay_in_a_narrow_terminal(width):
         with ParallelEnv(3, CountingEnv, num_workers=2, seed=0) as env:
             watcher.look()
             env.rollout(20, break_when_any_done=False)
+            wait_for(lambda: {one.phase for one in env.statistics().workers} == {"idle"})  # soon after the last answer
             pids = [worker.pid for worker in env.statistics().workers]
             views = [view for view in watcher.look() if {one.pid for one in view.workers} == set(pids)]
             out = io.StringIO()
