@@ -47,7 +47,7 @@ _ASKS_WITHOUT_CUDA = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _FAREWELL_S = 5.0  # for the helper to kill remaining processes and end
 _RECEIVE_S = 0.02  # between checks whether another thread has taken the answer
-_HELPER_END_S = 1.0  # for the helper to end after its socket is closed
+_HELPER_END_S = 5.0  # for the helper to end after its socket is closed
 #: Environment variables that change while a program runs and that no import reads.
 _PASSING = {"PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_"}
 _LIMITS = "Use fewer workers, or raise the limit (ulimit -u; pids.max of the control group)."
@@ -392,9 +392,9 @@ class Zygote:
             self._awaited.add(number)  # again: another user's wait for it may have been interrupted
             try:
                 while number not in self._answers:
-                    if end is not None and time.monotonic() > end:
+                    has_come = self._receive() or number in self._answers  # first: this process may have been stopped
+                    if not has_come and end is not None and time.monotonic() > end:
                         raise DeadlinePassed
-                    self._receive()
                 return self._answers.pop(number)
             finally:
                 self._awaited.discard(number)
@@ -405,20 +405,24 @@ class Zygote:
         with contextlib.suppress(ConnectionError):  # `_receive` explains it
             send_request(self._sock, request, fds)
 
-    def _receive(self) -> None:
-        """Take an answer, if one comes soon: a finalizer in this thread may have taken the expected one."""
+    def _receive(self) -> bool:
+        """Take an answer, if one comes soon; return whether one came.
+
+        A finalizer in this thread may have taken the expected one.
+        """
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         if not poller.poll(_RECEIVE_S * 1000):
-            return
+            return False
         try:
             data = self._sock.recv(_PACKET, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return
+            return False
         except ConnectionError:
             data = b""
         if not data:
-            self._process.wait(_HELPER_END_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_HELPER_END_S)
             raise WorkerLost(
                 "starting a worker failed: the helper process that forks workers has ended "
                 f"(exit code {self._process.poll()}). Make a new executor.",
@@ -428,6 +432,7 @@ class Zygote:
         answer: dict[str, Any] = json.loads(data)
         if answer["number"] in self._awaited:
             self._answers[answer["number"]] = answer
+        return True
 
 
 def _wait_exit(pid: int, timeout_s: float) -> None:
