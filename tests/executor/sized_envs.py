@@ -83,7 +83,7 @@ class DyingEnv(CountingEnv):
 
 
 class CrowdedEnv(CountingEnv):
-    """Ends its process in its 100th step if the process holds more than two such envs; sleeps instead if `hangs`."""
+    """Ends its process in its 20th step if the process holds more than two such envs; sleeps instead if `hangs`."""
 
     num_built = 0
     hangs = False
@@ -95,7 +95,7 @@ class CrowdedEnv(CountingEnv):
 
     def step(self, action):
         self.num_calls += 1
-        if self.num_built > 2 and self.num_calls == 100:
+        if self.num_built > 2 and self.num_calls == 20:  # in the turns of five rounds, however few batches these have
             if self.hangs:
                 time.sleep(1000)
             os._exit(7)

@@ -63,7 +63,8 @@ def test_another_machine_is_planned_for():
 # ---- the probe -------------------------------------------------------------------------------------
 
 
-def probed(make_env, budget_s=0.6, **options):
+def probed(make_env, budget_s=20.0, **options):
+    """Return what a probe measures: it ends when it has enough, which takes long only on a busy machine."""
     subject = Subject(make_env, {}, ExecutorOptions(**options))
     with subject.helper():
         return probing.probe(subject, budget_s, lambda _stage, _share: None)
@@ -84,7 +85,7 @@ def test_a_probe_measures_memory_and_growth():
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_helper")
 def test_memory_that_differs_between_episodes_is_taken_in_the_mean():
-    breathing = probed(sized_envs.BreathingEnv, budget_s=5.0)  # time for some resets, also on a busy machine
+    breathing = probed(sized_envs.BreathingEnv, budget_s=8.0)  # steps are never enough: 3 s of them
     assert 12 * MIB < breathing.worker_bytes < 46 * MIB  # 8 or 40 after a reset, plus imports
     assert 12 * MIB < breathing.further_env_bytes < 38 * MIB
 
@@ -99,7 +100,7 @@ def test_a_probe_notices_episodes_of_one_length():
 
 @pytest.mark.slow
 def test_a_probe_distinguishes_waiting_from_computing():
-    sleeping, counting = (probed(make, budget_s=2.0) for make in (sized_envs.SleepingEnv, CountingEnv))
+    sleeping, counting = (probed(make) for make in (sized_envs.SleepingEnv, CountingEnv))
     assert sleeping.step_mean_s > 2.7e-3  # durations are known to 10 %
     assert sleeping.waits_share > 0.7
     assert counting.waits_share < 0.3
@@ -130,8 +131,8 @@ def test_a_probe_counts_what_threads_of_an_env_compute():
 @pytest.mark.slow
 @pytest.mark.broken_pool
 def test_a_probe_that_hangs_is_ended_with_its_stack(monkeypatch):
-    monkeypatch.setattr(probing, "_PATIENCE_S", 1.0)
-    with pytest.raises(WorkerTimeout, match=r"step failed: worker 0 gave no answer within 2.2 s") as raised:
+    monkeypatch.setattr(probing, "_PATIENCE_S", 4.0)
+    with pytest.raises(WorkerTimeout, match=r"step failed: worker 0 gave no answer within 5.2 s") as raised:
         probed(sized_envs.HangingEnv, budget_s=0.3)
     assert "sized_envs.py" in str(raised.value)
 
@@ -175,7 +176,7 @@ def test_size_as_a_table_a_picture_and_json(tmp_path):
     assert (report["num_envs"], report["num_workers"], report["executor"]) == (2, 1, "ParallelEnv")
     assert report["predicted"]["steps_per_s"] > 0
     assert report["predicted"]["is_scaled"] is False
-    assert [one["num_workers"] for one in report["settings"]] == [1, 0]
+    assert {one["num_workers"] for one in report["settings"]} == {1, 0}  # in two modes if some steps took long
     for one in report["settings"]:
         assert one["steps_per_s"] > 0
         assert one["refusal"] is None

@@ -74,8 +74,10 @@ def test_a_budget_is_kept():
     shares = []
     done = sized(CountingEnv, budget_s=0.05, num_envs=4, progress=lambda _text, share: shares.append(share))
     assert all(0 <= share <= 1 for share in shares)
-    # The probe uses up all of the budget: the rule's choice runs once.
-    assert [one.rounds for one in done.runs if one.rounds] == [1]
+    # The probe uses up all of the budget: the rule's choice runs once, in both modes if some steps took long.
+    ran = [one for one in done.runs if one.rounds]
+    assert {one.rounds for one in ran} == {1}
+    assert len({(one.setting.num_workers, one.setting.reset_ahead) for one in ran}) == 1
     assert {one.refusal.kind for one in done.runs if one.refusal is not None} <= {"budget"}
 
 
@@ -115,11 +117,11 @@ def test_an_alarm_of_the_program_ends_the_search(monkeypatch):
     ("make_env", "said"),
     [
         (sized_envs.CrowdedEnv, "exit code 7"),
-        (sized_envs.CrowdedHangingEnv, "hung: a call took longer than "),  # 2 s and ten times a call's usual time
+        (sized_envs.CrowdedHangingEnv, "hung: a call took longer than "),  # 5 s and ten times a call's usual time
     ],
 )
 def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(make_env, said, monkeypatch):
-    monkeypatch.setattr(confirming, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(confirming, "_PATIENCE_S", 5.0)
     monkeypatch.setattr(probe, "_SHORT_ENVS", 2)
     done = sized(make_env, budget_s=60.0, num_envs=4)
     failed = {one.setting.num_workers: one.refusal for one in done.runs if one.refusal is not None}
