@@ -7,11 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from envherd.shm.slab import NUM_BINS
+from envherd.shm.slab import NUM_BINS, bin_middle
 from envherd.shm.specs import EnvSpec
 
 #: Squared coefficient of variation of episodes' lengths if only one has ended.
 _VARIATION = 0.5
+#: One step of at least this number that takes this share of the time of all, and twice that of the next longest, is a
+#: pause of the machine, or too rare to count.
+_MANY_STEPS, _LONE_SHARE, _LONE_FACTOR = 100, 0.2, 2.0
+_MIDDLES = np.array([bin_middle(index) for index in range(NUM_BINS)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,3 +121,22 @@ def share_of_ends(episodes: np.ndarray, under_way: int) -> float:
     if variation == 0:
         return 1 / float(episodes[0])
     return (count + (1 - variation) / 2) / float(episodes.sum() + under_way)
+
+
+def without_pause(bins: np.ndarray, busy_s: float) -> tuple[np.ndarray, float]:
+    """Return steps and their time without the longest one, if that alone took much of the time.
+
+    The steps of a quick env that a probe has time for take some milliseconds in all, and a machine may pause for longer.
+
+    Args:
+        bins: int `[NUM_BINS]`, steps by duration.
+        busy_s: of all of them.
+    """
+    if bins.sum() < _MANY_STEPS:
+        return bins, busy_s
+    left, longest = bins.copy(), np.flatnonzero(bins)[-1]
+    left[longest] -= 1
+    share = float(_MIDDLES[longest] / max(1.0, _MIDDLES @ bins))
+    if share < _LONE_SHARE or _MIDDLES[longest] < _LONE_FACTOR * _MIDDLES[np.flatnonzero(left)[-1]]:
+        return bins, busy_s
+    return left, busy_s * (1 - share)

@@ -21,7 +21,7 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.machine.gpus import memory_used_by
 from envherd.executor.monitor.statistics import quantile
 from envherd.executor.sizing.driving import RandomActions, Subject
-from envherd.executor.sizing.measurement import Measurement, share_of_ends
+from envherd.executor.sizing.measurement import Measurement, share_of_ends, without_pause
 from envherd.executor.sizing.settings import Setting
 from envherd.shm.slab import plan_slab
 from envherd.shm.specs import EnvSpec
@@ -180,6 +180,7 @@ class _Env:
         bins -= bins_before
         steps = int(after[0] - before[0])
         busy_s, cpu_s, delay_s, hidden_s = ((after[1:] - before[1:]) / 1e9).tolist()
+        bins, busy_s = without_pause(bins, busy_s)
         # Between commands the worker also computes, as it looks for the next one, and waits for a processor.
         undisturbed_s = min(busy_s, max(busy_s - delay_s, cpu_s, steps * (quantile(bins, 0.1) or 0.0)))
         own_s = min(cpu_s, undisturbed_s)

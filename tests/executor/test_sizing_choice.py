@@ -13,10 +13,11 @@ from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.machine.gpus import Gpu, parse_apps
 from envherd.executor.sizing.confirming import choose, speeds
 from envherd.executor.sizing.limits import DoesNotFit, Limits
-from envherd.executor.sizing.measurement import share_of_ends
+from envherd.executor.sizing.measurement import share_of_ends, without_pause
 from envherd.executor.sizing.recommending import decide, plan
 from envherd.executor.sizing.rule import settings_for
 from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Refusal, Run, Setting
+from envherd.shm.slab import NUM_BINS, bin_of
 from tests.executor.sizing_figures import GIB, MIB, machine_of, measured_of, run_of
 
 SERIAL, ONE, TWO = (Setting(num_envs=8, num_workers=count) for count in range(3))
@@ -213,6 +214,28 @@ def test_an_episode_under_way_counts_for_what_it_is_worth(kind):
     assert np.mean(shares) == pytest.approx(1 / 150, rel=0.07 if kind == "geometric" else 0.03)
     assert share_of_ends(np.array([], int), 90) == 0
     assert 1 / 190 < share_of_ends(np.array([100]), 90) < 1 / 100
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept"),
+    [
+        ({4e-6: 2000, 0.05: 1}, {4e-6: 2000}),  # the machine has paused
+        ({4e-6: 2000, 0.05: 2}, {4e-6: 2000, 0.05: 2}),  # the env has such steps
+        ({4e-6: 50, 0.05: 1}, {4e-6: 50, 0.05: 1}),  # too few to know
+        ({2e-4: 1100, 0.03: 100}, {2e-4: 1100, 0.03: 100}),
+        ({}, {}),
+    ],
+)
+def test_a_lone_step_that_takes_much_of_the_time_is_left_out(steps, kept):
+    def histogram(counts):
+        bins = np.zeros(NUM_BINS, np.int64)
+        for seconds, count in counts.items():
+            bins[bin_of(int(seconds * 1e9))] += count
+        return bins, sum(seconds * count for seconds, count in counts.items())
+
+    (bins, busy_s), (expected, expected_s) = without_pause(*histogram(steps)), histogram(kept)
+    assert bins.tolist() == expected.tolist()
+    assert busy_s == pytest.approx(expected_s, rel=0.2)
 
 
 # ---- predictions -----------------------------------------------------------------------------------
