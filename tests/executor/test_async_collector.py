@@ -25,7 +25,7 @@ from envherd.executor.async_collector import AsyncCollector, _Background
 from envherd.executor.batches.transfer import as_array
 from envherd.shm.specs import Box, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, TextEnv
-from tests.gates import alarm
+from tests.gates import alarm, wait_for
 
 N, LENGTH = 4, 5
 MakeEnv = functools.partial(CountingEnv, LENGTH)
@@ -381,18 +381,16 @@ def test_no_more_batches_are_collected_ahead_than_asked_for(num_ahead):
         AsyncCollector(env, policy, frames_per_batch=frames, layout="flat", in_background=num_ahead) as collector,
     ):
         collector.collect()
-        num_frames = -1
-        while num_frames != collector.statistics().frames:  # until collection stops
-            num_frames = collector.statistics().frames
-            threading.Event().wait(0.3)
-        assert (1 + num_ahead) * frames <= num_frames <= (1 + num_ahead) * frames + N - 1
+        wait_for(lambda: collector.statistics().frames >= (1 + num_ahead) * frames)
+        threading.Event().wait(0.3)  # for more, which would be wrong
+        assert collector.statistics().frames <= (1 + num_ahead) * frames + N - 1
         assert len(collector.collect()) == frames
 
 
 @pytest.mark.slow
 def test_statistics_say_how_long_answers_waited_for_the_policy():
     def slow(root: Any) -> Any:
-        threading.Event().wait(0.01)
+        threading.Event().wait(0.02)
         return policy(root)
 
     with (
@@ -403,7 +401,7 @@ def test_statistics_say_how_long_answers_waited_for_the_policy():
             collector.collect()
         found = collector.statistics()
     # The policy acts for one env at a time, so an answer waits while it acts for others.
-    assert 0.01 < found.queue_p50_s <= found.queue_p99_s < sum(found.spent.values())
+    assert 0.02 < found.queue_p50_s <= found.queue_p99_s < sum(found.spent.values())
     assert found.bound_by == "policy"
     assert 0.5 < found.policy_share <= 1
     assert found.batch_size_mean == 1
@@ -573,17 +571,17 @@ def test_a_timeout_of_the_program_is_raised(deadline_s, monkeypatch):
 @pytest.mark.parametrize("close_env", [False, True])
 def test_a_close_while_an_env_hangs_returns_in_time(in_background, close_env, caplog):
     make = [functools.partial(FaultyEnv, "sleep", step=3), MakeEnv]
-    with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(close_timeout_s=0.5)) as env:
+    with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(close_timeout_s=2.0)) as env:
         collector = AsyncCollector(env, policy, frames_per_batch=4, in_background=in_background, close_env=close_env)
         while not (collector.collect()["env_ids"] == 0).any():
             pass  # then env 0 has been sent the step in which it hangs
         began = time.monotonic()
         collector.close()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         assert env.is_closed == close_env
         assert [record.message for record in caplog.records] == ([] if close_env else [mock.ANY])
         if not close_env:
-            assert "close failed: expected all envs to answer within 0.5 s (close_timeout_s)" in caplog.text
+            assert "close failed: expected all envs to answer within 2 s (close_timeout_s)" in caplog.text
             assert "no answer from envs [0]" in caplog.text
 
 

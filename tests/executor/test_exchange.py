@@ -79,14 +79,14 @@ def test_large_questions_meet_large_answers():
 
 @pytest.mark.parametrize("start_method", ["zygote", "portable"])
 def test_closing_does_not_wait_for_what_was_sent(start_method):
-    make, options = functools.partial(FaultyEnv, "slow", step=1), ExecutorOptions(start_method=start_method)
-    env = ParallelEnv(20, make, num_workers=1, options=options)
+    options = ExecutorOptions(start_method=start_method, close_timeout_s=60.0)
+    env = ParallelEnv(200, functools.partial(FaultyEnv, "slow", step=1), num_workers=1, options=options)
     env.reset()
     env.send(act(env))
     wait_for(lambda: env.statistics().workers[0].phase == "step")
     began = time.monotonic()
     env.close()
-    assert time.monotonic() - began < 4  # one step of 0.3 s, not twenty, and below the limit of five seconds
+    assert time.monotonic() - began < 30, "one step of 0.3 s, not 200"
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_the_caller_is_woken_once_for_all_that_it_waits_for(monkeypatch):
             assert len(env.recv(min_envs=6)) == 6
             counts.append(rings.count(True))
             assert env.recv()["env_ids"].numel() == 2
-    assert sorted(counts)[len(counts) // 2] == 1
+    assert sorted(counts)[len(counts) // 2] <= 1  # 0: a busy machine was so late that all answers were there
 
 
 def test_who_waits_for_some_is_not_kept_by_what_others_answer():
