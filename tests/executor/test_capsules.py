@@ -143,7 +143,7 @@ FAILURES = {
 )
 def test_a_failure_is_written_and_fails_again(tmp_path, monkeypatch, fault, start_method):
     kind, words = FAILURES[fault]
-    options = _options(tmp_path, step_timeout_s=1.5, start_method=start_method)
+    options = _options(tmp_path, step_timeout_s=3.0 if fault == "sleep" else 60.0, start_method=start_method)
     error, path, actions = fail(tmp_path, TWO_WORKERS, fault=fault, step=3, options=options)
     assert type(error) is kind
     assert error.context["capsule"] == str(path)

@@ -60,7 +60,7 @@ def test_an_env_that_raises_is_alone_in_that():
 @pytest.mark.broken_pool
 def test_the_env_that_is_late_is_named():
     kwargs = [{"is_stuck": i == 2} for i in range(N)]
-    options = ExecutorOptions(env_threads=True, step_timeout_s=2.0)
+    options = ExecutorOptions(env_threads=True, step_timeout_s=4.0)
     with ParallelEnv(N, StuckEnv, env_kwargs=kwargs, num_workers=1, options=options) as env:
         root = env.reset()
         for _ in range(2):
@@ -73,7 +73,7 @@ def test_the_env_that_is_late_is_named():
 @pytest.mark.broken_pool
 def test_a_step_that_hangs_behind_a_reset_without_a_limit_is_noticed():
     kwargs = [{"is_stuck": i == 1, "is_stuck_in_reset": i == 0} for i in range(2)]
-    options = ExecutorOptions(env_threads=True, step_timeout_s=2.0)
+    options = ExecutorOptions(env_threads=True, step_timeout_s=4.0)
     with ParallelEnv(2, StuckEnv, env_kwargs=kwargs, num_workers=1, options=options) as env:
         root = env.reset()
         for _ in range(2):

@@ -394,9 +394,10 @@ class TestWhatTheCallerHears:
         make = [functools.partial(FaultyEnv, "kill", step=1), functools.partial(HaltingEnv, gate, 1)]
         with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(loss_grace_s=grace_s)) as env:
             env.reset()
+            began = time.monotonic()
             with caplog.at_level(logging.WARNING, "envherd"), pytest.raises(WorkerLost) as caught:
                 env.step(act(env))
-            assert time.time() - caplog.records[0].created > grace_s - 0.05
+            assert time.monotonic() - began > grace_s
             assert not (tmp_path / "open").exists()  # the other one had not answered
             assert "worker 0 ended with SIGKILL(-9) in step of env 0 (env 0, pid" in str(caught.value)
             assert str(caught.value) in caplog.text
@@ -509,11 +510,11 @@ class TestDeadlines:
             def __init__(self) -> None:
                 super().__init__("sleep", at="reset", episode=1, length=1)
 
-        options = ExecutorOptions(step_timeout_s=0.5, reset_timeout_s=0.5)
+        options = ExecutorOptions(step_timeout_s=1.5, reset_timeout_s=1.5)
         with ParallelEnv(1, Hangs, num_workers=1, options=options) as env:
             env.reset()
             with pytest.raises(
-                WorkerTimeout, match="reset failed: worker 0 gave no answer within 1 s in reset of env 0"
+                WorkerTimeout, match="reset failed: worker 0 gave no answer within 3 s in reset of env 0"
             ):
                 env.step_and_maybe_reset(act(env))
 

@@ -121,7 +121,7 @@ def test_a_worker_that_ends_by_itself_is_reported_with_its_output(fault):
 @pytest.mark.broken_pool
 def test_an_env_that_hangs_is_killed_with_its_stack_and_one_that_raises_is_not():
     faults = [{"fault": "value_error", "step": 2}, {"fault": "sleep", "step": 1, "episode": 1}]
-    with portable(2, FaultyEnv, env_kwargs=faults, options={"step_timeout_s": 0.5}) as env:
+    with portable(2, FaultyEnv, env_kwargs=faults, options={"step_timeout_s": 1.5}) as env:
         _, root = env.step_and_maybe_reset(env.rand_action(env.reset()))
         with pytest.raises(EnvError, match="broke on purpose"):
             env.step(env.rand_action(root))

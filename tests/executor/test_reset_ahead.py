@@ -199,8 +199,9 @@ class TestHandOver:
             for _ in range(5):
                 assert env.recv(1)["env_ids"].tolist() == [1]
                 env.send(ones(env)[:1], [1])
-            with pytest.raises(TimeoutError, match=r"expected 2 envs within 1 s, got 1"):
-                env.recv(2, timeout_s=1)
+            wait_for(lambda: env.engine.pool.outstanding().tolist() == [0])
+            with pytest.raises(TimeoutError, match=r"expected 2 envs within 0\.05 s, got 1"):
+                env.recv(2, timeout_s=0.05)
             Gate(tmp_path).open()
             td = env.recv(2)
             assert sorted(td["env_ids"].tolist()) == [0, 1]
@@ -212,11 +213,11 @@ class TestHandOver:
 
     @pytest.mark.broken_pool
     def test_an_episode_that_is_not_ready_is_waited_for_up_to_the_deadline(self, tmp_path):
-        options = ExecutorOptions(reset_ahead=True, reset_timeout_s=1)
+        options = ExecutorOptions(reset_ahead=True, reset_timeout_s=3)
         with ahead([functools.partial(GatedEnv, str(tmp_path), 2), ENDLESS], options=options) as env:
             root = env.step_and_maybe_reset(act(env.reset()))[1]
             Gate(tmp_path).await_somebody()
-            with pytest.raises(WorkerTimeout, match=r"reset failed.* 1 s") as caught:
+            with pytest.raises(WorkerTimeout, match=r"reset failed.* 3 s") as caught:
                 env.step_and_maybe_reset(act(root))
             assert caught.value.env_ids == (0,)
             assert caught.value.partial["observation"][:, 1].tolist() == [1, 2]  # the step was lost with its reset

@@ -37,7 +37,7 @@ from tests.conftest import command, descendants, shm_names
 NUM_ENVS, VICTIM = 3, 1
 #: Numbers of envs in the victim's worker and in the other one.
 NEIGHBOUR, BYSTANDER = 0, 2
-DEADLINE_S = 0.5
+DEADLINE_S = 1.0
 
 #: State -> where the env breaks ("" for a signal from outside), and its meaning.
 STATES: dict[str, tuple[str, str]] = {
@@ -177,7 +177,7 @@ def drive(cell: Cell, flag: Path) -> Finding:
         start_method=cell.start_method,  # type: ignore[arg-type]
         on_worker_loss=cell.policy,  # type: ignore[arg-type]
         step_timeout_s=DEADLINE_S if cell.kind == "hangs" else 30.0,
-        reset_timeout_s=DEADLINE_S * 4 if cell.kind == "hangs" else 30.0,
+        reset_timeout_s=DEADLINE_S * 3 if cell.kind == "hangs" else 30.0,
         build_timeout_s=(4.0 if cell.start_method == "zygote" else 12.0)
         if (cell.kind, cell.state) == ("hangs", "build")
         else 60.0,
