@@ -29,9 +29,8 @@ from envherd.workers import processes
 from tests.scale import IS_FULL
 from tests.script_host import ScriptHost, adopt_orphans
 
-#: Seconds for processes to end: well above the promised one second.
-_GRACE_S = 3.0
-_TEARDOWN_S = 10.0
+#: Seconds for processes to end, and for a teardown: well above the promised one second, also on a busy machine.
+_GRACE_S, _TEARDOWN_S = 8.0, 30.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR2)
 #: Files that one process runs because they share what takes seconds to start: a Ray cluster, a helper that has imported
 #: TorchRL.
@@ -160,6 +159,11 @@ def is_of_others(name: str) -> bool:
 def shm_names() -> set[str]:
     """Return the names in /dev/shm that this process may have made."""
     return {name for name in os.listdir("/dev/shm") if not is_of_others(name)}
+
+
+def gained_shm_names(before: set[str]) -> set[str]:
+    """Return the names in /dev/shm that this process has made since `shm_names()` was `before`."""
+    return _not_of_others(shm_names() - before)
 
 
 def _not_of_others(names: set[str]) -> set[str]:

@@ -34,7 +34,7 @@ _IMPORTED = (
 
 _PR_SET_CHILD_SUBREAPER = 36
 #: Seconds for what a script has started to end after it.
-_GRACE_S = 3.0
+_GRACE_S = 8.0
 
 
 def adopt_orphans(*, is_on: bool) -> None:

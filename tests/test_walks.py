@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -80,10 +81,19 @@ def least(tries: list[list[Call]]) -> list[Call]:
     return min(tries, key=len)
 
 
-def stepped(env: Any, *, ends: bool) -> list[Call]:
+def goes_on(tries: list[list[Call]], most: int) -> Iterator[int]:
+    """Count until there are some tries, and until one has at most `most` calls, which takes a busy machine some time."""
+    end = time.monotonic() + 20
+    for index in itertools.count(1):
+        if len(tries) >= 4 * LENGTH and (len(least(tries)) <= most or not most or time.monotonic() > end):
+            return
+        yield index
+
+
+def stepped(env: Any, *, ends: bool, most: int = 0) -> list[Call]:
     """Return the calls of a step in which the envs end their episodes, or do not."""
-    root, tries = env.reset(), []
-    for index in range(1, 8 * LENGTH):
+    root, tries = env.reset(), list[list[Call]]()
+    for index in goes_on(tries, most):
         acted, made = env.rand_action(root), []
         calls = calls_in(lambda: made.append(env.step_and_maybe_reset(acted)))  # noqa: B023  # it is called at once
         ((td, root),) = made
@@ -93,11 +103,10 @@ def stepped(env: Any, *, ends: bool) -> list[Call]:
 
 
 def received(env: Any, most: int = 0) -> list[Call]:
-    """Return the calls of a `recv` of all envs; on a busy machine it takes some time until one has `most`."""
+    """Return the calls of a `recv` of all envs."""
     env.reset()
-    tries: list[list[Call]] = []
-    end = time.monotonic() + 20
-    while len(tries) < 8 * LENGTH or (len(least(tries)) > most > 0 and time.monotonic() < end):
+    tries = list[list[Call]]()
+    for _ in goes_on(tries, most):
         env.send(env.rand_action())
         tries.append(calls_in(env.recv))
     return least(tries)
@@ -137,7 +146,8 @@ def test_a_hop_that_is_not_made_is_noticed():
 @pytest.mark.parametrize("name", TOUCHED)
 def test_calls_touch_no_more_files_than_they_did(name):
     with opened(is_plain=name.startswith("plain")) as env:
-        calls = received(env, TOUCHED[name][1]) if name.endswith("recv") else stepped(env, ends=False)
+        most = TOUCHED[name][1]
+        calls = received(env, most) if name.endswith("recv") else stepped(env, ends=False, most=most)
     touched = {file for file, _ in calls}
     assert (len(touched), len(calls)) <= TOUCHED[name], sorted(touched)
     assert len(touched) == TOUCHED[name][0], "lower the number"

@@ -76,7 +76,7 @@ def test_a_real_probe_answers_and_ends():
     try:
         began = time.monotonic()
         assert probe.read() >= 0.0
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 30.0
     finally:
         probe.close()
     assert os.sched_getaffinity(0), "this process is not pinned"

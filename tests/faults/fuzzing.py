@@ -336,7 +336,7 @@ class Watch:
         end_idle()
         if self._before is None:
             return
-        end = time.monotonic() + 3
+        end = time.monotonic() + 8
         while True:
             children, descriptors = self._held()
             gained = {*children - self._before[0], *descriptors - self._before[1]}

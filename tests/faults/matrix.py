@@ -396,7 +396,7 @@ def _held() -> tuple[set[str], set[str], set[str]]:
 def _left(before: tuple[set[str], set[str], set[str]]) -> list[str]:
     """Return resources that were gained since `before`, after a short time for ending ones; end a kept helper."""
     end_idle()
-    end = time.monotonic() + 3
+    end = time.monotonic() + 8
     while True:
         now = _held()
         found = [f"{kind} {name}" for kind, a, b in zip(("process", "fd", "shm"), before, now) for name in b - a]  # noqa: B905

@@ -330,4 +330,4 @@ def _check(env: Any, where: str) -> None:
         expected[:, 2] = value
         assert torch.equal(td["next", "observation"], expected), where
         root = after
-    assert time.monotonic() - began < 5, where
+    assert time.monotonic() - began < 20, where

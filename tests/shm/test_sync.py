@@ -11,7 +11,7 @@ import pytest
 from envherd.shm import sync
 from envherd.shm.segment import Segment
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
-from tests.conftest import shm_names
+from tests.conftest import gained_shm_names, shm_names
 
 
 @pytest.fixture
@@ -62,7 +62,8 @@ def test_two_processes_wake_each_other(segment):
 def test_no_file_and_no_name(segment):
     before = shm_names(), len(os.listdir("/proc/self/fd"))
     Doorbell.create(segment.array(), 0)
-    assert (shm_names(), len(os.listdir("/proc/self/fd"))) == before
+    assert len(os.listdir("/proc/self/fd")) == before[1]
+    assert not gained_shm_names(before[0])
 
 
 #: The wall clock is an hour ahead whenever this program reads it: as if it were set back right after each reading.
