@@ -126,7 +126,7 @@ def share_of_ends(episodes: np.ndarray, under_way: int) -> float:
 def without_pause(bins: np.ndarray, busy_s: float) -> tuple[np.ndarray, float]:
     """Return steps and their time without the longest one, if that alone took much of the time.
 
-    The steps of a quick env that a probe has time for take some milliseconds in all, and a machine may pause for longer.
+    The steps of a quick env in a probe take some milliseconds in all, and a machine may pause for longer.
 
     Args:
         bins: int `[NUM_BINS]`, steps by duration.
