@@ -82,7 +82,7 @@ def least(tries: list[list[Call]]) -> list[Call]:
 
 
 def goes_on(tries: list[list[Call]], most: int) -> Iterator[int]:
-    """Count until there are some tries, and until one has at most `most` calls, which takes a busy machine some time."""
+    """Count until there are some tries, and until one has at most `most` calls: a busy machine takes some time."""
     end = time.monotonic() + 20
     for index in itertools.count(1):
         if len(tries) >= 4 * LENGTH and (len(least(tries)) <= most or not most or time.monotonic() > end):
