@@ -25,7 +25,9 @@ class GatedEnv(CountingEnv):
         self._gate = Path(gate)
 
     def step(self, action: list[Any]) -> StepValues:
-        """Wait for the file."""
+        """Wait for the file, after making one of the same name that ends with "-waits-" and this process's id."""
+        if not self._gate.exists():
+            Path(f"{self._gate}-waits-{os.getpid()}").touch()
         while not self._gate.exists():
             time.sleep(0.002)
         return super().step(action)

@@ -17,6 +17,7 @@ from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost
 from envherd.executor.cluster import RayParallelEnv
 from envherd.workers.testing import CountingEnv
 from tests.cluster.envs import GatedEnv
+from tests.gates import wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -160,7 +161,13 @@ def test_a_host_that_is_lost_in_a_remote_rollout_is_raised_or_its_successor_make
     with RayParallelEnv(2, make_gated, num_nodes=2, resources_per_node=ONE, options=options) as env:
         env.reset()
         killed = env.nodes[1].pid
-        kill = threading.Timer(1.0, lambda: (os.kill(killed, signal.SIGKILL), gate.touch()))
+
+        def kill_it():
+            wait_for(lambda: len([*tmp_path.glob("gate-waits-*")]) == 2)  # both envs are in the rollout
+            os.kill(killed, signal.SIGKILL)
+            gate.touch()
+
+        kill = threading.Thread(target=kill_it)
         kill.start()
         rollouts = env.remote_rollouts()
         if on_worker_loss == "raise":
