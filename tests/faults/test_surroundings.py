@@ -450,7 +450,7 @@ def test_many_executors():
             works(env)
     gc.collect()
     assert not _left(before)
-    assert threading.active_count() == num_threads
+    assert threading.active_count() <= num_threads
     record("many", what=f"{count} executors opened and closed in one process", seen="nothing is left")
 
 
