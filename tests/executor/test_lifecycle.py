@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import threading
 import time
 from unittest.mock import Mock
@@ -92,6 +93,19 @@ def test_an_alarm_while_a_helper_ends_is_raised(monkeypatch):
     monkeypatch.undo()
     zygote._kill()
     zygote._release()
+
+
+@pytest.mark.slow
+def test_a_helper_that_hangs_up_and_ends_late_is_a_lost_worker(monkeypatch):
+    monkeypatch.setattr(helper, "_HELPER_END_S", 0.1)
+    zygote = Zygote(ExecutorOptions(), [])
+    zygote.wait_ready()
+    try:
+        zygote._sock.shutdown(socket.SHUT_RD)  # as if it had closed its end
+        with pytest.raises(WorkerLost, match="the helper process that forks workers has ended"):
+            zygote._answer(-1, timeout_s=10.0)
+    finally:
+        zygote.close()
 
 
 @pytest.mark.slow

@@ -285,7 +285,7 @@ BUILT: dict[str, tuple[Any, ...]] = {
     ),
     "pettingzoo: a group of unlike agents": (
         partial(grouped, "tag", all=["adversary_0", "adversary_1", "adversary_2", "agent_0"]),
-        "expected agents of one group to have similar spaces",
+        "expected agents of one group to have the same keys, shapes and dtypes",
     ),
     **{
         f"pettingzoo: an agent named {name}": (partial(zoo, [name]), "expected names of groups")
@@ -295,7 +295,7 @@ BUILT: dict[str, tuple[Any, ...]] = {
         partial(zoo, ["a_0"], {"a_0": (spaces.Text(4), spaces.Discrete(2))}),
         "a_0 failed: expected values of a fixed shape",
     ),
-    "pettingzoo: unlike masks in a group": (partial(grouped, unlike_masks, a=["a_0", "a_1"]), "unlike action masks"),
+    "pettingzoo: unlike masks in a group": (partial(grouped, unlike_masks, a=["a_0", "a_1"]), "different action masks"),
     "pettingzoo: an old reset": (
         partial(zoo, first={"a_0": np.zeros(2, np.float32)}),
         r"PettingZoo before 1\.23 returned observations alone",

@@ -293,7 +293,7 @@ def _common_mask(members: Sequence[AgentSpaces]) -> np.ndarray | None:
     if not found:
         return None
     if len(found) > 1 or len({member.has_mask_in_observation for member in members}) > 1:
-        raise _cannot_stack(members, "unlike action masks")
+        raise _cannot_stack(members, "different action masks")
     return np.ones((len(members), *(found.pop() or ())), bool)
 
 
@@ -304,7 +304,7 @@ def _stacked(leaves: Sequence[tuple[LeafSpec, ...]], members: Sequence[AgentSpac
         SpecError: members differ in keys, shapes or dtypes, or a value has no fixed shape.
     """
     if len({tuple((leaf.key, leaf.shape, leaf.dtype) for leaf in own) for own in leaves}) > 1:
-        raise _cannot_stack(members, "spaces of unlike shape or dtype")
+        raise _cannot_stack(members, "different ones")
     return tuple(_stack(column, members) for column in zip(*leaves, strict=True))
 
 
@@ -330,6 +330,6 @@ def _is_numeric(value: Any) -> bool:
 
 def _cannot_stack(members: Sequence[AgentSpaces], got: str) -> SpecError:
     return SpecError(
-        f"grouping the agents failed: expected agents of one group to have similar spaces, got {got} "
+        f"grouping the agents failed: expected agents of one group to have the same keys, shapes and dtypes, got {got} "
         f"({', '.join(str(member.agent) for member in members)}). Put them into separate groups."
     )
