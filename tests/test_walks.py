@@ -28,7 +28,7 @@ Call = tuple[str, str]
 
 #: Files of the project that a call touches in the caller's process, and calls of its functions: a receipt, as the lines
 #: of `tests/test_architecture.py` are. No env ends its episode, and there are four envs on one worker.
-TOUCHED = {"plain step": (13, 31), "step": (20, 56), "plain recv": (12, 33), "recv": (19, 68)}
+TOUCHED = {"plain step": (13, 31), "step": (20, 56), "plain recv": (10, 33), "recv": (18, 68)}
 LENGTH = 3
 needs_c = pytest.mark.skipif(native.load() is None, reason="the C extension was not built, or is switched off")
 #: Files of the hops in a worker.

@@ -1,4 +1,4 @@
-"""Six uses of TensorDict's private functions, because the public ones cost as much as a whole small step.
+"""Make and read TensorDicts by private functions, because the public ones cost as much as a whole small step.
 
 Each has the effect of the public function for valid arguments, which the callers guarantee (tests check that). Each
 falls back to the public function if this version of TensorDict is not built as expected.
@@ -7,7 +7,7 @@ falls back to the public function if this version of TensorDict is not built as 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from envherd.shm.specs import Key
 
 _new_unsafe = TensorDict._new_unsafe  # noqa: SLF001
+_version = operator.attrgetter("_version")  # counts writes
 _INNER = {"_tensordict", "_batch_size", "_device", "_td_dim_names"}
 
 Make = Callable[[dict[str, Any]], TensorDict]
@@ -55,6 +56,45 @@ def maker(batch_size: torch.Size, device: torch.device | None) -> Make:
         return td
 
     return make
+
+
+class Shell:
+    """The compiled nesting of a TensorDict: builds it from a flat list of leaves (1 us).
+
+    Args:
+        members: `(index into the leaves, key)` of each leaf.
+        groups: key prefix -> batch shape of that nested tensordict, without the leading dimensions.
+        lead: the leading dimensions of everything, `[n]` or `[n, T]`.
+        own_shape: the batch shape of this tensordict after them.
+        device: of the TensorDict, or None.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[tuple[int, Key]],
+        groups: Mapping[Key, tuple[int, ...]],
+        lead: tuple[int, ...],
+        own_shape: tuple[int, ...],
+        device: torch.device | None,
+    ) -> None:
+        self._make = maker(torch.Size((*lead, *own_shape)), device)
+        self._leaves = [(key[0], index) for index, key in members if len(key) == 1]
+        nested: dict[str, list[tuple[int, Key]]] = {}
+        for index, key in members:
+            if len(key) > 1:
+                nested.setdefault(key[0], []).append((index, key[1:]))
+        self._nested: list[tuple[str, Shell]] = []
+        for name, inner in nested.items():
+            inner_groups = {key[1:]: shape for key, shape in groups.items() if len(key) > 1 and key[0] == name}
+            shape = groups.get((name,), own_shape)
+            self._nested.append((name, Shell(inner, inner_groups, lead, shape, device)))
+
+    def build(self, leaves: Sequence[Any]) -> TensorDict:
+        """Return a fresh TensorDict over the given leaves (no copy)."""
+        source = {name: leaves[index] for name, index in self._leaves}
+        for name, shell in self._nested:
+            source[name] = shell.build(leaves)
+        return self._make(source)
 
 
 def get_leaf(td: TensorDictBase, key: str) -> Any:
@@ -105,3 +145,8 @@ def set_next(td: TensorDictBase, next_td: TensorDictBase) -> None:
         td._set_str("next", next_td, inplace=False, validated=True)  # noqa: SLF001
     else:
         td.set("next", next_td)
+
+
+def num_writes(leaves: Iterable[torch.Tensor]) -> int:
+    """Return how often torch has written to some tensors in place."""
+    return sum(map(_version, leaves))

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from envherd.executor.batches.fast_tensordict import Find, finder
-from envherd.executor.batches.hand_out import GroupBatch, Shell
+from envherd.executor.batches.fast_tensordict import Find, Shell, finder
+from envherd.executor.batches.hand_out import GroupBatch
 from envherd.shm.specs import Discrete, LeafSpec
 from envherd.workers.protocol import Op
 

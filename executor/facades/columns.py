@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from envherd.executor.batches.loans import Loans
+from envherd.executor.batches.memory import Loans
 from envherd.executor.protocol.positions import Positions
 from envherd.shm.slab import Slab, next_leaves
 from envherd.shm.specs import Key

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from envherd.executor.batches.hand_out import Leaves
+from envherd.executor.batches.memory import Leaves
 from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.monitor.statistics import MemoryLog
 from envherd.executor.options import ExecutorOptions
@@ -23,8 +23,6 @@ from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 from envherd.workers.errors import Busy
 from envherd.workers.seeding import as_root_seed
-
-_version = operator.attrgetter("_version")  # counts writes
 
 
 class Received(NamedTuple):
@@ -47,11 +45,6 @@ class Received(NamedTuple):
     def is_of(self, env_ids: Any) -> bool:
         """Return whether an object is `ids`, with the values that they had."""
         return env_ids is self.ids and self.ids.numpy().tobytes() == self.env_ids.tobytes()
-
-
-def num_writes(leaves: Leaves) -> int:
-    """Return how often torch has written to some tensors in place."""
-    return sum(map(_version, leaves))
 
 
 class Rolling:

@@ -20,7 +20,7 @@ from envherd.executor.batches.actions import GroupIntake
 from envherd.executor.batches.arguments import wrong_rows
 from envherd.executor.batches.fast_tensordict import set_leaf
 from envherd.executor.batches.hand_out import add_side
-from envherd.executor.batches.loans import make_loans
+from envherd.executor.batches.memory import make_loans
 from envherd.executor.batches.step_data import Draft, PlainIntake, StepBatches
 from envherd.executor.batches.transfer import Mover
 from envherd.executor.monitor.statistics import Statistics, count

@@ -11,7 +11,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
-from envherd.executor.batches.hand_out import GroupBatch, Leaves, Members, add_side, stack_groups
+from envherd.executor.batches.hand_out import GroupBatch, Members, add_side, stack_groups
+from envherd.executor.batches.memory import Leaves
 from envherd.executor.batches.step_data import StepBatches
 from envherd.executor.batches.transfer import Mover
 from envherd.executor.protocol.positions import Positions

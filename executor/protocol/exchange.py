@@ -15,10 +15,10 @@ from tensordict import TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
 from envherd.executor.batches.arguments import wrong_rows
-from envherd.executor.batches.fast_tensordict import get_leaf, maker, set_leaf, set_next
+from envherd.executor.batches.fast_tensordict import get_leaf, maker, num_writes, set_leaf, set_next
 from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.executor.protocol.call_guard import call_name
-from envherd.executor.protocol.calls import Received, num_writes
+from envherd.executor.protocol.calls import Received
 from envherd.executor.protocol.engine import Engine
 from envherd.workers.protocol import Flag, Op
 

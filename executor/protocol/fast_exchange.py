@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from envherd.executor.batches.fast_tensordict import Make, maker
-from envherd.executor.batches.hand_out import GroupBatch, Shell
-from envherd.executor.batches.reused_memory import ReusedMemory, splitter
+from envherd.executor.batches.fast_tensordict import Make, Shell, maker, num_writes
+from envherd.executor.batches.hand_out import GroupBatch
+from envherd.executor.batches.memory import ReusedMemory, splitter
 from envherd.executor.pools.fast_commands import NativeExchange
-from envherd.executor.protocol.calls import Received, num_writes
+from envherd.executor.protocol.calls import Received
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_states import NEXT, Event
 from envherd.executor.protocol.exchange import ENV_IDS

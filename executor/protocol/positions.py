@@ -22,7 +22,7 @@ from envherd.shm.slab import GroupSlab, Slab, SlabPlan, Storage, root_leaves
 from envherd.workers.protocol import RING
 
 if TYPE_CHECKING:
-    from envherd.executor.batches.loans import Loans
+    from envherd.executor.batches.memory import Loans
     from envherd.executor.batches.transfer import Mover
 
 

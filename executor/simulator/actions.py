@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.batches.actions import GroupIntake
-from envherd.executor.batches.hand_out import Leaves
+from envherd.executor.batches.memory import Leaves
 from envherd.executor.batches.transfer import as_array
 from envherd.executor.options import ActionCheck
 from envherd.shm.slab import GroupSlab

@@ -22,7 +22,7 @@ from tensordict import TensorDictBase
 from envherd.executor.batches.actions import has_true
 from envherd.executor.batches.arguments import wrong_rows
 from envherd.executor.batches.fast_tensordict import set_leaf, set_next
-from envherd.executor.batches.hand_out import Leaves
+from envherd.executor.batches.memory import Leaves
 from envherd.executor.monitor.statistics import Statistics, count
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.error_messages import env_error, log_notice

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from envherd.executor.batches.hand_out import Leaves
+from envherd.executor.batches.memory import Leaves
 from envherd.executor.batches.transfer import as_array
 from envherd.executor.progress import counted
 from envherd.executor.rollouts.policy_state import Carried, leaf_keys, run_policy

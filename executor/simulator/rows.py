@@ -16,8 +16,8 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor.batches.actions import to_numpy
-from envherd.executor.batches.hand_out import Leaves, Shell
-from envherd.executor.protocol.calls import num_writes
+from envherd.executor.batches.fast_tensordict import Shell, num_writes
+from envherd.executor.batches.memory import Leaves
 from envherd.executor.protocol.env_batches import entry
 from envherd.shm.slab import next_leaves, root_leaves
 from envherd.shm.specs import EnvSpec, Key, LeafSpec

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from envherd.executor.batches import gather as gathering
 from envherd.executor.batches import hand_out
+from envherd.executor.batches import memory as batch_memory
 from envherd.executor.batches.hand_out import GroupBatch
-from envherd.executor.batches.reused_memory import splitter
+from envherd.executor.batches.memory import splitter
 from envherd.shm.layout import lay_out
 from envherd.shm.slab import Slab, plan_slab
 from envherd.shm.specs import EnvSpec, LeafSpec
@@ -54,9 +54,9 @@ def test_roots_after_resets_are_those_of_the_next_but_for_the_rows_that_were_res
         assert all(torch.equal(one, other) for one, other in zip(own, roots, strict=True)), "held roots never change"
 
 
-@pytest.mark.parametrize("largest", [gathering.LARGEST_RECORD, 0])
+@pytest.mark.parametrize("largest", [batch_memory.LARGEST_RECORD, 0])
 def test_a_buffer_is_split_into_its_fields(monkeypatch, largest):
-    monkeypatch.setattr(gathering, "LARGEST_RECORD", largest)
+    monkeypatch.setattr(batch_memory, "LARGEST_RECORD", largest)
     layout = lay_out([(("a",), (2, 3), "int16"), (("b",), (), "float64"), (("c",), (2, 0), "uint8")], 64)
     buffer = np.arange(layout.nbytes, dtype=np.uint8)
     fields = list(layout)

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import Busy, ExecutorOptions, ParallelEnv, SerialEnv
-from envherd.executor.batches import reused_memory
+from envherd.executor.batches import memory as batch_memory
 from envherd.shm.sync import Doorbell
 from envherd.workers import native
 from envherd.workers.testing import CountingEnv, FaultyEnv, TextEnv
@@ -121,7 +121,7 @@ def test_requests_between_send_and_receive_reach_an_env_after_its_step(make):
 def test_receives_of_every_size_use_their_memory_again(monkeypatch):
     made = []
     monkeypatch.setattr(
-        reused_memory, "Block", lambda *args, make=reused_memory.Block: made.append(make(*args)) or made[-1]
+        batch_memory, "Block", lambda *args, make=batch_memory.Block: made.append(make(*args)) or made[-1]
     )
     with ParallelEnv(8, ENDLESS, num_workers=2) as env:
         env.reset()
@@ -132,7 +132,7 @@ def test_receives_of_every_size_use_their_memory_again(monkeypatch):
                 env.send(act(env)[:count], env_ids)
         env.recv()
     assert (
-        0 < len(made) <= reused_memory.ReusedMemory.NUM_BLOCKS * 8 * 2
+        0 < len(made) <= batch_memory.ReusedMemory.NUM_BLOCKS * 8 * 2
     )  # for each size, of `next` and of what was sent
 
 

@@ -1,4 +1,4 @@
-"""Frames on loan: a large batch is the frame that the workers wrote, without a copy; see `batches.loans`."""
+"""Frames on loan: a large batch is the frame that the workers wrote, without a copy; see `batches.memory`."""
 
 from __future__ import annotations
 

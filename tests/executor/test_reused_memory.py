@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from envherd.executor import ParallelEnv, SerialEnv
-from envherd.executor.batches import reused_memory
-from envherd.executor.batches.reused_memory import ReusedMemory
+from envherd.executor.batches import memory as batch_memory
+from envherd.executor.batches.memory import ReusedMemory
 from envherd.workers.testing import CountingEnv
 
 SHAPES = [((5,), np.float32), ((2, 1), np.bool_), ((40, 40), np.int32), ((3,), np.int64)]
@@ -118,18 +118,18 @@ def test_what_is_held_is_never_written_to(steps):
             assert torch.equal(read(kind_held, value), expected), kind_held
 
 
-@pytest.mark.skipif(reused_memory._use_count is None, reason="this version of torch does not count")
+@pytest.mark.skipif(batch_memory._use_count is None, reason="this version of torch does not count")
 def test_it_is_reused_once_nobody_holds_it():
     memory = ReusedMemory(NBYTES, split)
     first = {memory.take()[1][0].data_ptr() for _ in range(20)}
-    assert len(first) == reused_memory.ReusedMemory.NUM_BLOCKS
+    assert len(first) == batch_memory.ReusedMemory.NUM_BLOCKS
     kept = [memory.take()[1] for _ in range(5)]
     assert len({leaves[0].data_ptr() for leaves in kept}) == 5
     del kept
     assert {memory.take()[1][0].data_ptr() for _ in range(20)} == first
 
 
-@pytest.mark.skipif(reused_memory._use_count is None, reason="this version of torch does not count")
+@pytest.mark.skipif(batch_memory._use_count is None, reason="this version of torch does not count")
 def test_what_was_moved_to_shared_memory_is_not_reused():
     memory = ReusedMemory(NBYTES, split)
     moved = {memory.take()[1][index % 4].share_memory_().data_ptr() for index in range(6)}
@@ -154,14 +154,14 @@ def test_changes_of_a_tensor_end_with_it():
 
 
 def test_without_the_count_it_is_always_new(monkeypatch):
-    monkeypatch.setattr(reused_memory, "_use_count", None)
+    monkeypatch.setattr(batch_memory, "_use_count", None)
     memory = ReusedMemory(NBYTES, split)
     kept = [memory.take()[1] for _ in range(6)]
     assert len({leaves[0].data_ptr() for leaves in kept}) == 6
 
 
 def test_a_batch_that_is_large_is_not_kept():
-    large = reused_memory._LARGEST_KEPT + 1
+    large = batch_memory._LARGEST_KEPT + 1
     memory = ReusedMemory(large, lambda buffer: [buffer])
     gone = weakref.ref(memory.take()[0])
     gc.collect()

@@ -20,9 +20,9 @@ from torchrl.data import NonTensor
 from torchrl.data.tensor_specs import Stacked
 from torchrl.envs import EnvBase
 
-from envherd.executor.batches.fast_tensordict import get_leaf, set_next
+from envherd.executor.batches.fast_tensordict import Shell, get_leaf, set_next
 from envherd.executor.batches.grad_mode import without_grad
-from envherd.executor.batches.hand_out import GroupBatch, Shell
+from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.step_data import StepBatches
 from envherd.executor.facades.torchrl.batched import Batched
 from envherd.executor.protocol.fast_step import FastStep

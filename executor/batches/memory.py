@@ -1,0 +1,270 @@
+"""Memory for batches: blocks that are used again, and frames of the slab that are lent.
+
+A block is used again once no reference to it is left: that costs half as much as new tensors. A lent frame is the one
+that the workers wrote, without a copy. The batch is over a private mapping of it (copy-on-write): it shows what the
+workers write, and a page to which its holder writes is copied first, so the slab always keeps the rows as they were.
+
+Guarantees: memory that a caller holds is never overwritten, whether it holds a tensor, a view, a numpy array, a DLPack
+capsule or a tensor saved by autograd. All of these hold the storage, whose users torch counts. A frame is not written
+again while anybody holds it. What a holder writes is never seen by the executor, nor by the next holder of that frame.
+Limits: a process that was forked from this one shows later rows in pages to which nobody has written. Needs a private
+function of torch that returns this count; without it nothing is reused or lent. Lending also needs private views
+(`shm.private_view`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from envherd.shm.layout import Field
+from envherd.shm.private_view import PrivateView
+from envherd.shm.slab import GroupSlab, Slab
+
+Leaves = list[torch.Tensor]
+
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001
+_data_ptr, _detach = torch.Tensor.data_ptr, torch.Tensor.detach
+#: Bytes of a record that numpy can describe.
+LARGEST_RECORD = 2**31 - 1
+#: Largest batch in bytes whose memory is kept.
+_LARGEST_KEPT = 1 << 24
+#: Bytes from which a leaf has its own storage. Smaller leaves share one, and pickling one of them pickles all.
+_OWN_STORAGE_FROM = 4096
+
+
+def can_count() -> bool:
+    """Return whether torch counts the users of a storage."""
+    return _use_count is not None
+
+
+def splitter(fields: Sequence[Field], nbytes: int) -> Callable[[np.ndarray], list[np.ndarray]]:
+    """Return `split(buffer) -> arrays`, which returns the arrays of some fields (VIEWS) of a buffer of `nbytes`."""
+    if nbytes > LARGEST_RECORD:
+        return lambda buffer: [np.ndarray(field.shape, field.dtype, buffer, field.offset) for field in fields]
+    names = [str(index) for index in range(len(fields))]
+    formats, offsets = [(field.dtype, field.shape) for field in fields], [field.offset for field in fields]
+    record = np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": nbytes})
+
+    def split(buffer: np.ndarray) -> list[np.ndarray]:
+        made = np.ndarray((), record, buffer)
+        return [made[name] for name in names]
+
+    return split
+
+
+class Block:
+    """Memory for one batch, and tensors over it.
+
+    Args:
+        buffer: uint8 `[nbytes]`.
+        split: buffer -> arrays of the leaves (VIEWS).
+
+    Attributes:
+        buffer: as given.
+    """
+
+    def __init__(self, buffer: np.ndarray, split: Callable[[np.ndarray], Sequence[np.ndarray]]) -> None:
+        assert _use_count is not None
+        self.buffer = buffer
+        self._masters, self._firsts = _masters_of(buffer, split(buffer))  # never handed out; one for each storage
+        self._storages = [master.untyped_storage() for master in self._firsts]
+        self._addresses = [storage._cdata for storage in self._storages]  # noqa: SLF001
+        self._pointers = [*map(_data_ptr, self._firsts)]
+        self._users = [*map(_use_count, self._addresses)]  # and references, while no caller holds them
+        self._references = [*map(sys.getrefcount, self._storages)]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no caller holds any of it."""
+        assert _use_count is not None
+        return (
+            _use_count(self._addresses[0]) == self._users[0]  # who holds a batch usually holds all of it
+            and [*map(_use_count, self._addresses)] == self._users
+            and [*map(sys.getrefcount, self._storages)] == self._references
+        )
+
+    @property
+    def is_in_place(self) -> bool:
+        """False if `share_memory_` has moved a leaf elsewhere: a new block is needed."""
+        return [*map(_data_ptr, self._firsts)] == self._pointers
+
+    def leaves(self) -> Leaves:
+        """Return tensors over the memory, which hold it."""
+        return [*map(_detach, self._masters)]
+
+
+class ReusedMemory:
+    """Blocks of memory for batches of one kind.
+
+    Args:
+        nbytes: of a batch.
+        split: buffer, uint8 `[nbytes]` -> arrays of the leaves (VIEWS).
+    """
+
+    #: A loop that holds the latest batch alone needs two.
+    NUM_BLOCKS = 3
+
+    def __init__(self, nbytes: int, split: Callable[[np.ndarray], Sequence[np.ndarray]]) -> None:
+        self._nbytes, self._split = nbytes, split
+        self._blocks: list[Block | None] = [None] * self.NUM_BLOCKS
+        self._at = 0
+        self._is_used = can_count() and 0 < nbytes <= _LARGEST_KEPT
+
+    def take(self) -> tuple[np.ndarray, Leaves]:
+        """Return memory for a batch, uint8 `[nbytes]`, and its leaves, whose values are undefined."""
+        if self._is_used:
+            self._at = at = (self._at + 1) % self.NUM_BLOCKS
+            block = self._blocks[at]
+            if block is None or ((is_free := block.is_free) and not block.is_in_place):
+                block = self._blocks[at] = Block(np.empty(self._nbytes, np.uint8), self._split)
+                is_free = True
+            if is_free:
+                return block.buffer, block.leaves()
+        buffer = np.empty(self._nbytes, np.uint8)
+        return buffer, [*map(torch.from_numpy, self._split(buffer))]
+
+
+def _masters_of(buffer: np.ndarray, arrays: Sequence[np.ndarray]) -> tuple[Leaves, Leaves]:
+    """Return tensors over arrays of a buffer, and the first one of each storage."""
+    whole, start = torch.from_numpy(buffer), _address(buffer)
+    masters, firsts = [], []
+    is_shared = False
+    for array in arrays:
+        master = torch.from_numpy(array)
+        if array.nbytes < _OWN_STORAGE_FROM:
+            offset = _address(array) - start
+            master = whole[offset : offset + array.nbytes].view(master.dtype).view(array.shape).detach()
+        if array.nbytes >= _OWN_STORAGE_FROM or not is_shared:
+            firsts.append(master)
+        is_shared = is_shared or array.nbytes < _OWN_STORAGE_FROM
+        masters.append(master)
+    return masters, firsts
+
+
+def _address(array: np.ndarray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+#: Buffer, uint8 -> the arrays of the leaves (VIEWS).
+Split = Callable[[np.ndarray], Sequence[np.ndarray]]
+
+
+class _Frame:
+    """One lendable frame.
+
+    Args:
+        memory: of its `next`, uint8 `[nbytes]`, private.
+        split: of a batch.
+        fields: of its leaves.
+    """
+
+    def __init__(self, memory: np.ndarray, split: Split, fields: Sequence[Field]) -> None:
+        self._memory, self._split, self._fields = memory, split, fields
+        self._block = Block(memory, split)
+        self._arrays: list[np.ndarray] = []
+        self._references: list[int] = []
+
+    def is_free(self) -> bool:
+        """Return whether nobody holds it."""
+        return self._block.is_free and [*map(sys.getrefcount, self._arrays)] == self._references
+
+    def leaves(self) -> Leaves:
+        """Return its leaves, which hold it."""
+        if not self._block.is_in_place:
+            self._block = Block(self._memory, self._split)
+        return self._block.leaves()
+
+    def arrays(self) -> list[np.ndarray]:
+        """Return its leaves as arrays; views of them hold it."""
+        if not self._arrays:
+            bounds = [(field, self._memory[field.offset : field.offset + field.nbytes].data) for field in self._fields]
+            self._arrays = [np.frombuffer(part, field.dtype) for field, part in bounds]  # each is the base of its views
+            self._references = [*map(sys.getrefcount, self._arrays)]
+        return self._arrays
+
+
+class Loans:
+    """The lendable frames of one executor; see the module.
+
+    Args:
+        slab: of the envs, which are equal.
+        view: of all lendable frames.
+        first: column of the first of them.
+
+    Attributes:
+        first: as given.
+    """
+
+    def __init__(self, slab: GroupSlab, view: PrivateView, first: int) -> None:
+        self.first = first
+        self._view = view
+        self._fields = [field for field in slab.plan.frame if field.name[0] == "next"]
+        self._stride, self._nbytes = slab.plan.frame.nbytes, slab.plan.next_nbytes
+        self._split = splitter(self._fields, self._nbytes)
+        self._found: int | None = None  # by `look_ahead`
+        self._frames: list[_Frame | None] = [None] * (len(slab.columns["next", "done"]) - first)
+
+    def pick(self, present: int) -> int:
+        """Return the column of a frame that nobody holds; -1 if there is none.
+
+        It is the first one, so that few frames are in use and the processor's caches keep them.
+
+        Args:
+            present: the column of the envs' latest rows, which is left out.
+        """
+        found, self._found = self._found, None
+        return self._find(present) if found is None or found == present else found
+
+    def look_ahead(self, present: int) -> None:
+        """Find the frame for the next `pick`, while the caller waits for workers: nobody can begin to hold it.
+
+        If there is none, the next `pick` does not look again (12 held frames take 4 us): one that is given back until
+        then is used a step later.
+        """
+        self._found = self._find(present)
+
+    def _find(self, present: int) -> int:
+        for index, frame in enumerate(self._frames):
+            column = self.first + index
+            if column == present:
+                continue
+            start = index * self._stride
+            if frame is None:
+                memory = self._view.array[start : start + self._nbytes]
+                self._frames[index] = _Frame(memory, self._split, self._fields)
+            elif not frame.is_free():
+                continue
+            elif self._view.has_copies(start, self._nbytes):
+                self._view.follow(start, self._nbytes)
+            return column
+        return -1
+
+    def leaves(self, column: int) -> Leaves:
+        """Return the `next` leaves of a frame that was picked; they hold it."""
+        return self._at(column).leaves()
+
+    def array(self, column: int, index: int) -> np.ndarray:
+        """Return a `next` leaf of such a frame, an array of one dimension; only views of it hold the frame."""
+        return self._at(column).arrays()[index]
+
+    @property
+    def num_lent(self) -> int:
+        """Frames that are held now."""
+        return sum(frame is not None and not frame.is_free() for frame in self._frames)
+
+    def _at(self, column: int) -> _Frame:
+        frame = self._frames[column - self.first]
+        assert frame is not None
+        return frame
+
+
+def make_loans(slab: Slab, view: PrivateView | None) -> Loans | None:
+    """Return the lendable frames of a slab; None if nothing can be lent."""
+    if view is None or not can_count():
+        return None
+    return Loans(slab.groups[0], view, slab.plan.num_frames - slab.plan.num_lendable)
