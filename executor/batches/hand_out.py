@@ -17,7 +17,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 
 from envherd.executor.batches import memory as batch_memory
 from envherd.executor.batches.fast_tensordict import Shell
-from envherd.executor.batches.memory import Leaves, Loans, ReusedMemory, splitter
+from envherd.executor.batches.memory import Leaves, Loans, ReusedMemory, StepMemory, splitter
 from envherd.executor.batches.transfer import Mover
 from envherd.shm.slab import GroupSlab, next_leaves, root_leaves
 from envherd.shm.specs import Key
@@ -38,6 +38,9 @@ class GroupBatch:
         has_interrupted: add an `interrupted` leaf to every `next`.
         mover: moves frames to the device; None on the CPU.
         loans: frames that are handed out themselves; None copies all.
+
+    Attributes:
+        memory: for the `next` of a step, on the CPU.
     """
 
     def __init__(
@@ -67,11 +70,10 @@ class GroupBatch:
         self._done_in_next = self.next_keys.index(("done",))
         self._fields = [f for f in slab.plan.frame if f.name[0] == "next"]
         self._split = splitter(self._fields, slab.plan.next_nbytes)
-        self._memory = ReusedMemory(slab.plan.next_nbytes, self._split)
+        self.memory = StepMemory(ReusedMemory(slab.plan.next_nbytes, self._split), loans)
         self._root_memory = ReusedMemory(slab.plan.next_nbytes, self._split)
         self._bytes = slab.buffer.data
         self.next_bytes = [slab.next_bytes(column) for column in range(num_frames)]
-        self._loans = loans
         self._mover = mover
         self._sources = [torch.from_numpy(frame) for frame in self.next_bytes]
         self._views = [[torch.from_numpy(slab.columns[f.name][c]) for f in self._fields] for c in range(num_frames)]
@@ -110,21 +112,10 @@ class GroupBatch:
         """Return copies of the `next` leaves of a frame, on the device; a frame that is lent is its own copy."""
         if self._mover is not None:
             return self._split_on_device(self._mover.move(self._sources[column], column))
-        buffer, leaves = self.own_next(column)
+        buffer, leaves = self.memory.take(column)
         if buffer is not None:
             buffer[:] = self.next_bytes[column]
         return leaves
-
-    def own_next(self, column: int) -> tuple[np.ndarray | None, Leaves]:
-        """Return memory for a `next` at a column, and its leaves on the CPU, before or after its rows are written.
-
-        The caller fills the memory with one memcpy from `next_bytes`. It is None if the frame itself is lent.
-        """
-        if self._loans is not None:
-            self._loans.look_ahead(column)
-            if column >= self._loans.first:
-                return None, self._loans.leaves(column)
-        return self._memory.take()
 
     def _split_on_device(self, buffer: torch.Tensor) -> Leaves:
         leaves = []

@@ -25,6 +25,8 @@ from envherd.shm.private_view import PrivateView
 from envherd.shm.slab import GroupSlab, Slab
 
 Leaves = list[torch.Tensor]
+#: Buffer, uint8 -> the arrays of the leaves (VIEWS).
+Split = Callable[[np.ndarray], Sequence[np.ndarray]]
 
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001
 _data_ptr, _detach = torch.Tensor.data_ptr, torch.Tensor.detach
@@ -67,7 +69,7 @@ class Block:
         buffer: as given.
     """
 
-    def __init__(self, buffer: np.ndarray, split: Callable[[np.ndarray], Sequence[np.ndarray]]) -> None:
+    def __init__(self, buffer: np.ndarray, split: Split) -> None:
         assert _use_count is not None
         self.buffer = buffer
         self._masters, self._firsts = _masters_of(buffer, split(buffer))  # never handed out; one for each storage
@@ -108,7 +110,7 @@ class ReusedMemory:
     #: A loop that holds the latest batch alone needs two.
     NUM_BLOCKS = 3
 
-    def __init__(self, nbytes: int, split: Callable[[np.ndarray], Sequence[np.ndarray]]) -> None:
+    def __init__(self, nbytes: int, split: Split) -> None:
         self._nbytes, self._split = nbytes, split
         self._blocks: list[Block | None] = [None] * self.NUM_BLOCKS
         self._at = 0
@@ -148,10 +150,6 @@ def _masters_of(buffer: np.ndarray, arrays: Sequence[np.ndarray]) -> tuple[Leave
 def _address(array: np.ndarray) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-#: Buffer, uint8 -> the arrays of the leaves (VIEWS).
-Split = Callable[[np.ndarray], Sequence[np.ndarray]]
 
 
 class _Frame:
@@ -261,6 +259,29 @@ class Loans:
         frame = self._frames[column - self.first]
         assert frame is not None
         return frame
+
+
+class StepMemory:
+    """Memory for the `next` of a step of all envs of one group: the frame itself, if it is lent, or a block.
+
+    Args:
+        blocks: used again.
+        loans: frames that can be lent; None for none.
+    """
+
+    def __init__(self, blocks: ReusedMemory, loans: Loans | None) -> None:
+        self._blocks, self._loans = blocks, loans
+
+    def take(self, column: int) -> tuple[np.ndarray | None, Leaves]:
+        """Return memory for the rows of a column, uint8 `[nbytes]`, and its leaves, before or after they are written.
+
+        The caller fills the memory from the frame with one memcpy. It is None if the frame itself is lent.
+        """
+        if (loans := self._loans) is not None:
+            loans.look_ahead(column)
+            if column >= loans.first:
+                return None, loans.leaves(column)
+        return self._blocks.take()
 
 
 def make_loans(slab: Slab, view: PrivateView | None) -> Loans | None:

@@ -181,10 +181,10 @@ class StepBatches:
     def _drafter(self, *, has_root: bool) -> Callable[[int], Draft]:
         """Return the function that drafts the batches of a step to a column; see `draft`."""
         build_next, build_root = self._build_next, self._build_over_next
-        own, views = self._batch.own_next, self._batch.next_views
+        take, views = self._batch.memory.take, self._batch.next_views
 
         def draft_copy(column: int) -> Draft:
-            buffer, leaves = own(column)
+            buffer, leaves = take(column)
             return buffer, build_next(leaves), build_root(leaves) if has_root else None
 
         def draft_views(column: int) -> Draft:

@@ -22,7 +22,7 @@ def test_frames_of_more_than_2_gib():
     slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))  # none of its pages is touched
     batch = GroupBatch(slab.groups[0], 2, None, has_interrupted=False)
     assert plan.groups[0].next_nbytes > 2**31
-    _, leaves = batch.own_next(0)
+    _, leaves = batch.memory.take(0)
     assert [tuple(leaf.shape) for leaf in leaves] == [view.shape for view in batch.next_views(0)]
 
 
