@@ -255,7 +255,7 @@ class Hosts(SlabPool):
         self.plan = plan_slab(self.specs, self.num_workers, self.options.num_frames)
         self.slab = Slab(self.plan, np.zeros(self.plan.nbytes, np.uint8))
         self._layout = Places(self.plan)
-        self._words = CommandWords(self.slab)
+        self.words = CommandWords(self.slab)
         self._ops, self._columns = (np.zeros(num_envs, np.int64) for _ in range(2))
         self._is_prepared = np.zeros(num_envs, bool)
         self.interrupted = np.zeros((num_envs, 1), bool)
@@ -282,7 +282,7 @@ class Hosts(SlabPool):
         self._columns[env_ids] = columns
         self._is_prepared[env_ids] = bool(flags & Flag.PREPARED)
         self.interrupted[env_ids] = False
-        self._words.write(env_ids, self._ops[env_ids])
+        self.words.write(env_ids, self._ops[env_ids])
         self.wake_workers()
 
     submit_later = submit
@@ -299,7 +299,7 @@ class Hosts(SlabPool):
 
     def wake_workers(self) -> None:
         """Send hosts the commands that were written and not sent; those to lost hosts are answered by the loss."""
-        is_left = self._words.is_owed()
+        is_left = self.words.is_owed()
         for host in self.all:
             for call in host.calls:
                 if call.env_ids is not None:
@@ -329,7 +329,7 @@ class Hosts(SlabPool):
 
     def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
         """Return which envs were given a command after that of number `since`, bool `[k]`."""
-        return np.asarray(self._words.command_seq[env_ids] > since)
+        return np.asarray(self.words.command_seq[env_ids] > since)
 
     # ---- answers -----------------------------------------------------------------------------
 
@@ -360,10 +360,10 @@ class Hosts(SlabPool):
                 self.wake_workers()  # a call that was broken off has left commands behind
             else:
                 self._take(calls, len(calls) if is_for_all else 1, left)
-            ready = self._words.ready(env_ids)
+            ready = self.words.ready(env_ids)
             left = None if end is None else end - time.monotonic()
             if len(ready) >= count or (left is not None and left <= 0):
-                return np.asarray(ready[self._words.order[ready].argsort(kind="stable")])
+                return np.asarray(ready[self.words.order[ready].argsort(kind="stable")])
 
     def get(self, call: Call) -> Any:
         """Wait for the answer to a call without envs.
@@ -448,7 +448,7 @@ class Hosts(SlabPool):
         for env_id in np.flatnonzero(is_missing).tolist():
             self.outcome.faults[env_id] = {"phase": "step", "error": errors[0]}
         self.slab.words["answered_ns"][env_ids] = time.perf_counter_ns()
-        self._words.reply_seq[env_ids] = self._words.command_seq[env_ids]
+        self.words.reply_seq[env_ids] = self.words.command_seq[env_ids]
 
     def take_rows(self, host: Host, answer: Answer, columns: np.ndarray) -> None:
         """Write the rows of an answer to columns, int64 `[N]`, and keep its counts."""
@@ -468,7 +468,7 @@ class Hosts(SlabPool):
         worker_id = error.context["worker_id"]
         self.num_losses += 1
         self.lost[worker_id] = self.outcome.losses[worker_id] = error
-        self._words.lose_answers(self.blueprint.envs_of([worker_id]), self.outcome)
+        self.words.lose_answers(self.blueprint.envs_of([worker_id]), self.outcome)
 
     def _lose(self, host: Host, loss: EnvherdError) -> None:
         """Take a host out of service."""
@@ -488,7 +488,7 @@ class Hosts(SlabPool):
 
     def _lose_answers(self, host: Host) -> None:
         """Answer the commands to a lost host by its loss."""
-        if len(self._words.lose_answers(host.env_ids, self.outcome)):
+        if len(self.words.lose_answers(host.env_ids, self.outcome)):
             self.outcome.losses.update({worker_id: self.lost[worker_id] for worker_id in host.worker_ids})
 
     def begin_restart(self, worker_id: int) -> None:

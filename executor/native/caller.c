@@ -14,6 +14,7 @@ typedef struct {
 struct Caller {
     PyObject_HEAD
     Py_buffer command, command_seq, reply_seq, status; /* words of each env */
+    Py_buffer number;                           /* of the latest command: one word, which Python writes as well */
     Py_buffer answered, ring_at;                /* words of each worker */
     Py_buffer answers_lost, worker_of;          /* of each env */
     Bell done, *go;                             /* `go`: one of each worker */
@@ -27,6 +28,7 @@ struct Caller {
 static const Fact FACTS[] = {
     FACT(WORDS, Caller, command), FACT(WORDS, Caller, command_seq), FACT(WORDS, Caller, reply_seq),
     FACT(WORDS, Caller, status), FACT(WORDS, Caller, answered), FACT(WORDS, Caller, ring_at),
+    FACT(WORDS, Caller, number),
     FACT(BYTES, Caller, answers_lost), FACT(WORDS, Caller, worker_of), FACT(NUMBER, Caller, look_ns), {NULL},
 };
 
@@ -35,7 +37,7 @@ static const Fact FACTS[] = {
 static int are_of_the_same(Caller *caller)
 {
     const Py_buffer *of_envs[] = {&caller->command_seq, &caller->reply_seq, &caller->status, &caller->worker_of};
-    int is_right = caller->answers_lost.len == caller->num_envs
+    int is_right = caller->answers_lost.len == caller->num_envs && caller->number.shape[0] == 1
                    && caller->answered.shape[0] == caller->num_workers && caller->ring_at.shape[0] == caller->num_workers;
     for (size_t i = 0; i < sizeof of_envs / sizeof *of_envs; i++)
         is_right = is_right && of_envs[i]->shape[0] == caller->num_envs;
@@ -111,8 +113,11 @@ static void caller_dealloc(Caller *caller)
 
 /* ---- commands --------------------------------------------------------------------------------------- */
 
-static void give_all(Caller *caller, i64 number, i64 command)
+static i64 next_number(Caller *caller) { return ++*word(&caller->number, 0); }
+
+static void give_all(Caller *caller, i64 command)
 {
+    i64 number = next_number(caller);
     memset(caller->answers_lost.buf, 0, (size_t)caller->num_envs);
     for (Py_ssize_t i = 0; i < caller->num_envs; i++)
         STORE(word(&caller->command, i), command);
@@ -165,11 +170,11 @@ static PyObject *caller_has_all(PyObject *self, PyObject *Py_UNUSED(none))
 static PyObject *caller_step(PyObject *self, PyObject *args)
 {
     Caller *caller = (Caller *)self;
-    long long number, command;
+    long long command;
     PyObject *draft, *column;
-    if (!PyArg_ParseTuple(args, "LLOO", &number, &command, &draft, &column))
+    if (!PyArg_ParseTuple(args, "LOO", &command, &draft, &column))
         return NULL;
-    give_all(caller, number, command);
+    give_all(caller, command);
     PyObject *drafted = draft == Py_None ? Py_NewRef(Py_None) : PyObject_CallFunctionObjArgs(draft, column, NULL);
     int found = drafted == NULL ? -1 : has_all(caller);
     PyObject *pair = found < 0 ? NULL : PyTuple_Pack(2, drafted, found ? Py_True : Py_False);
@@ -197,8 +202,9 @@ int numbers_take(PyObject *array, i64 below, Numbers *to)
     return is_right;
 }
 
-void caller_give_each(Caller *caller, i64 number, const Numbers *ids, const Numbers *commands)
+void caller_give_each(Caller *caller, const Numbers *ids, const Numbers *commands)
 {
+    i64 number = next_number(caller);
     for (Py_ssize_t i = 0; i < ids->count; i++)
         STORE(word(&caller->command, number_at(ids, i)), number_at(commands, i));
     for (Py_ssize_t i = 0; i < ids->count; i++)
@@ -216,10 +222,9 @@ void caller_give_each(Caller *caller, i64 number, const Numbers *ids, const Numb
 static PyObject *caller_give_some(PyObject *self, PyObject *args)
 {
     Caller *caller = (Caller *)self;
-    long long number;
     PyObject *ids_array, *commands_array;
     Numbers ids, commands;
-    if (!PyArg_ParseTuple(args, "LOO", &number, &ids_array, &commands_array))
+    if (!PyArg_ParseTuple(args, "OO", &ids_array, &commands_array))
         return NULL;
     if (!numbers_take(ids_array, caller->num_envs, &ids))
         Py_RETURN_FALSE;
@@ -227,7 +232,7 @@ static PyObject *caller_give_some(PyObject *self, PyObject *args)
     if (numbers_take(commands_array, 0, &commands)) {
         is_given = ids.count == commands.count;
         if (is_given)
-            caller_give_each(caller, number, &ids, &commands);
+            caller_give_each(caller, &ids, &commands);
         PyBuffer_Release(&commands.memory);
     }
     PyBuffer_Release(&ids.memory);
@@ -337,12 +342,12 @@ static PyObject *caller_first(PyObject *self, PyObject *args)
 
 static PyMethodDef caller_methods[] = {
     {"step", caller_step, METH_VARARGS,
-     "step(number, command, draft, column): give all envs a command, and wake their workers; call `draft(column)`, unless "
+     "step(command, draft, column): give all envs a command, and wake their workers; call `draft(column)`, unless "
      "it is None; wait as `has_all`. Return the draft, and what `has_all` returns."},
     {"has_all", caller_has_all, METH_NOARGS,
      "Wait for all answers; return False if none has come for `look_ns`, or if there is more to know than rows."},
     {"give_some", caller_give_some, METH_VARARGS,
-     "give_some(number, ids, commands): give envs a command each, and wake their workers; return False if these are no "
+     "give_some(ids, commands): give envs a command each, and wake their workers; return False if these are no "
      "int64 arrays, and nothing was given."},
     {"first", caller_first, METH_VARARGS,
      "first(ids, wanted, wait_ns, to): wait until `wanted` of some envs have answered; write those that have to `to`, the "

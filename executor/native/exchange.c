@@ -289,7 +289,7 @@ static int actions_take(const Exchange *exchange, PyObject *array, Py_ssize_t co
     return 1;
 }
 
-static void give_steps(Exchange *exchange, i64 number, i64 op, const Numbers *ids, const char *actions)
+static void give_steps(Exchange *exchange, i64 op, const Numbers *ids, const char *actions)
 {
     Numbers commands = {.at = (char *)exchange->commands, .stride = sizeof(i64), .count = ids->count};
     for (Py_ssize_t i = 0; i < ids->count; i++) {
@@ -302,23 +302,23 @@ static void give_steps(Exchange *exchange, i64 number, i64 op, const Numbers *id
         *word(&exchange->at, id) = column;
         exchange->commands[i] = op | FLAG_EACH << OP_BITS | column << (OP_BITS + FLAG_BITS + TARGET_BITS);
     }
-    caller_give_each(exchange->caller, number, ids, &commands);
+    caller_give_each(exchange->caller, ids, &commands);
 }
 
 static PyObject *exchange_send(PyObject *self, PyObject *args)
 {
     Exchange *exchange = (Exchange *)self;
-    long long number, op;
+    long long op;
     PyObject *ids_array, *actions_array;
     Numbers ids;
     Py_buffer actions;
-    if (!PyArg_ParseTuple(args, "LLOO", &number, &op, &ids_array, &actions_array))
+    if (!PyArg_ParseTuple(args, "LOO", &op, &ids_array, &actions_array))
         return NULL;
     if ((op != OP_STEP && op != OP_STEP_RESET) || !numbers_take(ids_array, exchange->num_envs, &ids))
         Py_RETURN_FALSE;
     int is_sent = are_ready(exchange, &ids, op) && actions_take(exchange, actions_array, ids.count, &actions);
     if (is_sent) {
-        give_steps(exchange, number, op, &ids, actions.buf);
+        give_steps(exchange, op, &ids, actions.buf);
         PyBuffer_Release(&actions);
     }
     PyBuffer_Release(&ids.memory);
@@ -526,7 +526,7 @@ static PyObject *exchange_roots(PyObject *self, PyObject *args)
 
 static PyMethodDef exchange_methods[] = {
     {"send", exchange_send, METH_VARARGS,
-     "send(number, op, ids, actions): give envs a step each, at the columns after those of their latest ones; return "
+     "send(op, ids, actions): give envs a step each, at the columns after those of their latest ones; return "
      "False if they or the actions are not plain and legal, and nothing was given or written."},
     {"wait", exchange_wait, METH_VARARGS,
      "wait(ids, wanted): wait until `wanted` (< 0: all) of some envs (None: of all) that were sent have answered; return "

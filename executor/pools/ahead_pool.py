@@ -60,7 +60,7 @@ class AheadPool(WorkerPool):
         self.why_python = [*self.why_python, "reset_ahead=True"]  # only the answer shows whether a reset follows a step
         self.supervisor: SpareSupervisor
         self.serving: list[int] = list(range(num_envs))
-        self._words: FusedWords
+        self.words: FusedWords
         self._reset_limit_s: float | None = None  # for such a RESET, in the present wait
 
     def _make_slab(self) -> None:
@@ -123,7 +123,7 @@ class AheadPool(WorkerPool):
         reset_ids = env_ids[ops == RESET].tolist()
         for env_id in reset_ids:
             self._hand_over(env_id)
-        self._words.note_order(env_ids, ops, pack(RESET, target, columns + (target != RING), int(flags)))
+        self.words.note_order(env_ids, ops, pack(RESET, target, columns + (target != RING), int(flags)))
         super().submit(env_ids, np.where(ops == STEP_RESET, STEP, ops), target, columns, flags)
         for env_id in reset_ids:
             self._send_off(self.turns.spare_of(env_id))
@@ -138,7 +138,7 @@ class AheadPool(WorkerPool):
         if is_served.any():
             self.submit(env_ids[is_served], op, target, columns[is_served], flags)
         if not is_served.all():
-            self._words.note_order(env_ids[~is_served], int(op), 0)
+            self.words.note_order(env_ids[~is_served], int(op), 0)
             super().submit_later(env_ids[~is_served], op, target, columns[~is_served], flags)
 
     def wake_workers(self) -> None:
@@ -150,13 +150,13 @@ class AheadPool(WorkerPool):
 
     def _follow_up(self) -> None:
         """Give a RESET to the envs whose STEP_RESET has ended their episode."""
-        env_ids = self._words.take_ended()
+        env_ids = self.words.take_ended()
         if len(env_ids):
             self._reset_ended(env_ids)
 
     def _reset_ended(self, env_ids: np.ndarray) -> None:
         """Reset envs whose steps have ended their episodes. Until the numbers are written, it can be repeated."""
-        words = self._words
+        words = self.words
         for env_id in env_ids[words.status[env_ids] != _OK].tolist():
             self.crew.drain(int(self.worker_of[env_id]))  # the step's reports, before the reset's
             words.status[env_id] = _OK
@@ -168,13 +168,13 @@ class AheadPool(WorkerPool):
             self._send_off(self.turns.spare_of(env_id))
 
     def _collect(self) -> None:
-        is_answered = self._words.has_answered()
+        is_answered = self.words.has_answered()
         super()._collect()
-        self._words.forget_following(is_answered)
+        self.words.forget_following(is_answered)
 
     def _take_frame(self, frame: Frame) -> None:
         env_id = frame.get("env_id")
-        if env_id is not None and self._words.is_following(env_id):
+        if env_id is not None and self.words.is_following(env_id):
             self.outcome.take_reset(frame)
         else:
             self.outcome.take(frame)
@@ -191,14 +191,14 @@ class AheadPool(WorkerPool):
     def _look_around(self) -> None:
         super()._look_around()
         limit_s = self._reset_limit_s
-        for env_id in self._words.late_following(limit_s) if limit_s is not None else ():
+        for env_id in self.words.late_following(limit_s) if limit_s is not None else ():
             worker_id = int(self.worker_of[env_id])
             if self.is_serving(worker_id):
                 error = worker_late(self.crew.workers[worker_id], (env_id,), "reset", limit_s or 0.0, env_id)
                 self.supervisor.declare_lost(worker_id, error)
 
     def _that_reset(self, num_resets: np.ndarray) -> set[int]:
-        return super()._that_reset(num_resets) | set(self.worker_of[self._words.owes_following()].tolist())
+        return super()._that_reset(num_resets) | set(self.worker_of[self.words.owes_following()].tolist())
 
     # ---- turns -------------------------------------------------------------------------------
 
@@ -273,13 +273,13 @@ class AheadPool(WorkerPool):
 
     def owes_reset(self, env_id: int) -> bool:
         """Return whether an env has a RESET to answer."""
-        words = self._words
+        words = self.words
         is_owed = words.command_seq[env_id] != words.reply_seq[env_id]
         return bool(is_owed) and unpack(int(words.command[env_id]))[0] == Op.RESET
 
     def forget_messages(self, env_id: int) -> None:
         """Forget that an env has announced messages."""
-        self._words.status[env_id] = 0
+        self.words.status[env_id] = 0
 
     def ring(self, worker_id: int) -> None:
         """Make a worker look for commands and turns."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from envherd.executor.pools.capsules import CapsuleWriter
+from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.fast_commands import FastCommands, NativeExchange
 from envherd.executor.pools.replies import Outcome
@@ -67,7 +68,9 @@ class Pool(Protocol):
         specs: one per env.
         plan: of the slab.
         slab: inputs, rows and words of all envs.
+        words: commands and answers of all envs.
         outcome: reports besides the rows, until they are handed out.
+        has_waited: set if the next `wait_all` need not wait before it looks at the workers; `wait_all` clears it.
         holds_storages: whether the pool keeps the memory of a rollout storage until that is detached.
         lendable: a private view of the slab's lendable frames; None for none.
         capsules: writes crash capsules; None if the options ask for none.
@@ -80,7 +83,9 @@ class Pool(Protocol):
     specs: list[EnvSpec]
     plan: SlabPlan
     slab: Slab
+    words: CommandWords
     outcome: Outcome
+    has_waited: bool
     holds_storages: bool
     lendable: PrivateView | None
     capsules: CapsuleWriter | None
@@ -93,11 +98,6 @@ class Pool(Protocol):
     @property
     def envs_in_python(self) -> Sequence[str]:
         """Why its envs are called by the loop in Python, likewise."""
-        ...
-
-    @property
-    def number(self) -> int:
-        """Number of the latest command; it only increases."""
         ...
 
     @property

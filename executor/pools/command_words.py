@@ -20,7 +20,7 @@ class CommandWords:
         slab: of the words.
 
     Attributes:
-        number: of the latest command; it only increases.
+        number: of the latest command, int64 `[1]`; it only increases. C writes it as well.
         answers_lost: bool `[N]`, whether a loss has taken the answer to the latest command of an env.
         order: int `[N]`, sort key of answered envs: the numbers of the caller's commands.
         command, command_seq, reply_seq, status: see `workers.protocol`.
@@ -31,28 +31,28 @@ class CommandWords:
         self.command, self.command_seq = words["command"], words["command_seq"]
         self.reply_seq, self.status = words["reply_seq"], words["status"]
         self.order = self.command_seq
-        self.number = 0
+        self.number = np.zeros(1, np.int64).data  # reading an array takes three times as long
         self.answers_lost = np.zeros(len(self.command_seq), bool)
         self._no_status = bytes(self.status.nbytes)
 
     def write(self, env_ids: np.ndarray, commands: np.ndarray) -> None:
         """Write some envs' next commands, int64 `[k]`, under one number."""
-        self.number += 1
+        self.number[0] += 1
         self.command[env_ids] = commands
         if 1 in self.answers_lost.tobytes():
             self.answers_lost[env_ids] = False
         keep_order()
-        self.command_seq[env_ids] = self.number
+        self.command_seq[env_ids] = self.number[0]
 
     def write_all(self, command: int, reset_ids: np.ndarray | None, reset: int) -> None:
         """Write all envs' next command, and another for those in `reset_ids`, int `[k]`."""
-        self.number += 1
+        self.number[0] += 1
         self.command.fill(command)
         if reset_ids is not None:
             self.command[reset_ids] = reset
         self.answers_lost[:] = False
         keep_order()
-        self.command_seq.fill(self.number)
+        self.command_seq.fill(self.number[0])
 
     def is_owed(self) -> np.ndarray:
         """Return which envs have a command that their worker has not carried out, bool `[N]`."""

@@ -7,12 +7,11 @@ these are the specification. Waits that take longer, or answers with more than r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from envherd.executor.pools.command_words import CommandWords
-from envherd.executor.pools.replies import Outcome
 from envherd.shm.socket_bells import Bell
 from envherd.workers import native
 
@@ -32,7 +31,7 @@ class FastCommands(NamedTuple):
         step: `(command, draft, column)`: gives all envs a command (a word from `workers.protocol.pack`), wakes their
             workers, calls `draft(column)` while they work (None: nothing), and waits for the answers. Returns the
             draft, and False if `Pool.wait_all` must continue: no answer has come for some time, or there are reports
-            besides rows.
+            besides rows. `Pool.has_waited` must then be set.
     """
 
     absent: Sized
@@ -59,18 +58,6 @@ class NativeExchange(NamedTuple):
     roots: Callable[[np.ndarray, np.ndarray], bool]
 
 
-class Waiting(Protocol):
-    """The part of a pool that `compile_natively` uses.
-
-    Attributes:
-        outcome: reports besides the rows.
-        has_waited: set if `wait_all` need not wait for tokens; `wait_all` clears it.
-    """
-
-    outcome: Outcome
-    has_waited: bool
-
-
 def native_caller(  # what a pool waits with
     words: CommandWords,
     bells: Sequence[Bell],
@@ -90,7 +77,7 @@ def native_caller(  # what a pool waits with
     module = native.load()
     if module is None:
         return None
-    own = ("command", "command_seq", "reply_seq", "status", "answers_lost")
+    own = ("number", "command", "command_seq", "reply_seq", "status", "answers_lost")
     return module.Caller(
         {
             **{name: getattr(words, name) for name in own},
@@ -104,28 +91,12 @@ def native_caller(  # what a pool waits with
     )
 
 
-def compile_natively(pool: Waiting, words: CommandWords, caller: Any) -> StepAll:
-    """Return `FastCommands.step` over a pool's words and the result of `native_caller`."""
-    step_all = caller.step
-
-    def step(command: int, draft: Callable[[int], Any] | None, column: int) -> tuple[Any, bool]:
-        words.number = number = words.number + 1
-        answer: tuple[Any, bool] = step_all(number, command, draft, column)
-        if answer[1] and not pool.outcome:
-            return answer
-        pool.has_waited = True
-        return answer[0], False
-
-    return step
-
-
 def exchange_natively(
-    words: CommandWords, caller: Any, absent: Sized, must_look: Callable[[], bool], facts: Mapping[str, Any]
+    caller: Any, absent: Sized, must_look: Callable[[], bool], facts: Mapping[str, Any]
 ) -> NativeExchange:
     """Return steps of some envs in C.
 
     Args:
-        words: of the pool's commands.
         caller: result of `native_caller`.
         absent: see `NativeExchange`.
         must_look: see `NativeExchange`.
@@ -133,11 +104,4 @@ def exchange_natively(
     """
     module = native.load()
     exchange = module.Exchange({"caller": caller, "caller_type": module.Caller, **facts})
-    send_steps = exchange.send
-
-    def send(op: int, ids: np.ndarray, actions: np.ndarray) -> bool:
-        words.number = number = words.number + 1
-        sent: bool = send_steps(number, op, ids, actions)
-        return sent
-
-    return NativeExchange(absent, must_look, send, exchange.wait, exchange.take, exchange.roots)
+    return NativeExchange(absent, must_look, exchange.send, exchange.wait, exchange.take, exchange.roots)

@@ -42,7 +42,7 @@ class FusedWords(CommandWords):
             resets: the command to give if a STEP_RESET ends the episode, likewise.
         """
         self._resets[env_ids], self._num_ends[env_ids] = resets, self._ends[env_ids]
-        number = self.order[env_ids] = self.number + 1
+        number = self.order[env_ids] = self.number[0] + 1
         self._fused[env_ids] = np.where(np.equal(ops, STEP_RESET), number, _NONE)  # once the command has this number
 
     def take_ended(self) -> np.ndarray:
@@ -56,7 +56,7 @@ class FusedWords(CommandWords):
 
     def write_resets(self, env_ids: np.ndarray) -> None:
         """Write RESETs for envs whose episodes have ended."""
-        self._following[env_ids], self._followed_at[env_ids] = self.number + 1, time.monotonic()
+        self._following[env_ids], self._followed_at[env_ids] = self.number[0] + 1, time.monotonic()
         self.write(env_ids, self._resets[env_ids])
 
     def has_answered(self) -> np.ndarray:

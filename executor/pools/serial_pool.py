@@ -108,7 +108,7 @@ class SerialPool(SlabPool):
         )
         self.envs_in_python = self._block.why_python()
         self._block.attach(self.slab)
-        self._words = CommandWords(self.slab)
+        self.words = CommandWords(self.slab)
         self._serve = self._make_server()
 
     def _make_memory(self) -> np.ndarray:
@@ -163,7 +163,7 @@ class SerialPool(SlabPool):
 
     def compile(self) -> FastCommands:
         """Return commands to all envs, which the loop in C carries out at once."""
-        write_all, serve = self._words.write_all, self._serve_commands
+        write_all, serve = self.words.write_all, self._serve_commands
 
         def step(command: int, draft: Callable[[int], Any] | None, column: int) -> tuple[Any, bool]:
             write_all(command, None, 0)
@@ -175,14 +175,14 @@ class SerialPool(SlabPool):
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Carry out the same command for every env, but a RESET for some (int `[k]`)."""
         reset = 0 if reset_ids is None else pack(Op.RESET, target, column)
-        self._words.write_all(pack(op, target, column), reset_ids, reset)
+        self.words.write_all(pack(op, target, column), reset_ids, reset)
         self._serve()
 
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
     ) -> None:
         """Carry out a command for some envs."""
-        self._words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
+        self.words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
         self._serve()
 
     submit_later = submit
@@ -195,12 +195,12 @@ class SerialPool(SlabPool):
 
     def wake_workers(self) -> None:
         """Drop commands that were broken off: they will not be carried out."""
-        self._words.reply_seq[:] = self._words.command_seq
+        self.words.reply_seq[:] = self.words.command_seq
         self._serve = self._make_server()
 
     def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
         """Return which envs have carried out a command since that of number `since`, bool `[k]`."""
-        given: np.ndarray = self._words.reply_seq[env_ids] > since
+        given: np.ndarray = self.words.reply_seq[env_ids] > since
         return given
 
     def await_workers(self, env_ids: np.ndarray) -> None:
@@ -221,7 +221,7 @@ class SerialPool(SlabPool):
         through_losses: bool = False,
     ) -> np.ndarray:
         """Return the envs, oldest command first: all have answered."""
-        return env_ids[self._words.order[env_ids].argsort(kind="stable")]
+        return env_ids[self.words.order[env_ids].argsort(kind="stable")]
 
     def outstanding(self) -> np.ndarray:
         """Return the env ids that owe an answer: none, ever."""

@@ -1,4 +1,4 @@
-"""The base of pools over one slab: numbers of commands, and requests."""
+"""The base of pools over one slab."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class SlabPool:
     Attributes:
         blueprint: see `Pool`.
         outcome, why_python, envs_in_python: see `Pool`.
+        words, has_waited: see `Pool`.
         question, answers: see `Pool`.
         lendable, capsules: see `Pool`.
     """
@@ -31,7 +32,8 @@ class SlabPool:
     answers: Callable[[dict[int, Any], str], dict[int, Any]]
     why_python: Sequence[str] = ()
     envs_in_python: Sequence[str] = ()
-    _words: CommandWords
+    words: CommandWords
+    has_waited = False
     lendable: PrivateView | None = None
     capsules: CapsuleWriter | None = None
 
@@ -47,14 +49,9 @@ class SlabPool:
         """Do nothing: `envherd top` shows only the workers of one machine."""
 
     @property
-    def number(self) -> int:
-        """Number of the latest command."""
-        return self._words.number
-
-    @property
     def answers_lost(self) -> np.ndarray:
         """Whether a loss has taken the answer to the latest command of an env, bool `[N]`."""
-        return self._words.answers_lost
+        return self.words.answers_lost
 
     @property
     def num_ahead(self) -> int:
@@ -72,7 +69,7 @@ class SlabPool:
 
     def outstanding(self) -> np.ndarray:
         """Return the env ids that owe an answer, int `[k]`."""
-        return np.flatnonzero(self._words.is_owed())
+        return np.flatnonzero(self.words.is_owed())
 
     def gpu_of(self, worker_id: int) -> str | None:  # noqa: ARG002  # as of `Pool`
         """Return None: only worker processes are given GPUs."""

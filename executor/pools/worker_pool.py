@@ -26,7 +26,6 @@ from envherd.executor.pools.fast_commands import (
     LOOK_S,
     FastCommands,
     NativeExchange,
-    compile_natively,
     exchange_natively,
     native_caller,
 )
@@ -78,7 +77,6 @@ class WorkerPool(SlabPool):
         self._all_ids = np.arange(self.num_envs)
         self.holds_storages = False
         self._looked_at = 0.0
-        self.has_waited = False  # `FastCommands.step` has already taken the tokens for `wait_all`
         self._is_reading = False  # a worker is writing more than its socket holds
         self.resets_before_start = np.zeros(len(self.worker_ids), np.int64)
 
@@ -125,7 +123,7 @@ class WorkerPool(SlabPool):
         self._tally = Tally(self.slab.words)
         self._go, self._done = self._make_bells(buffer)
         self._rings = [bell.ring for bell in self._go]
-        self._words = self._make_words()
+        self.words = self._make_words()
         self._found = np.empty(self.num_envs, np.int64)  # output of `Caller.first`
         self._caller = self._make_caller()
         self.supervisor = self._make_supervisor()
@@ -143,12 +141,12 @@ class WorkerPool(SlabPool):
 
     def _make_caller(self) -> Any:
         """Return the object that gives commands and waits in C; None if Python must do it."""
-        return native_caller(self._words, self._go, self._done, self.slab.words, self.worker_of)
+        return native_caller(self.words, self._go, self._done, self.slab.words, self.worker_of)
 
     def _make_overdue(self) -> Overdue | None:
         limits = self.options.step_timeout_s, self.options.reset_timeout_s
         return (
-            None if limits == (None, None) else Overdue(*limits, self.phase_of, self._words.command_seq, self.worker_of)
+            None if limits == (None, None) else Overdue(*limits, self.phase_of, self.words.command_seq, self.worker_of)
         )
 
     def _make_supervisor(self) -> Supervisor:
@@ -162,7 +160,7 @@ class WorkerPool(SlabPool):
 
     def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
         """Return which envs were given a command after that of number `since`, bool `[k]`."""
-        return np.asarray(self._words.command_seq[env_ids] > since)
+        return np.asarray(self.words.command_seq[env_ids] > since)
 
     @property
     def lost(self) -> dict[int, EnvherdError]:
@@ -193,13 +191,12 @@ class WorkerPool(SlabPool):
             self.supervisor.revive(self.serving)  # may leave some absent: lost ones that may still be replaced
         command, reset = pack(op, target, column), 0 if reset_ids is None else pack(Op.RESET, target, column)
         if self._caller is not None and not self.supervisor.absent:
-            self._words.number = number = self._words.number + 1
             commands = np.full(self.num_envs, command)
             if reset_ids is not None:
                 commands[reset_ids] = reset
-            self._caller.give_some(number, self._all_ids, commands)
+            self._caller.give_some(self._all_ids, commands)
             return
-        self._words.write_all(command, reset_ids, reset)
+        self.words.write_all(command, reset_ids, reset)
         for ring in self._rings:
             ring()
         if self.supervisor.absent:
@@ -209,15 +206,13 @@ class WorkerPool(SlabPool):
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
     ) -> None:
         commands = pack_each(op, target, columns, flags, self.plan.num_frames)
-        if self._caller is not None and not self.supervisor.absent:
-            self._words.number = number = self._words.number + 1
-            if self._caller.give_some(number, env_ids, commands):
-                return
+        if self._caller is not None and not self.supervisor.absent and self._caller.give_some(env_ids, commands):
+            return
         is_for_all = len(env_ids) == self.num_envs or self.num_workers == 1
         worker_ids = self.serving if is_for_all else set(self.worker_of[env_ids].tolist())
         if self.supervisor.absent:
             self.supervisor.revive(worker_ids)
-        self._words.write(env_ids, commands)
+        self.words.write(env_ids, commands)
         for worker_id in worker_ids:
             self._rings[worker_id]()
         if self.supervisor.absent:
@@ -242,20 +237,20 @@ class WorkerPool(SlabPool):
 
     def lose_answers_of(self, worker_id: int) -> bool:
         """Count a lost worker's envs as answered; return whether they owed anything."""
-        return bool(len(self._words.lose_answers(np.array(self.blueprint.blocks[worker_id]), self.outcome)))
+        return bool(len(self.words.lose_answers(np.array(self.blueprint.blocks[worker_id]), self.outcome)))
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
         """As `submit`, for envs of a worker that is being replaced: its successor carries out the commands."""
-        self._words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
+        self.words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
         for worker_id in filter(self.supervisor.is_serving, self.worker_ids):
             self._rings[worker_id]()  # after an interrupt, the successor may serve already
 
     def is_idle(self) -> bool:
         """Return whether no env owes an answer."""
-        return self._words.is_idle()
+        return self.words.is_idle()
 
     def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
-        if not self.has_waited and self._take_tokens():  # else `FastCommands.step` has waited in vain
+        if not self.has_waited and self._take_tokens():  # else C has waited in vain
             if self._caller is None:  # C has seen that no answer announces messages
                 self._collect()
             return True
@@ -263,14 +258,14 @@ class WorkerPool(SlabPool):
         deadline = Deadline(timeout_s, more_for_resets_s, self.options.stall_log_s)
         self._wait_slowly(self._all_ids, self.num_envs, deadline)
         self._collect()
-        return self._words.is_idle()
+        return self.words.is_idle()
 
     def _take_tokens(self) -> bool:
         """Take a token of each worker, and more until all envs have answered; return False if none comes for long."""
         if self._caller is not None:
             has_all: bool = self._caller.has_all()
             return has_all
-        wait, is_idle, num_tokens = self._done.wait, self._words.is_idle, 0
+        wait, is_idle, num_tokens = self._done.wait, self.words.is_idle, 0
         while wait(LOOK_S):
             num_tokens += 1
             if num_tokens >= self.num_workers:
@@ -280,10 +275,10 @@ class WorkerPool(SlabPool):
         return False
 
     def compile(self) -> FastCommands:
-        return FastCommands(self.supervisor.absent, compile_natively(self, self._words, self._caller))
+        return FastCommands(self.supervisor.absent, self._caller.step)
 
     def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange:
-        return exchange_natively(self._words, self._caller, self.supervisor.absent, self._must_look, facts)
+        return exchange_natively(self._caller, self.supervisor.absent, self._must_look, facts)
 
     def _must_look(self) -> bool:
         """Return whether a check of the workers is due, or the pool is reading a large message."""
@@ -309,17 +304,17 @@ class WorkerPool(SlabPool):
         while self._done.try_wait():
             pass  # tokens are hints; tokens of unawaited answers must not pile up
         self._follow_up()
-        ready = self._words.ready(env_ids)
+        ready = self.words.ready(env_ids)
         if len(ready) < count:
             deadline = Deadline(timeout_s, more_for_resets_s, self.options.stall_log_s, kills=kill_late)
             self._wait_slowly(env_ids, count, deadline, through_losses=through_losses)
-            ready = self._words.ready(env_ids)
+            ready = self.words.ready(env_ids)
         self._collect()
         return self._by_order(ready)
 
     def _by_order(self, ready: np.ndarray) -> np.ndarray:
         """Return answered envs, int `[k]`, in the order in which they were sent."""
-        return np.asarray(ready[self._words.order[ready].argsort(kind="stable")])
+        return np.asarray(ready[self.words.order[ready].argsort(kind="stable")])
 
     def _wait_slowly(
         self, env_ids: np.ndarray, count: int, deadline: Deadline, *, through_losses: bool = False
@@ -333,7 +328,7 @@ class WorkerPool(SlabPool):
             while self._done.try_wait():
                 pass
             self._follow_up()
-            total, missing = self._tally.total(), count - len(self._words.ready(env_ids))
+            total, missing = self._tally.total(), count - len(self.words.ready(env_ids))
             if missing <= 0:
                 return
             left_s = deadline.left_s(_LOOK_WHILE_READING_S if self._is_reading else LOOK_S)
@@ -370,7 +365,7 @@ class WorkerPool(SlabPool):
 
     def _owing(self) -> list[int]:
         """Return the ids of workers that have a command to carry out."""
-        return sorted(set(self.worker_of[self._words.is_owed()].tolist()))
+        return sorted(set(self.worker_of[self.words.is_owed()].tolist()))
 
     def _look_around(self) -> None:
         """Notice deaths and successors, and read workers' messages so that none blocks on a full socket."""
@@ -384,7 +379,7 @@ class WorkerPool(SlabPool):
 
     def _collect(self) -> None:
         """Read the messages that the status words announce into `outcome`."""
-        words = self._words
+        words = self.words
         if words.announces_nothing():
             return
         answered = words.ready(self._all_ids)  # before reading, so the messages of these envs have arrived

@@ -86,7 +86,7 @@ class Exchange:
         received, pool = self._engine.received, self._engine.pool
         if received is None or received.leaves is None or not received.is_of(env_ids):
             return None
-        if (pool.number, pool.num_losses) != received.stamp:
+        if (pool.words.number[0], pool.num_losses) != received.stamp:
             return None
         if num_writes(received.leaves) != received.num_writes:  # the caller has changed its `next`
             return None
@@ -163,7 +163,8 @@ class Exchange:
         set_ids(td, ready)
         if td.ndim == 1:
             ids: Any = get_leaf(td, ENV_IDS)
-            stamp, writes = (engine.pool.number, engine.pool.num_losses), 0 if leaves is None else num_writes(leaves)
+            stamp = engine.pool.words.number[0], engine.pool.num_losses
+            writes = 0 if leaves is None else num_writes(leaves)
             engine.received = Received(ids, ready, leaves, writes, stamp)
         return td
 

@@ -229,7 +229,7 @@ class FastExchange:
             source["next"], source[ENV_IDS] = next_td, ids
         else:
             td = size.make({"next": next_td, ENV_IDS: ids})
-        stamp = pool.number, pool.num_losses
+        stamp = pool.words.number[0], pool.num_losses
         says_where, writes = None if num_reset else leaves, num_writes(leaves)
         self._engine.received = Received(ids, env_ids, says_where, writes, stamp)
         return td
@@ -244,7 +244,7 @@ class FastExchange:
 
     def _root_of(self, received: Received) -> TensorDict | None:
         pool, sizes = self._pool, self._sizes
-        if (pool.number, pool.num_losses) != received.stamp:
+        if (pool.words.number[0], pool.num_losses) != received.stamp:
             return None
         count, leaves = len(received.env_ids), received.leaves
         if leaves is not None and num_writes(leaves) == received.num_writes:

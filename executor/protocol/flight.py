@@ -75,7 +75,7 @@ class Flight:
         self.is_all = ids is None
         self.ids: np.ndarray = flights.all_ids if ids is None else ids
         self.at = at
-        self.number = flights.pool.number
+        self.number = flights.pool.words.number[0]
         self.outer = flights.current
 
     @property
@@ -185,7 +185,7 @@ class Flights:
         try:
             self._submit(flight, flags)
         except EnvherdError:
-            is_given = self.pool.number > flight.number
+            is_given = self.pool.words.number[0] > flight.number
             self._close(flight, Event.IS_BROKEN_OFF if is_given else Event.IS_WITHDRAWN)
             raise
         if is_parked:  # only once it was submitted: until then `recover` must find it
@@ -250,6 +250,7 @@ class Flights:
         flight = Flight(self, op, None, at)
         flight.outer = None
         self.states.name_all(op, at)
+        self.pool.has_waited = True
         self.current = flight
         return flight
 
@@ -585,7 +586,7 @@ class Flights:
             return ids
         sent = ids[self.states.under_way[ids]]
         not_given = sent[~self.pool.was_given(sent, flight.number)]
-        is_in_doubt = self.pool.number > flight.number
+        is_in_doubt = self.pool.words.number[0] > flight.number
         self.states.move(not_given, Event.IS_BROKEN_OFF if is_in_doubt else Event.IS_WITHDRAWN)
         return ids[self.states.needs_reset[ids]]  # also those that an earlier, interrupted recovery has broken off
 

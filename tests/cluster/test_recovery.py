@@ -121,7 +121,7 @@ def test_a_host_that_is_lost_repeatedly_is_finally_not_replaced(hosts):
         hosts.answers_lost[:] = False
         assert place.called == ["start_host", "build", "run"], "once for both workers, and its commands follow"
         assert (host.loss, hosts.lost, host.share.generation) == (None, {}, number)
-        hosts._words.reply_seq[:2] = hosts._words.command_seq[:2]
+        hosts.words.reply_seq[:2] = hosts.words.command_seq[:2]
         host.is_building = False
     assert host.tally[0] == hosts.num_losses == 6
     with pytest.raises(WorkerLost, match=r"the host is gone It is not replaced: ExecutorOptions\.max_restarts=3"):
@@ -169,7 +169,7 @@ def test_a_command_that_was_written_and_not_sent_is_sent_later(hosts):
     place = hosts.all[1].place
     place.called.clear()
     hosts._ops[2:], hosts._columns[2:] = RESET, 0
-    hosts._words.write(np.array([2, 3]), np.array([RESET, RESET]))  # an interrupt comes here
+    hosts.words.write(np.array([2, 3]), np.array([RESET, RESET]))  # an interrupt comes here
     assert place.called == []
     hosts.wake_workers()
     hosts.wake_workers()

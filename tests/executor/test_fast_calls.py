@@ -169,7 +169,7 @@ def state_of(env: Any) -> dict[str, Any]:
         "column": positions.column,
         "is_mixed": positions._is_mixed,
         "is_in_ring": positions.where is positions.ring,
-        "number": env._pool.number,
+        "number": env._pool.words.number[0],
         "answers_lost": env._pool.answers_lost.tolist(),
         "outcome": bool(env._pool.outcome),
         "is_in_flight": engine.is_in_flight,
@@ -781,7 +781,7 @@ def test_c_moves_states_by_the_table_that_it_is_given(env, facts):
         return taken
 
     before = state_of(env)
-    assert exchange(Event.STEP, State.RUNNING, -1).send(1, Event.STEP, np.arange(2), np.array([0, 1])) is False
+    assert exchange(Event.STEP, State.RUNNING, -1).send(Event.STEP, np.arange(2), np.array([0, 1])) is False
     assert state_of(env) == before
     env.send(actions(0, 1))
     wait_for(env._pool.is_idle)
@@ -798,17 +798,17 @@ def test_c_refuses_what_is_not_plain(env, facts):
     exchange, before = native.load().Exchange(facts), state_of(env)
     ids, two = np.arange(2), np.array([0, 1])
     for args in (
-        (1, 3, ids, two),
-        (1, 1, np.array([0, 0]), two),
-        (1, 1, np.array([0, 2]), two),
-        (1, 1, ids, two[:1]),
-        (1, 1, ids, np.array([[0, 1]])),
-        (1, 1, ids, two.astype(np.int32)),
-        (1, 1, ids, two.astype(np.uint64)),
-        (1, 1, ids, np.array([0, 5])),
-        (1, 1, ids, np.array([-1, 0])),
-        (1, 1, ids, None),
-        (1, 1, None, two),
+        (3, ids, two),
+        (1, np.array([0, 0]), two),
+        (1, np.array([0, 2]), two),
+        (1, ids, two[:1]),
+        (1, ids, np.array([[0, 1]])),
+        (1, ids, two.astype(np.int32)),
+        (1, ids, two.astype(np.uint64)),
+        (1, ids, np.array([0, 5])),
+        (1, ids, np.array([-1, 0])),
+        (1, ids, None),
+        (1, None, two),
     ):
         assert exchange.send(*args) is False, args
     room = np.zeros(4096, np.uint8)

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from envherd.executor.pools import fast_commands
 from envherd.executor.pools.command_words import CommandWords
-from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
 from envherd.shm.tally import Counter
@@ -46,8 +45,8 @@ class Side:
         self.worker_of = np.arange(num_envs) * num_workers // num_envs
         self.counts = {name: np.zeros(num_workers, np.int64) for name in OF_WORKERS}
         self.caller = fast_commands.native_caller(self.words, self.go, self.done, self.counts, self.worker_of)
-        self.num_workers, self.outcome, self.has_waited = num_workers, Outcome(), False
-        self.step = fast_commands.compile_natively(self, self.words, self.caller) if in_c else self._step
+        self.num_workers = num_workers
+        self.step = self.caller.step if in_c else self._step
         self.in_c = in_c
 
     def _step(self, command: int, draft: Callable[[int], Any] | None, column: int) -> tuple[Any, bool]:
@@ -56,22 +55,18 @@ class Side:
         for bell in self.go:
             bell.ring()
         drafted = None if draft is None else draft(column)
-        own = {"_caller": None, "_done": self.done, "_words": self.words, "_follow_up": lambda: None}
+        own = {"_caller": None, "_done": self.done, "words": self.words, "_follow_up": lambda: None}
         pool: Any = SimpleNamespace(num_workers=self.num_workers, **own)
-        if WorkerPool._take_tokens(pool) and self.words.announces_nothing() and not self.outcome:
-            return drafted, True
-        self.has_waited = True
-        return drafted, False
+        return drafted, WorkerPool._take_tokens(pool) and self.words.announces_nothing()
 
     def give_all(self, command: int) -> None:
         """Give all envs a command, in C."""
-        assert self.caller.give_some(1, np.arange(len(self.worker_of)), np.full(len(self.worker_of), command))
+        assert self.caller.give_some(np.arange(len(self.worker_of)), np.full(len(self.worker_of), command))
 
     def give_some(self, ids: np.ndarray, commands: np.ndarray) -> None:
         """Give envs a command each."""
         if self.in_c:
-            self.words.number += 1
-            assert self.caller.give_some(self.words.number, ids, commands)
+            assert self.caller.give_some(ids, commands)
             return
         self.words.write(ids, commands)
         for worker_id in set(self.worker_of[ids].tolist()):
@@ -88,15 +83,12 @@ class Side:
         ready = ready[self.words.order[ready].argsort(kind="stable")]
         return ready.tolist() if len(ready) >= wanted and self.words.announces_nothing() else None
 
-    def answer(self, answered: Any, failed: Any, tokens: int, has_news: Any, column: int) -> Any:
+    def answer(self, answered: Any, failed: Any, tokens: int, column: int) -> Any:
         """Let envs answer, and some fail; return the state before."""
         before = self.state()
         self.words.status[:] = 0
         self.words.status[failed] = 2
         self.words.reply_seq[answered] = self.words.command_seq[answered]
-        self.outcome = Outcome()
-        if has_news:
-            self.outcome.faults[0] = {"phase": "step"}
         for _ in range(tokens):
             self.done.ring()
         return column, before
@@ -105,7 +97,7 @@ class Side:
         """Return all state that commands may change; take the tokens."""
         tokens = [_take_all(bell) for bell in (self.done, *self.go)]
         words = [getattr(self.words, name).tolist() for name in (*NAMES, "answers_lost")]
-        return tokens, words, self.words.number, self.has_waited
+        return tokens, words, self.words.number[0]
 
 
 def _take_all(bell: Doorbell) -> int:
@@ -130,12 +122,11 @@ def test_every_program_of_commands(data, num_envs, num_workers):
         answered = data.draw(st.one_of(st.just([*range(num_envs)]), ids_of))
         failed = data.draw(st.one_of(st.just([]), ids_of))
         tokens, wanted = data.draw(st.integers(0, num_workers + 2)), data.draw(st.integers(0, len(asked) + 1))
-        stride, has_news = data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from([False, False, True]))
+        stride = data.draw(st.sampled_from([1, 2]))
         found = []
         for side in sides:
-            side.has_waited = False
             side.words.answers_lost[answers_lost] = True
-            answer = partial(side.answer, answered, failed, tokens, has_news)
+            answer = partial(side.answer, answered, failed, tokens)
             if is_to_all:
                 answers: Any = side.step(int(commands[0]), answer, 3)
             else:
@@ -180,8 +171,8 @@ def test_a_step_without_a_draft_and_one_whose_draft_raises(in_c):
 def test_ids_that_are_not_plain_are_left_to_python(ids):
     side = Side(3, 1, in_c=True)
     before = side.state()
-    assert side.caller.give_some(1, ids, np.zeros(1, np.int64)) is False
-    assert side.caller.give_some(1, np.array([0, 1]), np.zeros(1, np.int64)) is False
+    assert side.caller.give_some(ids, np.zeros(1, np.int64)) is False
+    assert side.caller.give_some(np.array([0, 1]), np.zeros(1, np.int64)) is False
     assert side.caller.first(ids, 1, 0, np.zeros(3, np.int64)) == -1
     assert side.caller.first(np.arange(3), 1, 0, np.zeros(2, np.int64)) == -1
     assert side.state() == before
@@ -193,7 +184,7 @@ def test_those_that_have_waited_longest_come_first(num_envs):
     numbers = np.arange(num_envs) * 37 % 101 // 7  # some are equal
     for number in range(1, 20):
         given = np.flatnonzero(numbers == number - 1)
-        assert side.caller.give_some(number, given, np.zeros(len(given), np.int64))
+        assert side.caller.give_some(given, np.zeros(len(given), np.int64))
     side.words.reply_seq[:] = side.words.command_seq
     asked = np.arange(num_envs)[::-1]
     assert side.caller.first(asked, 1, 0, room) == num_envs
@@ -292,7 +283,7 @@ def test_it_keeps_its_memory_and_lets_go_of_it():
     before = [sys.getrefcount(array) for array in arrays]
     for _ in range(3):
         fast_commands.native_caller(side.words, side.go, side.done, side.counts, side.worker_of)
-        side.caller.give_some(1, np.arange(2), np.arange(2))
+        side.caller.give_some(np.arange(2), np.arange(2))
         side.caller.first(side.worker_of, 1, 0, side.worker_of)
         side.caller.first(None, 1, 0, side.worker_of)
     gc.collect()
@@ -301,6 +292,6 @@ def test_it_keeps_its_memory_and_lets_go_of_it():
     gone = weakref.ref(side.buffer)
     side.words.command = side.words.command_seq = side.buffer = None
     del side, arrays
-    caller.give_some(1, np.arange(2), np.full(2, 3))  # its memory still exists
+    caller.give_some(np.arange(2), np.full(2, 3))  # its memory still exists
     assert gone() is not None
     caller = None

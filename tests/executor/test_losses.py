@@ -204,7 +204,7 @@ class TestReplacing:
             with pytest.raises(WorkerLost):
                 env.call("pid")
             pool: Any = env._pool
-            number, env_ids = pool.number, np.array([0, 2])
+            number, env_ids = pool.words.number[0], np.array([0, 2])
             if is_replaced:
                 pool.begin_restart(0)
                 pool.submit(env_ids, Op.RESET, RING, np.array([1, 1]))
@@ -214,7 +214,7 @@ class TestReplacing:
             else:
                 with pytest.raises(WorkerLost):
                     pool.submit(env_ids, Op.RESET, RING, np.array([1, 1]))
-                assert (pool.number, pool.is_idle()) == (number, True)
+                assert (pool.words.number[0], pool.is_idle()) == (number, True)
             assert not pool.outcome.faults
 
     def test_storages_given_back_while_a_worker_is_replaced(self):

@@ -224,7 +224,7 @@ class Explorer:
             flights.current and (flights.current.is_parked, flights.current.ids.tobytes()),
             positions._is_mixed,
             positions._stepped is None,
-            pool._words.is_owed().tobytes(),
+            pool.words.is_owed().tobytes(),
             pool.answers_lost.tobytes(),
             tuple(worker.is_alive for worker in pool.crew.workers),
             tuple((w, absence.condition) for w, absence in pool.supervisor.absent.items()),
@@ -277,7 +277,7 @@ class Explorer:
             self._known = [None] * len(pool.envs)
             return
         assert not engine.is_in_flight
-        is_owed, positions = pool._words.is_owed(), engine.positions
+        is_owed, positions = pool.words.is_owed(), engine.positions
         before = {name: np.copy(getattr(positions, name)) for name in ("_columns", "_in_root", "_step_columns")}
         pending = positions._stepped
         for env_id, env in enumerate(pool.envs):
@@ -292,7 +292,7 @@ class Explorer:
         what = f"env {env_id}, {state.name}"
         if state >= State.STEPPING:
             has_row = not (is_owed or pool.answers_lost[env_id] or env_id in pool.outcome.faults)
-            if has_row and pool.is_serving(worker_id) and not pool._words.status[env_id] and env.stepped is not None:
+            if has_row and pool.is_serving(worker_id) and not pool.words.status[env_id] and env.stepped is not None:
                 row = engine.positions.row_at(env_id, int(engine.states.columns[env_id]))
                 row_number = int(row["next", "observation"][0])
                 assert row_number == env.stepped, f"{what}: its step is {env.stepped}, the row {row_number}"

@@ -129,8 +129,8 @@ def test_the_parent_does_it_in_that_order(monkeypatch):
     with ParallelEnv(1, CountingEnv, num_workers=1, seed=0) as env:
         env.reset()
         pool: Any = env._pool
-        pool._words.command = Watched("command", pool._words.command, notes)
-        pool._words.command_seq = Watched("command_seq", pool._words.command_seq, notes)
+        pool.words.command = Watched("command", pool.words.command, notes)
+        pool.words.command_seq = Watched("command_seq", pool.words.command_seq, notes)
         pool._rings = [Watched("go", ring, notes) for ring in pool._rings]
         pool._go = [SimpleNamespace(ring=ring) for ring in pool._rings]
         write_inputs = env._engine.write_inputs
