@@ -211,7 +211,7 @@ class BatchedEnv:
             raise TypeError(f"reset failed: expected list_of_kwargs as a list of dicts, got {list_of_kwargs!r}.")
         seeds, root_seed = _seeds_or_root(seed)
         with self._guard:
-            engine.refuse_rolling()
+            self._guard.refuse_rolling()
             mask = reset_mask(td, tuple(self.batch_size))
             env_ids = engine.all_ids if mask is None else np.flatnonzero(mask.reshape(self.num_envs, -1).any(1))
             engine.refuse_under_way(env_ids)
@@ -416,11 +416,13 @@ class BatchedEnv:
             received = fast.recv(min_envs, timeout_s, max_envs, env_ids, with_root=with_root)
             if received is not None:
                 return received
-        as_count("recv", "min_envs", min_envs, least=0, or_none=True)
-        as_count("recv", "max_envs", max_envs, least=0, or_none=True)
-        need_seconds("recv", "timeout_s", timeout_s)
+        for name, count in (("min_envs", min_envs), ("max_envs", max_envs)):
+            if count is not None:
+                as_count("recv", name, count, least=0, or_none=True)
+        if timeout_s is not None:
+            need_seconds("recv", "timeout_s", timeout_s)
         with self._guard:
-            self._engine.refuse_rolling()
+            self._guard.refuse_rolling()
             ids = None if env_ids is None else self._exchange.as_ids(env_ids)
             return self._exchange.recv(min_envs, max_envs, timeout_s, ids, with_root=with_root)
 
@@ -446,7 +448,7 @@ class BatchedEnv:
     def set_seed(self, seed: int) -> int:
         """Use a new root seed: the next reset of every env begins its episode 0. Returns the seed."""
         with self._guard:
-            self._engine.refuse_rolling()
+            self._guard.refuse_rolling()
             self._engine.set_seed(seed)
             return self._engine.seed
 

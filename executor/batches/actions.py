@@ -110,6 +110,7 @@ class GroupIntake:
         present: returns state leaves that a batch lacks; None refuses such a batch.
 
     Attributes:
+        targets: the slab's array of each of `leaves`, `[num_rows, ...]`.
         plain: the fast path for plain batches; None if no batch is plain.
     """
 
@@ -119,7 +120,7 @@ class GroupIntake:
         self.leaves = [leaf for leaf in (*spec.action, *spec.state) if not leaf.is_side]
         self.side_leaves = [leaf for leaf in (*spec.action, *spec.state) if leaf.is_side]
         self.side_keys = list(enumerate(leaf.key for leaf in self.side_leaves))
-        self._targets = [slab.inputs["input", *leaf.key] for leaf in self.leaves]
+        self.targets = [slab.inputs["input", *leaf.key] for leaf in self.leaves]
         self._dtypes = [np.dtype(leaf.dtype) for leaf in self.leaves]
         self._checks = [check_for(leaf, level) if leaf in spec.action else None for leaf in self.leaves]
         self.plain = self._compile()
@@ -157,7 +158,7 @@ class GroupIntake:
     def _compile(self) -> PlainIntake | None:
         if len(self.leaves) != 1 or self.side_leaves:
             return None  # side values do not go through the slab: the caller sends them
-        return compile_intake(self.leaves[0], self._targets[0], self._checks[0])
+        return compile_intake(self.leaves[0], self.targets[0], self._checks[0])
 
     def read(self, td: TensorDictBase, rows: np.ndarray | None) -> list[np.ndarray]:
         """Return the checked inputs, one array `[k, ...]` per leaf.
@@ -200,15 +201,11 @@ class GroupIntake:
 
     def write(self, values: Sequence[np.ndarray], rows: np.ndarray | None) -> None:
         """Write the result of `read`."""
-        for target, value in zip(self._targets, values, strict=True):
+        for target, value in zip(self.targets, values, strict=True):
             if rows is None:
                 target[...] = value
             else:
                 target[rows] = value
-
-    def current(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return the inputs of some rows as they were last written, as fresh arrays."""
-        return [target[rows] for target in self._targets]
 
     def _get(self, td: TensorDictBase, leaf: LeafSpec, rows: np.ndarray | None) -> Any:
         value = td.get(leaf.key if len(leaf.key) > 1 else leaf.key[0], None)

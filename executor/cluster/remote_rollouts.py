@@ -217,7 +217,7 @@ class RemoteRollouts:
     def _begin(self, policy: Any, max_steps: int, *, auto_reset: bool) -> None:
         engine, self._num_steps = self._engine, max_steps
         self._kwargs = {"auto_reset": auto_reset, "break_when_any_done": False}
-        engine.refuse_rolling()
+        engine.guard.refuse_rolling()
         engine.refuse_under_way(engine.all_ids)
         policy = policy.policy if isinstance(policy, Placed) else policy
         if policy is not self._policy:

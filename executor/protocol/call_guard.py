@@ -98,6 +98,13 @@ class CallGuard:
         if self.is_foreign:
             raise Closed(f"{call_name()} failed: this executor belongs to the process that made it. Make one here.")
 
+    def refuse_rolling(self) -> None:
+        """Raise `Busy` inside a rollout."""
+        if self._engine.is_rolling:
+            raise Busy(
+                f"{call_name()} failed: a rollout is in progress. Its policy and callback cannot step or reset envs."
+            )
+
     def held(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that makes a call while its caller holds the guard, for calls of a few microseconds.
 

@@ -16,12 +16,10 @@ from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.monitor.statistics import MemoryLog
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
-from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.env_states import EnvStates, Event
 from envherd.shm.interrupts import uninterrupted
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
-from envherd.workers.errors import Busy
 from envherd.workers.seeding import as_root_seed
 
 
@@ -103,13 +101,6 @@ class Calls:
         """Raise `Busy` if any of the envs has a command whose answer was not taken yet."""
         if not self.states.are_running():
             self.states.check(Event.RESET, env_ids)
-
-    def refuse_rolling(self) -> None:
-        """Raise `Busy` inside a rollout."""
-        if self.is_rolling:
-            raise Busy(
-                f"{call_name()} failed: a rollout is in progress. Its policy and callback cannot step or reset envs."
-            )
 
     def rolling(self) -> Rolling:
         """Return the context for a rollout's policy or callback, during which envs must not be stepped."""

@@ -14,12 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, TensorDictBase
+from tensordict import TensorDictBase
 
 from envherd.executor.batches.actions import GroupIntake
 from envherd.executor.batches.arguments import wrong_rows
-from envherd.executor.batches.fast_tensordict import set_leaf
-from envherd.executor.batches.hand_out import add_side
 from envherd.executor.batches.memory import make_loans
 from envherd.executor.batches.step_data import Draft, PlainIntake, StepBatches
 from envherd.executor.batches.transfer import Mover
@@ -58,6 +56,7 @@ class Engine(Calls):
         flights: all commands.
         write_inputs: `(batch, env_ids=None)`: checks and writes its actions, for all envs or for some. On an error
             nothing is written.
+        intakes: check and write the inputs of each group of equal envs.
         plain: which calls are made in C.
         side_inputs: env id -> the inputs of its latest step that did not go through the slab, one per side leaf.
         flights_type: of `flights`.
@@ -80,11 +79,10 @@ class Engine(Calls):
         if pool.capsules is not None:
             pool.capsules.latest_root = self.positions.latest_root
         self.batches = EnvBatches(self.positions, self.side, device, mover=mover, is_copy=copy)
-        self._intakes = [self._make_intake(group) for group in range(len(pool.slab.groups))]
-        self._intake = self._intakes[0] if len(self._intakes) == 1 else None
+        self.intakes = [self._make_intake(group) for group in range(len(pool.slab.groups))]
         self.write_inputs: Callable[..., None] = self._write_unlike_inputs
-        if self._intake is not None and not self._intake.side_leaves:  # one group: rows are ids
-            self.write_inputs = self._intake.put
+        if len(self.intakes) == 1 and not self.intakes[0].side_leaves:  # one group: rows are ids
+            self.write_inputs = self.intakes[0].put
         recyclable = pool.recyclable if options.recycles else None
         recycler = None if recyclable is None else Recycler(recyclable, self.positions, self.side, options, self.memory)
         self.flights = self.flights_type(pool, self.positions, self.side, options, recycler)
@@ -112,7 +110,7 @@ class Engine(Calls):
         env_ids = self.all_ids if env_ids is None else env_ids
         checked = []
         for group in dict.fromkeys(self.positions.places.group_of[env_ids].tolist()):
-            intake = self._intakes[group]
+            intake = self.intakes[group]
             members = (self.positions.places.group_of[env_ids] == group).nonzero()[0]
             own = td if len(members) == len(env_ids) else td[members.tolist()]
             ids = env_ids[members]
@@ -127,23 +125,6 @@ class Engine(Calls):
         for env_id, values in zip(map(int, env_ids), side, strict=True):
             self.side_inputs[env_id] = values
             self.pool.prepare(messages.Prepare(env_id=env_id, side=values))
-
-    def add_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
-        """Add the inputs of the envs' latest steps to a batch."""
-        places = self.positions.places
-        if self._intake is not None or len(groups := set(places.group_of[env_ids].tolist())) == 1:
-            intake = self._intake or self._intakes[groups.pop()]
-            for leaf, value in zip(intake.leaves, intake.current(places.rows_of(env_ids)), strict=True):
-                set_leaf(td, leaf.key, torch.from_numpy(value))
-            if intake.side_leaves:
-                add_side(td, intake.side_keys, [self.side_inputs[i] for i in env_ids.tolist()])
-            return
-        for own, env_id in zip(td.unbind(0), env_ids.tolist(), strict=True):
-            intake = self._intakes[places.group_of[env_id]]
-            for leaf, value in zip(intake.leaves, intake.current(places.row_of[[env_id]]), strict=True):
-                own.set(leaf.key, torch.from_numpy(value)[0])
-            for index, key in intake.side_keys:
-                own.set(key, NonTensorData(self.side_inputs[env_id][index]))
 
     # ---- step --------------------------------------------------------------------------------
 
@@ -160,7 +141,7 @@ class Engine(Calls):
         batch_size = td.batch_size
         if not batch_size or batch_size[0] != self.num_envs:
             raise wrong_rows("step", self.num_envs, td)
-        self.refuse_rolling()
+        self.guard.refuse_rolling()
         flight = self.flights.begin(op, cut=cut, write_inputs=partial(self.write_inputs, td))
         draft = None if self.plain.rows else self.batches.steps.draft[op](flight.at)
         return self.land_step(flight, draft)
@@ -189,7 +170,7 @@ class Engine(Calls):
     @property
     def plain_intake(self) -> PlainIntake | None:
         """The fast path for the actions of a step of all envs, if they are one leaf of one group."""
-        return None if self._intake is None else self._intake.plain
+        return self.intakes[0].plain if len(self.intakes) == 1 else None
 
     def recover(self) -> None:
         """After a call was broken off anywhere: wait for pending commands, and drop their answers."""
@@ -233,7 +214,7 @@ class Engine(Calls):
             reseed: whether the copies' generators are seeded anew.
             fork: see `WorkerPool.branch`.
         """
-        self.refuse_rolling()
+        self.guard.refuse_rolling()
         self.refuse_under_way(np.append(targets, source))
         states = self.states
         if states.values[source] == State.NEEDS_RESET:

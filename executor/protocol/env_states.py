@@ -125,6 +125,11 @@ def table() -> str:
     return state_tables.as_text(FOLLOWS, Event, COMMANDS, REFUSED_WITH)
 
 
+def after(values: bytes, event: int) -> bytes:
+    """Return the states of envs, a byte each, after an event of all of them; 255 where it cannot happen."""
+    return values.translate(_TRANSLATIONS[event])
+
+
 class EnvStates:
     """The states of all envs of one executor, and the latest command of each; see the module.
 
@@ -132,6 +137,7 @@ class EnvStates:
         values: int8 `[N]`, a `State` each.
         ops: int64 `[N]`, the `Op` of the command of each env that has one.
         columns: int64 `[N]`, the column that this command names.
+        memory: `values` as bytes (VIEW).
         running: the bytes of `values` where all envs are RUNNING.
         remedy: what the message of a refused step advises; facades name their host's calls.
     """
@@ -144,7 +150,7 @@ class EnvStates:
         self.columns = np.zeros(num_envs, np.int64)
         self._all_ids = np.arange(num_envs)
         self.running = bytes([_RUNNING]) * num_envs
-        self._bytes = self.values.data.cast("B")
+        self.memory = self.values.data.cast("B")
 
     def are_running(self) -> bool:
         """Return whether all envs are RUNNING."""
@@ -198,10 +204,10 @@ class EnvStates:
 
     def move_all(self, event: int) -> None:
         """Note that something has happened to all envs, as `move` does."""
-        following = self.values.tobytes().translate(_TRANSLATIONS[event])
+        following = after(self.values.tobytes(), event)
         if _IMPOSSIBLE_BYTE in following:
             self.check(Event(event), self._all_ids)
-        self._bytes[:] = following
+        self.memory[:] = following
 
     def start(self, env_ids: np.ndarray, op: Op, columns: Any) -> None:
         """Note that some envs are given a command.

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorData, TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
 from envherd.executor.batches.arguments import wrong_rows
 from envherd.executor.batches.fast_tensordict import get_leaf, maker, num_writes, set_leaf, set_next
+from envherd.executor.batches.hand_out import add_side
 from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.calls import Received
@@ -97,7 +98,7 @@ class Exchange:
     def send(self, td: TensorDictBase, env_ids: np.ndarray, op: Op) -> None:
         """Check a batch of actions and start the steps."""
         engine, positions = self._engine, self._engine.positions
-        engine.refuse_rolling()
+        engine.guard.refuse_rolling()
 
         def write_inputs() -> None:
             engine.write_inputs(td, env_ids)
@@ -156,7 +157,7 @@ class Exchange:
         if td is None:
             td = maker(next_td.batch_size, next_td.device)({})
         else:
-            engine.add_inputs(td, ready)
+            self._add_inputs(td, ready)
         set_next(td, next_td)
         if flights.deliver(ready, columns, is_over) is not None:
             leaves = None
@@ -167,6 +168,25 @@ class Exchange:
             writes = 0 if leaves is None else num_writes(leaves)
             engine.received = Received(ids, ready, leaves, writes, stamp)
         return td
+
+    def _add_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
+        """Add the inputs of the envs' latest steps to a batch."""
+        engine, places = self._engine, self._engine.positions.places
+        groups = {0} if places.is_one_group else {*places.group_of[env_ids].tolist()}
+        if len(groups) == 1:
+            intake, rows = engine.intakes[groups.pop()], places.rows_of(env_ids)
+            for leaf, target in zip(intake.leaves, intake.targets, strict=True):
+                set_leaf(td, leaf.key, torch.from_numpy(target[rows]))
+            if intake.side_leaves:
+                add_side(td, intake.side_keys, [engine.side_inputs[i] for i in env_ids.tolist()])
+            return
+        for own, env_id in zip(td.unbind(0), env_ids.tolist(), strict=True):
+            group, row = places.pairs[env_id]
+            intake = engine.intakes[group]
+            for leaf, target in zip(intake.leaves, intake.targets, strict=True):
+                own.set(leaf.key, torch.from_numpy(np.array(target[row])))
+            for index, key in intake.side_keys:
+                own.set(key, NonTensorData(engine.side_inputs[env_id][index]))
 
 
 def set_ids(td: TensorDictBase, env_ids: np.ndarray) -> TensorDictBase:

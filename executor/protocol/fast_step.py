@@ -11,10 +11,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from envherd.executor.protocol.flight import Flight
+from envherd.executor.protocol.env_states import Event, after
+from envherd.executor.protocol.flight import Flight, Flights
 from envherd.workers.protocol import RING, STEP_RESET, Op, pack
 
 if TYPE_CHECKING:
@@ -48,8 +50,8 @@ def compile_step(
     batch_size, device = engine.batch_size, device or engine.device
     take, write_inputs, land = compile_take(engine), engine.write_inputs, engine.land_step
     next_column, draft, finish = positions.next_column, steps.draft[op], steps.finish
-    note = partial(flights.note_all, int(op))
-    values, running, move_all = flights.states.values.tobytes, flights.states.running, flights.states.move_all
+    note, states = compile_note(flights, op), flights.states
+    values, memory, running, stepping = states.values.tobytes, states.memory, states.running, after(states.running, op)
     words = [pack(int(op), RING, column) for column in range(positions.num_frames)]
     under_way = Flight(flights, op, None, None)
 
@@ -69,7 +71,7 @@ def compile_step(
             write_inputs(td)
         column = next_column()
         flights.current = under_way
-        move_all(op)
+        memory[:] = stepping
         drafted, has_all = step_all(words[column], draft, column)
         if has_all:
             ended = note(column)
@@ -94,8 +96,8 @@ def compile_command(engine: Engine, op: Op) -> Callable[[int], Flight]:
     if engine.plain.step:
         return lambda at: begin(op, at=at)
     absent, step_all = engine.pool.compile()
-    values, running, move_all = flights.states.values.tobytes, flights.states.running, flights.states.move_all
-    note = partial(flights.note_all, int(op))
+    note, states = compile_note(flights, op), flights.states
+    values, memory, running, stepping = states.values.tobytes, states.memory, states.running, after(states.running, op)
     first, each = pack(int(op), engine.positions.where.target, 0), pack(0, 0, 1)
     under_way = Flight(flights, op, None, None)
 
@@ -104,7 +106,7 @@ def compile_command(engine: Engine, op: Op) -> Callable[[int], Flight]:
             return begin(op, at=at)
         under_way.has_landed = False
         flights.current = under_way
-        move_all(op)
+        memory[:] = stepping
         _, has_all = step_all(first + at * each, None, at)
         if not has_all:
             return flights.adopt(op, at)
@@ -115,6 +117,21 @@ def compile_command(engine: Engine, op: Op) -> Callable[[int], Flight]:
         return under_way
 
     return command
+
+
+def compile_note(flights: Flights, op: Op) -> Callable[[int], np.ndarray | None]:
+    """Return `Flights.note_all` for a command that all envs, which were RUNNING, have answered."""
+    states, stepped_all = flights.states, partial(flights.positions.stepped_all, resets_ended=op == STEP_RESET)
+    memory, running, own_op = states.memory, after(after(states.running, op), Event.ANSWERED), int(op)
+
+    def note(column: int) -> np.ndarray | None:
+        if (ended := stepped_all(column)) is None:
+            memory[:] = running
+        else:
+            flights.land_states(own_op, column, ended)
+        return ended
+
+    return note
 
 
 def compile_take(engine: Engine) -> Callable[[dict[str, Any]], bool | None]:

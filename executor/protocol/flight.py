@@ -328,14 +328,17 @@ class Flights:
         Returns:
             The envs whose episodes ended with their step, int64 `[k]`; None for none.
         """
-        positions, resets_ended = self.positions, op == STEP_RESET
-        ended = positions.stepped_all(at, reset_ids, resets_ended=resets_ended)
-        fresh = ended if resets_ended else reset_ids
+        ended = self.positions.stepped_all(at, reset_ids, resets_ended=op == STEP_RESET)
+        self.land_states(op, at, ended, reset_ids)
+        return ended
+
+    def land_states(self, op: int, at: int, ended: np.ndarray | None, reset_ids: np.ndarray | None = None) -> None:
+        """Update the states of all envs; see `note_all`, which has found those that `ended`."""
+        positions, fresh = self.positions, ended if op == STEP_RESET else reset_ids
         over = None if fresh is None else positions.over_at_once(fresh, at + positions.where.root_ahead)
-        if not resets_ended and ended is not None:
+        if op != STEP_RESET and ended is not None:
             over = ended if over is None else np.union1d(ended, over)
         self.states.land_all(over)
-        return ended
 
     def _note_some(self, flight: Flight) -> None:
         """Update the positions of the envs of a flight, some of which may be dead, or left out (see `Flight.cut`)."""
@@ -501,9 +504,10 @@ class Flights:
         return self.current
 
     def take_news(self, env_ids: np.ndarray) -> None:
-        """Record the reports of sent envs besides their rows."""
-        if self.pool.outcome:
-            outcome = self.pool.outcome.hand_out(env_ids)
+        """Record the side values and infos of sent envs. `wait_for` has handled their faults and losses."""
+        reported = self.pool.outcome
+        if reported.side or reported.infos:
+            outcome = reported.hand_out(env_ids)
             self.side.note_values(outcome.side)
             self.side.note_infos(outcome.infos, env_ids.tolist())
         elif self._has_infos:

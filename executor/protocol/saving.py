@@ -53,7 +53,7 @@ def restore(engine: Engine, env_ids: np.ndarray, states: Any) -> None:
             f"restore failed: expected a list of {len(env_ids)} states, one for each env, got {got}. To restore one "
             f"state in several envs: env.restore([state] * {len(env_ids)}, env_ids)."
         )
-    engine.refuse_rolling()
+    engine.guard.refuse_rolling()
     engine.refuse_under_way(env_ids)
     for env_id, state in zip(env_ids.tolist(), states, strict=True):
         if not (isinstance(state, Mapping) and {"env", "root", "ended"} <= state.keys()):
@@ -93,7 +93,7 @@ def load_state_dict(engine: Engine, state: Any) -> None:
     """Load a state of all envs from a checkpoint; see `BatchedEnv.load_state_dict`."""
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict failed: expected what state_dict() returned, got {state!r}.")
-    engine.refuse_rolling()
+    engine.guard.refuse_rolling()
     engine.refuse_under_way(engine.all_ids)
     num_envs, kept = engine.num_envs, state.get("executor")
     missing = [i for i in range(num_envs) if f"env{i}" not in state]

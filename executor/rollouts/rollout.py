@@ -116,7 +116,7 @@ class RolloutRunner:
             return data if out is None else _fill(out, data)
 
         with engine.guard:
-            engine.refuse_rolling()
+            engine.guard.refuse_rolling()
             engine.refuse_under_way(engine.all_ids)
             act = self._checked(policy or env.rand_action)
             watch = None if callback is None else self._checked(functools.partial(callback, env))

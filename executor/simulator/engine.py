@@ -137,7 +137,7 @@ class SimulatorEngine(Calls):
         """Step the simulator; return the `next` batch, and the root after it if the op is STEP_RESET."""
         if td.batch_size[:1] != (1,):
             raise wrong_rows("step", 1, td)
-        self.refuse_rolling()
+        self.guard.refuse_rolling()
         self.states.check(op, self.all_ids)
         following: Leaves = []
         outcome = self.carry_out(op, self.read_inputs(td), self._taker(following))
@@ -364,7 +364,7 @@ class SimulatorExchange(Exchange):
 
     def send(self, td: TensorDictBase, env_ids: np.ndarray, op: Op) -> None:
         """Check a batch of actions and make the step."""
-        self._engine.refuse_rolling()
+        self._engine.guard.refuse_rolling()
         if len(env_ids):
             self._engine.send(td, op)
 

@@ -10,7 +10,7 @@ import pytest
 
 from envherd.executor.pools import worker_pool
 from envherd.executor.pools.fast_commands import NativeExchange, exchange_natively
-from envherd.executor.protocol.env_states import FOLLOWS, EnvStates, Event, State
+from envherd.executor.protocol.env_states import FOLLOWS, EnvStates, Event, State, after
 from envherd.workers.protocol import Op
 
 Step = tuple[State, Event, State]
@@ -29,7 +29,8 @@ class StateTrace:
         self.in_c: set[Step] = set()
         self._latest: dict[int, np.ndarray] = {}  # id of an array of states -> its content after the latest event
         self._arrays: list[np.ndarray] = []  # so that no other gets their ids
-        move, move_all, land_all = EnvStates.move, EnvStates.move_all, EnvStates.land_all
+        self._is_watching = False
+        make, move, move_all, land_all = EnvStates.__init__, EnvStates.move, EnvStates.move_all, EnvStates.land_all
         trace = self
 
         def moved(states: EnvStates, env_ids: np.ndarray, event: Any) -> None:
@@ -50,6 +51,11 @@ class StateTrace:
             )
             trace._watch(states.values, lambda: land_all(states, ended), lambda: events)
 
+        def made(states: EnvStates, num_envs: int) -> None:
+            make(states, num_envs)
+            states.memory = _Memory(trace, states)  # type: ignore[assignment]
+
+        monkeypatch.setattr(EnvStates, "__init__", made)
         monkeypatch.setattr(EnvStates, "move", moved)
         monkeypatch.setattr(EnvStates, "move_all", moved_all)
         monkeypatch.setattr(EnvStates, "land_all", landed_all)
@@ -74,6 +80,16 @@ class StateTrace:
 
         return commands._replace(send=send, take=take)
 
+    def stored(self, states: EnvStates, values: bytes, store: Callable[[], None]) -> None:
+        """Note what a fast step stores: the command of all envs, or their answers."""
+        if self._is_watching:  # a function that stores is watched as a whole
+            store()
+            return
+        before = states.values.tobytes()
+        events = [event for event in (Event.STEP, Event.STEP_RESET, Event.ANSWERED) if after(before, event) == values]
+        assert events, f"no event of a step leads from {[*before]} to {[*values]}"
+        self._watch(states.values, store, lambda: dict.fromkeys(range(len(before)), events[0]))
+
     def _watch(
         self,
         values: np.ndarray,
@@ -89,15 +105,15 @@ class StateTrace:
         assert (before == latest).all(), f"states were changed from {latest.tolist()} to {before.tolist()}"
         result: Any = None
         events: Mapping[int, Any] = {}
+        self._is_watching = True
         try:
             result = call()
         finally:
-            after = self._latest[id(values)] = values.copy()
+            self._is_watching = False
+            then = self._latest[id(values)] = values.copy()
         if result is None or (result is not False and result >= 0):  # of C: False or -1 if it has done nothing
             events = events_of()
-        for env_id, (one, other) in enumerate(
-            zip(map(State, before.tolist()), map(State, after.tolist()), strict=True)
-        ):
+        for env_id, (one, other) in enumerate(zip(map(State, before.tolist()), map(State, then.tolist()), strict=True)):
             if env_id not in events:
                 assert one is other, f"env {env_id} went from {one.name} to {other.name} without an event"
                 continue
@@ -107,6 +123,16 @@ class StateTrace:
                 if steps is not None:
                     steps.add((one, event, other))
         return result
+
+
+class _Memory:
+    """`EnvStates.memory`, of which a trace notes every store."""
+
+    def __init__(self, trace: StateTrace, states: EnvStates) -> None:
+        self._trace, self._states, self._memory = trace, states, states.memory
+
+    def __setitem__(self, place: slice, values: bytes) -> None:
+        self._trace.stored(self._states, values, lambda: self._memory.__setitem__(place, values))
 
 
 def _answer_of(facts: Mapping[str, Any], env_id: int) -> Event:

@@ -138,7 +138,7 @@ def test_the_parent_does_it_in_that_order(monkeypatch):
         env.send(env.rand_action())
         assert in_order(notes) == list(PARENT_STEPS)
         env.recv()
-        intake: Any = env._engine._intake
+        intake: Any = env._engine.intakes[0]
         intake.plain = intake.plain._replace(take_all=Watched("inputs", intake.plain.take_all, notes))
         env.compile()
         for step in (env.step, env.step_and_maybe_reset):
