@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.protocol.env_states import Event, after
-from envherd.executor.protocol.flight import Flight, Flights
+from envherd.executor.protocol.flight import Flight
 from envherd.workers.protocol import RING, STEP_RESET, Op, pack
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: `td -> (next, root)`, or None if the step was not made.
 FastStep = Callable[[TensorDictBase], tuple[TensorDictBase, TensorDictBase | None] | None]
+#: See `_compile_give`.
+Give = Callable[[int, Any, int], tuple[Any, Flight | None, np.ndarray | None]]
 
 
 def never(_: Any) -> None:
@@ -44,16 +46,12 @@ def compile_step(
     """
     if engine.plain.step:
         return never
-    absent, step_all = engine.pool.compile()
-    flights, positions = engine.flights, engine.positions
-    steps = steps or engine.batches.steps
+    positions, steps = engine.positions, steps or engine.batches.steps
     batch_size, device = engine.batch_size, device or engine.device
     take, write_inputs, land = compile_take(engine), engine.write_inputs, engine.land_step
     next_column, draft, finish = positions.next_column, steps.draft[op], steps.finish
-    note, states = compile_note(flights, op), flights.states
-    values, memory, running, stepping = states.values.tobytes, states.memory, states.running, after(states.running, op)
+    can_give, give = _compile_give(engine, op)
     words = [pack(int(op), RING, column) for column in range(positions.num_frames)]
-    under_way = Flight(flights, op, None, None)
 
     def step(td: Any) -> Any:
         if (
@@ -63,22 +61,14 @@ def compile_step(
             or td._td_dim_names is not None  # noqa: SLF001
             or td._is_locked  # noqa: SLF001
             or "next" in (source := td._tensordict)  # noqa: SLF001
-            or absent
-            or values() != running
+            or not can_give()
         ):
             return None
         if not take(source):
             write_inputs(td)
         column = next_column()
-        flights.current = under_way
-        memory[:] = stepping
-        drafted, has_all = step_all(words[column], draft, column)
-        if has_all:
-            ended = note(column)
-            flights.current = None
-            pair = finish(drafted, column, ended)
-        else:
-            pair = land(flights.adopt(op, column), drafted, steps)
+        drafted, flight, ended = give(words[column], draft, column)
+        pair = finish(drafted, column, ended) if flight is None else land(flight, drafted, steps)
         source["next"] = pair[0]
         return td, pair[1]
 
@@ -95,43 +85,56 @@ def compile_command(engine: Engine, op: Op) -> Callable[[int], Flight]:
     begin = flights.begin
     if engine.plain.step:
         return lambda at: begin(op, at=at)
-    absent, step_all = engine.pool.compile()
-    note, states = compile_note(flights, op), flights.states
-    values, memory, running, stepping = states.values.tobytes, states.memory, states.running, after(states.running, op)
+    can_give, give = _compile_give(engine, op)
     first, each = pack(int(op), engine.positions.where.target, 0), pack(0, 0, 1)
-    under_way = Flight(flights, op, None, None)
+    landed = Flight(flights, op, None, None)
+    landed.has_landed = True
 
     def command(at: int) -> Flight:
-        if absent or values() != running:
+        if not can_give():
             return begin(op, at=at)
-        under_way.has_landed = False
-        flights.current = under_way
-        memory[:] = stepping
-        _, has_all = step_all(first + at * each, None, at)
-        if not has_all:
-            return flights.adopt(op, at)
-        ended = note(at)
-        under_way.was_reset = ended if op == STEP_RESET else None
-        under_way.has_landed = True
-        flights.current = None
-        return under_way
+        _, flight, ended = give(first + at * each, None, at)
+        if flight is not None:
+            return flight
+        landed.was_reset = ended if op == STEP_RESET else None
+        return landed
 
     return command
 
 
-def compile_note(flights: Flights, op: Op) -> Callable[[int], np.ndarray | None]:
-    """Return `Flights.note_all` for a command that all envs, which were RUNNING, have answered."""
-    states, stepped_all = flights.states, partial(flights.positions.stepped_all, resets_ended=op == STEP_RESET)
-    memory, running, own_op = states.memory, after(after(states.running, op), Event.ANSWERED), int(op)
+def _compile_give(engine: Engine, op: Op) -> tuple[Callable[[], bool], Give]:
+    """Return the two functions that begin and land a command of all envs.
 
-    def note(column: int) -> np.ndarray | None:
+    Returns:
+        A function that returns whether it can be given: all envs are RUNNING, and all workers serve. And one that gives
+        it and waits: `(word, draft, column) -> (result of draft(column), flight, ended)`. The flight has not landed, or
+        is None. Then `ended` are the envs whose episodes have ended, int64 `[k]`, or None for none.
+    """
+    absent, step_all = engine.pool.compile()
+    flights, states = engine.flights, engine.flights.states
+    values, memory, running = states.values.tobytes, states.memory, states.running
+    stepping = after(running, op)
+    answered = after(stepping, Event.ANSWERED)
+    stepped_all, own_op = partial(engine.positions.stepped_all, resets_ended=op == STEP_RESET), int(op)
+    under_way = Flight(flights, op, None, None)
+
+    def can_give() -> bool:
+        return not absent and values() == running
+
+    def give(word: int, draft: Any, column: int) -> tuple[Any, Flight | None, np.ndarray | None]:
+        flights.current = under_way
+        memory[:] = stepping
+        drafted, has_all = step_all(word, draft, column)
+        if not has_all:
+            return drafted, flights.adopt(op, column), None
         if (ended := stepped_all(column)) is None:
-            memory[:] = running
+            memory[:] = answered
         else:
             flights.land_states(own_op, column, ended)
-        return ended
+        flights.current = None
+        return drafted, None, ended
 
-    return note
+    return can_give, give
 
 
 def compile_take(engine: Engine) -> Callable[[dict[str, Any]], bool | None]:
