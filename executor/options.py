@@ -65,7 +65,8 @@ class ExecutorOptions:
             import modules; None waits forever.
         reset_timeout_s: seconds for a reset; None waits forever (a stall is logged after `stall_log_s`).
         step_timeout_s: seconds for a step; None waits forever (a stall is logged after `stall_log_s`). A worker that
-            has begun a reset in the same call (`step_and_maybe_reset`, rollouts) has `reset_timeout_s` in addition.
+            has begun a reset in the same call (`step_and_maybe_reset`, rollouts) has `reset_timeout_s` in addition. A
+            pause of all processes (a suspended job) counts as at most a second.
         stall_log_s: seconds after which the executor logs the stack of a worker that it waits for without a deadline.
         loss_grace_s: seconds for the other workers to answer after a worker was lost, before the loss is raised
             (`on_worker_loss="raise"`). Envs without an answer by then must also be reset, and the error's `partial`

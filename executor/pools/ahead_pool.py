@@ -79,7 +79,7 @@ class AheadPool(WorkerPool):
         super()._make_slab()
 
     def _make_words(self) -> FusedWords:
-        words = FusedWords(self.slab)
+        words = FusedWords(self.slab, self._clock)
         self.outcome.held_back = words.is_in_parts
         return words
 

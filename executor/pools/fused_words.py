@@ -6,12 +6,11 @@ written, an interrupt changes nothing.
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.replies import Outcome
+from envherd.executor.pools.waiting import Clock
 from envherd.shm.slab import Slab
 from envherd.workers.protocol import STEP_RESET, Status
 
@@ -20,10 +19,16 @@ _FAILED = int(Status.FAILED)  # for arrays; see `workers.protocol.STEP`
 
 
 class FusedWords(CommandWords):
-    """See the module and `CommandWords`."""
+    """See the module and `CommandWords`.
 
-    def __init__(self, slab: Slab) -> None:
+    Args:
+        slab: of the words.
+        clock: counts how long envs owe the answer to a RESET.
+    """
+
+    def __init__(self, slab: Slab, clock: Clock) -> None:
         super().__init__(slab)
+        self._clock = clock
         num_envs = len(self.command_seq)
         self.order = np.zeros(num_envs, np.int64)
         self._ends = slab.words["ends"]
@@ -31,7 +36,7 @@ class FusedWords(CommandWords):
         self._following = np.full(num_envs, _NONE)  # number of the RESET after it, until its messages are read
         self._resets = np.zeros(num_envs, np.int64)  # the RESET to give
         self._num_ends = np.zeros(num_envs, np.int64)  # before the STEP
-        self._followed_at = np.zeros(num_envs)  # monotonic seconds
+        self._followed_at = np.zeros(num_envs)  # seconds of the clock
 
     def note_order(self, env_ids: np.ndarray, ops: int | np.ndarray, resets: np.ndarray | int) -> None:
         """Record the op of the next command of some envs.
@@ -56,7 +61,7 @@ class FusedWords(CommandWords):
 
     def write_resets(self, env_ids: np.ndarray) -> None:
         """Write RESETs for envs whose episodes have ended."""
-        self._following[env_ids], self._followed_at[env_ids] = self.number[0] + 1, time.monotonic()
+        self._following[env_ids], self._followed_at[env_ids] = self.number[0] + 1, self._clock.now()
         self.write(env_ids, self._resets[env_ids])
 
     def has_answered(self) -> np.ndarray:
@@ -88,4 +93,4 @@ class FusedWords(CommandWords):
 
     def late_following(self, limit_s: float) -> list[int]:
         """Return the envs that have owed the answer to such a RESET for longer than `limit_s`."""
-        return np.flatnonzero(self.owes_following() & (self._followed_at < time.monotonic() - limit_s)).tolist()
+        return np.flatnonzero(self.owes_following() & (self._followed_at < self._clock.now() - limit_s)).tolist()

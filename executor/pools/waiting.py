@@ -20,10 +20,32 @@ class DeadlinePassed(TimeoutError):
     """
 
 
+class Clock:
+    """Counts the seconds in which the caller looks at its workers.
+
+    Of the time between two readings, at most `MOST_S` counts. Waits read it every few milliseconds, so a longer time is
+    one in which the caller did something else, or in which the machine stopped all processes (a suspended job, a
+    virtual machine that is moved). No worker is late because of that.
+    """
+
+    MOST_S = 1.0
+
+    def __init__(self) -> None:
+        self._read_at, self._counted_s = time.monotonic(), 0.0
+
+    def now(self) -> float:
+        """Return the seconds that have counted so far."""
+        now = time.monotonic()
+        self._counted_s += min(now - self._read_at, self.MOST_S)
+        self._read_at = now
+        return self._counted_s
+
+
 class Deadline:
     """The limits of one wait, which begins now.
 
     Args:
+        clock: counts the seconds.
         timeout_s: seconds; None: no limit.
         more_for_resets_s: additional seconds for workers that have begun a reset since; None: no limit.
         kills: whether to kill late workers; False only ends the wait.
@@ -35,9 +57,16 @@ class Deadline:
     """
 
     def __init__(
-        self, timeout_s: float | None, more_for_resets_s: float | None, stall_log_s: float, *, kills: bool = True
+        self,
+        clock: Clock,
+        timeout_s: float | None,
+        more_for_resets_s: float | None,
+        stall_log_s: float,
+        *,
+        kills: bool = True,
     ) -> None:
-        self._began = time.monotonic()
+        self._now = clock.now
+        self._began = clock.now()
         self.kills = kills
         self.reset_limit_s = more_for_resets_s if kills and more_for_resets_s else None
         self._end = None if timeout_s is None else self._began + timeout_s
@@ -47,11 +76,11 @@ class Deadline:
 
     def left_s(self, at_most_s: float) -> float:
         """Return the seconds that are left, but at most `at_most_s`."""
-        return at_most_s if self._end is None else min(at_most_s, self._end - time.monotonic())
+        return at_most_s if self._end is None else min(at_most_s, self._end - self._now())
 
-    def has_passed(self, now: float) -> bool:
+    def has_passed(self) -> bool:
         """Return whether the wait is over."""
-        return self._end is not None and now >= self._end
+        return self._end is not None and self._now() >= self._end
 
     @property
     def limit_s(self) -> float:
@@ -69,9 +98,9 @@ class Deadline:
         self._end = None if self._more_s is None else self._end + self._more_s
         self._more_s = 0.0
 
-    def stalled_s(self, now: float) -> float | None:
+    def stalled_s(self) -> float | None:
         """Return the seconds waited so far, if it is time to log them; else None."""
-        if self._end is not None or now < self._stall_at:
+        if self._end is not None or (now := self._now()) < self._stall_at:
             return None
         self._stall_at = now + self._stall_log_s
         return now - self._began
@@ -84,6 +113,7 @@ class Overdue:
     seconds. The time in which envs wait for their turn in a worker does not count.
 
     Args:
+        clock: counts the seconds.
         step_s: seconds for a step; None: no limit.
         reset_s: seconds for a reset, in addition to those for a step; None: no limit.
         phase_of: returns the phase of a worker, and its env.
@@ -93,12 +123,14 @@ class Overdue:
 
     def __init__(
         self,
+        clock: Clock,
         step_s: float | None,
         reset_s: float | None,
         phase_of: Callable[[int], tuple[str, int | None]],
         command_seq: np.ndarray,
         worker_of: np.ndarray,
     ) -> None:
+        self._clock = clock
         self._step_s, self._reset_s = step_s, None if reset_s is None else reset_s + (step_s or 0.0)
         self._phase_of, self._command_seq, self._worker_of = phase_of, command_seq, worker_of
         self._seen: dict[int, tuple[tuple[str, int | None, int], float]] = {}
@@ -109,7 +141,7 @@ class Overdue:
         Args:
             owing: workers that have a command to carry out; the others are forgotten.
         """
-        now, seen, late = time.monotonic(), self._seen, []
+        now, seen, late = self._clock.now(), self._seen, []
         self._seen = {}
         for worker_id in owing:
             phase, env_id = self._phase_of(worker_id)

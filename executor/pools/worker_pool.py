@@ -34,7 +34,7 @@ from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.slab_plate import LABEL, describe, show_path
 from envherd.executor.pools.slab_pool import SlabPool
 from envherd.executor.pools.supervisor import Supervisor
-from envherd.executor.pools.waiting import Deadline, Overdue
+from envherd.executor.pools.waiting import Clock, Deadline, Overdue
 from envherd.shm.nameplate import create_named
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
@@ -77,6 +77,7 @@ class WorkerPool(SlabPool):
         self._all_ids = np.arange(self.num_envs)
         self.holds_storages = False
         self._looked_at = 0.0
+        self._clock = Clock()
         self._is_reading = False  # a worker is writing more than its socket holds
         self.resets_before_start = np.zeros(len(self.worker_ids), np.int64)
 
@@ -145,9 +146,9 @@ class WorkerPool(SlabPool):
 
     def _make_overdue(self) -> Overdue | None:
         limits = self.options.step_timeout_s, self.options.reset_timeout_s
-        return (
-            None if limits == (None, None) else Overdue(*limits, self.phase_of, self.words.command_seq, self.worker_of)
-        )
+        if limits == (None, None):
+            return None
+        return Overdue(self._clock, *limits, self.phase_of, self.words.command_seq, self.worker_of)
 
     def _make_supervisor(self) -> Supervisor:
         return Supervisor(self, self.crew, self.options)
@@ -255,7 +256,7 @@ class WorkerPool(SlabPool):
                 self._collect()
             return True
         self.has_waited = False
-        deadline = Deadline(timeout_s, more_for_resets_s, self.options.stall_log_s)
+        deadline = Deadline(self._clock, timeout_s, more_for_resets_s, self.options.stall_log_s)
         self._wait_slowly(self._all_ids, self.num_envs, deadline)
         self._collect()
         return self.words.is_idle()
@@ -306,7 +307,7 @@ class WorkerPool(SlabPool):
         self._follow_up()
         ready = self.words.ready(env_ids)
         if len(ready) < count:
-            deadline = Deadline(timeout_s, more_for_resets_s, self.options.stall_log_s, kills=kill_late)
+            deadline = Deadline(self._clock, timeout_s, more_for_resets_s, self.options.stall_log_s, kills=kill_late)
             self._wait_slowly(env_ids, count, deadline, through_losses=through_losses)
             ready = self.words.ready(env_ids)
         self._collect()
@@ -335,12 +336,11 @@ class WorkerPool(SlabPool):
             if not self._tally.expect(total + missing) or (left_s > 0 and self._done.wait(left_s)):
                 continue  # answers came: whether they are enough, only the numbers show
             self._look_around()
-            now = time.monotonic()
-            if not through_losses and self.supervisor.must_raise(now):
+            if not through_losses and self.supervisor.must_raise(time.monotonic()):
                 return
-            if deadline.has_passed(now) and not (deadline.kills and self._give_up_late(deadline, num_resets)):
+            if deadline.has_passed() and not (deadline.kills and self._give_up_late(deadline, num_resets)):
                 return  # killed workers' envs count as answered; without kills, fewer envs have answered
-            if (waited_s := deadline.stalled_s(now)) is not None:
+            if (waited_s := deadline.stalled_s()) is not None:
                 self._log_stalls(waited_s)
 
     def _give_up_late(self, deadline: Deadline, num_resets: np.ndarray) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import psutil
 import pytest
 import torch
 from tensordict import TensorDict
@@ -441,6 +442,38 @@ class TestDeadlines:
             received = {i: cut for td in (env.recv(1), env.recv(1)) for i, cut in zip(*cuts(td), strict=True)}
             assert received == {0: True, 1: False}
             assert env.statistics().worker_losses == 1
+
+    @pytest.mark.parametrize("call", ["step", "sent"])
+    def test_a_time_in_which_all_processes_are_stopped_does_not_count(self, tmp_path, call):
+        """A suspended job, or a machine that is paused: the worker had no chance to run."""
+        gate, options = Gate(tmp_path), ExecutorOptions(step_timeout_s=3.0, reset_timeout_s=3.0)
+
+        def body() -> list[int]:
+            (tmp_path / "pid").write_text(str(os.getpid()))
+            with ParallelEnv(1, functools.partial(HaltingEnv, gate, 1), num_workers=1, options=options) as env:
+                env.reset()
+                if call == "step":
+                    return counters(env.step(act(env))["next"])
+                env.send(act(env))
+                return counters(env.recv()["next"])
+
+        def pause() -> None:
+            gate.await_somebody()
+            time.sleep(0.1)  # the caller waits, and has seen the worker at this step
+            script = psutil.Process(int((tmp_path / "pid").read_text()))
+            processes = [script, *script.children(recursive=True)]
+            for process in processes:
+                process.suspend()
+            time.sleep(3.5)
+            gate.open()
+            for process in processes:
+                process.resume()
+                time.sleep(0.2)  # it looks at the clock before the worker answers
+
+        pauser = threading.Thread(target=pause)
+        pauser.start()
+        assert in_child(body) == [1]
+        pauser.join()
 
     def test_ctrl_c_in_an_env_that_hangs_keeps_the_deadline(self, tmp_path):
         gate = Gate(tmp_path)
