@@ -314,26 +314,20 @@ class Flights:
         if is_partial or not (flight.is_all and isinstance(at, int) and flight.op != Op.RESET):
             self._note_some(flight)
             return
-        flight.ended = self.note_all(flight.op, at, flight.resets)
-        flight.was_reset = flight.ended if flight.op == Op.STEP_RESET else flight.resets
+        resets_ended, resets = flight.op == STEP_RESET, flight.resets
+        flight.ended = ended = self.positions.stepped_all(at, resets, resets_ended=resets_ended)
+        self.land_states(flight.op, at, ended, resets)
+        flight.was_reset = ended if resets_ended else resets
 
-    def note_all(self, op: int, at: int, reset_ids: np.ndarray | None = None) -> np.ndarray | None:
-        """Update the positions and states of all envs, which have answered a STEP or a STEP_RESET.
+    def land_states(self, op: int, at: int, ended: np.ndarray | None, reset_ids: np.ndarray | None = None) -> None:
+        """Update the states of all envs, which have answered a STEP or a STEP_RESET.
 
         Args:
             op: the command.
             at: the column of the rows.
+            ended: the envs whose episodes ended with their step, int64 `[k]`; None for none.
             reset_ids: envs that a STEP has reset instead; see `begin`.
-
-        Returns:
-            The envs whose episodes ended with their step, int64 `[k]`; None for none.
         """
-        ended = self.positions.stepped_all(at, reset_ids, resets_ended=op == STEP_RESET)
-        self.land_states(op, at, ended, reset_ids)
-        return ended
-
-    def land_states(self, op: int, at: int, ended: np.ndarray | None, reset_ids: np.ndarray | None = None) -> None:
-        """Update the states of all envs; see `note_all`, which has found those that `ended`."""
         positions, fresh = self.positions, ended if op == STEP_RESET else reset_ids
         over = None if fresh is None else positions.over_at_once(fresh, at + positions.where.root_ahead)
         if op != STEP_RESET and ended is not None:
