@@ -59,7 +59,7 @@ BUDGET = {
     "executor/monitor": 410,
     "executor/native": 960,
     "executor/pools": 5607,
-    "executor/protocol": 3373,
+    "executor/protocol": 3365,
     "executor/rollouts": 921,
     "executor/show": 2174,
     "executor/simulator": 797,

@@ -30,7 +30,7 @@ Give = Callable[[int, Any, int], tuple[Any, Flight | None, np.ndarray | None]]
 
 
 def never(_: Any) -> None:
-    """Return None: the caller must use `Engine.step_all`."""
+    """Do nothing: the caller must use `Engine.step_all`, or `Engine.write_inputs`."""
 
 
 def compile_step(
@@ -48,7 +48,8 @@ def compile_step(
         return never
     positions, steps = engine.positions, steps or engine.batches.steps
     batch_size, device = engine.batch_size, device or engine.device
-    take, write_inputs, land = compile_take(engine), engine.write_inputs, engine.land_step
+    plain, write_inputs, land = engine.plain_intake, engine.write_inputs, engine.land_step
+    find, take_all = (never, never) if plain is None else (plain.find, plain.take_all)
     next_column, draft, finish = positions.next_column, steps.draft[op], steps.finish
     can_give, give = _compile_give(engine, op)
     words = [pack(int(op), RING, column) for column in range(positions.num_frames)]
@@ -64,7 +65,7 @@ def compile_step(
             or not can_give()
         ):
             return None
-        if not take(source):
+        if not take_all(find(source)):
             write_inputs(td)
         column = next_column()
         drafted, flight, ended = give(words[column], draft, column)
@@ -135,12 +136,3 @@ def _compile_give(engine: Engine, op: Op) -> tuple[Callable[[], bool], Give]:
         return drafted, None, ended
 
     return can_give, give
-
-
-def compile_take(engine: Engine) -> Callable[[dict[str, Any]], bool | None]:
-    """Return a function that writes plain actions from the entries of a batch, and returns whether it has."""
-    plain = engine.plain_intake
-    if plain is None:
-        return never
-    find, take_all = plain.find, plain.take_all
-    return lambda source: take_all(find(source))
