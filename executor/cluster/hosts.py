@@ -327,10 +327,6 @@ class Hosts(SlabPool):
         )
         Call(host, "run", (order,), env_ids)
 
-    def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
-        """Return which envs were given a command after that of number `since`, bool `[k]`."""
-        return np.asarray(self.words.command_seq[env_ids] > since)
-
     # ---- answers -----------------------------------------------------------------------------
 
     def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
@@ -363,7 +359,7 @@ class Hosts(SlabPool):
             ready = self.words.ready(env_ids)
             left = None if end is None else end - time.monotonic()
             if len(ready) >= count or (left is not None and left <= 0):
-                return np.asarray(ready[self.words.order[ready].argsort(kind="stable")])
+                return self.words.by_order(ready)
 
     def get(self, call: Call) -> Any:
         """Wait for the answer to a call without envs.

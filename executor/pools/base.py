@@ -68,7 +68,7 @@ class Pool(Protocol):
         specs: one per env.
         plan: of the slab.
         slab: inputs, rows and words of all envs.
-        words: commands and answers of all envs.
+        words: commands and answers of all envs; the engine writes to `answers_lost`.
         outcome: reports besides the rows, until they are handed out.
         has_waited: set if the next `wait_all` need not wait before it looks at the workers; `wait_all` clears it.
         holds_storages: whether the pool keeps the memory of a rollout storage until that is detached.
@@ -103,11 +103,6 @@ class Pool(Protocol):
     @property
     def serving(self) -> Sequence[int]:
         """The workers that run steps, in the order of their envs: all, unless envs have two instances."""
-        ...
-
-    @property
-    def answers_lost(self) -> np.ndarray:
-        """Whether a loss has taken the answer to the latest command of an env, bool `[N]`; the engine writes to it."""
         ...
 
     @property

@@ -74,6 +74,10 @@ class CommandWords:
         """Return those of some envs that owe no answer."""
         return env_ids[self.has_answered()[env_ids]]
 
+    def by_order(self, env_ids: np.ndarray) -> np.ndarray:
+        """Return some envs, int `[k]`, the oldest command first."""
+        return np.asarray(env_ids[self.order[env_ids].argsort(kind="stable")])
+
     def announces_nothing(self) -> bool:
         """Return whether no answer announces messages."""
         return self.status.tobytes() == self._no_status

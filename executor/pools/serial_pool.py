@@ -221,7 +221,7 @@ class SerialPool(SlabPool):
         through_losses: bool = False,
     ) -> np.ndarray:
         """Return the envs, oldest command first: all have answered."""
-        return env_ids[self.words.order[env_ids].argsort(kind="stable")]
+        return self.words.by_order(env_ids)
 
     def outstanding(self) -> np.ndarray:
         """Return the env ids that owe an answer: none, ever."""

@@ -49,11 +49,6 @@ class SlabPool:
         """Do nothing: `envherd top` shows only the workers of one machine."""
 
     @property
-    def answers_lost(self) -> np.ndarray:
-        """Whether a loss has taken the answer to the latest command of an env, bool `[N]`."""
-        return self.words.answers_lost
-
-    @property
     def num_ahead(self) -> int:
         """0: no episode begins before it is requested."""
         return 0
@@ -66,6 +61,10 @@ class SlabPool:
     def prepared_by(self, env_id: int, worker_id: int) -> int | None:  # noqa: ARG002  # see `CapsuleWriter`
         """Return None: no episode begins before it is requested."""
         return None
+
+    def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
+        """Return which envs were given a command after that of number `since`, bool `[k]`."""
+        return np.asarray(self.words.command_seq[env_ids] > since)
 
     def outstanding(self) -> np.ndarray:
         """Return the env ids that owe an answer, int `[k]`."""

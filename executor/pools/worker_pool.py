@@ -159,10 +159,6 @@ class WorkerPool(SlabPool):
         self.slab.words["mail_seq"][worker_id] = latest
         self._rings[worker_id]()
 
-    def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
-        """Return which envs were given a command after that of number `since`, bool `[k]`."""
-        return np.asarray(self.words.command_seq[env_ids] > since)
-
     @property
     def lost(self) -> dict[int, EnvherdError]:
         """Worker id -> the error that describes its loss."""
@@ -246,10 +242,6 @@ class WorkerPool(SlabPool):
         for worker_id in filter(self.supervisor.is_serving, self.worker_ids):
             self._rings[worker_id]()  # after an interrupt, the successor may serve already
 
-    def is_idle(self) -> bool:
-        """Return whether no env owes an answer."""
-        return self.words.is_idle()
-
     def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
         if not self.has_waited and self._take_tokens():  # else C has waited in vain
             if self._caller is None:  # C has seen that no answer announces messages
@@ -311,11 +303,7 @@ class WorkerPool(SlabPool):
             self._wait_slowly(env_ids, count, deadline, through_losses=through_losses)
             ready = self.words.ready(env_ids)
         self._collect()
-        return self._by_order(ready)
-
-    def _by_order(self, ready: np.ndarray) -> np.ndarray:
-        """Return answered envs, int `[k]`, in the order in which they were sent."""
-        return np.asarray(ready[self.words.order[ready].argsort(kind="stable")])
+        return self.words.by_order(ready)
 
     def _wait_slowly(
         self, env_ids: np.ndarray, count: int, deadline: Deadline, *, through_losses: bool = False

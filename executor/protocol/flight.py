@@ -477,10 +477,10 @@ class Flights:
         self.num_errors += len(faults)
         losses = pool.outcome.hand_out(faulty).losses
         # Not only `losses`: an interrupt may have come after they were taken and before they were handled.
-        answers_lost = self.states.under_way & pool.answers_lost
+        answers_lost = self.states.under_way & pool.words.answers_lost
         workers = {int(w) for w in pool.worker_of[answers_lost]} & set(pool.lost)
         error = self.losses.replace({**{w: pool.lost[w] for w in workers}, **losses}, _NOBODY)
-        left = np.flatnonzero(self.states.under_way & pool.answers_lost)
+        left = np.flatnonzero(self.states.under_way & pool.words.answers_lost)
         if error is None and len(left):
             self.losses.cut_off_sent(left)
         self._num_settled = num_losses

@@ -75,7 +75,7 @@ class Losses:
         others = np.setdiff1d(self._pool.blueprint.envs_of(losses), own)
         is_sent = self._states.under_way[others]
         idle, sent = others[~is_sent], others[is_sent]
-        self._pool.answers_lost[sent] = True  # first: after an interrupt they must not count as running or answered
+        self._pool.words.answers_lost[sent] = True  # first: an interrupt must leave none as running or answered
         self._states.move(idle, Event.IS_LOST)
         self._positions.mark_lost(idle)  # before a worker counts as replaced: an interrupt may come in between
         error = self._begin_restarts(losses) if self._is_replacing else next(iter(losses.values()))
@@ -106,6 +106,6 @@ class Losses:
         for env_id, column in zip(lost[is_stepped].tolist(), columns[is_stepped].tolist(), strict=True):
             positions.cut_off(env_id, column)
         self.note_interrupted(lost[is_stepped])
-        pool.answers_lost[lost[~is_due]] = False
+        pool.words.answers_lost[lost[~is_due]] = False
         if is_due.any():
             pool.submit_later(lost[is_due], Op.RESET, positions.where.target, columns[is_due], Flag.EACH)

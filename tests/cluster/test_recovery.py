@@ -116,9 +116,9 @@ def test_a_host_that_is_lost_repeatedly_is_finally_not_replaced(hosts):
         lose_and_restart(hosts)
         assert place.num_ended == number
         assert not len(hosts.outstanding())
-        assert hosts.answers_lost.tolist() == [number == 1] * 2 + [False] * 2
+        assert hosts.words.answers_lost.tolist() == [number == 1] * 2 + [False] * 2
         hosts.submit_later(np.arange(2), Op.RESET, RING, np.zeros(2, np.int64))
-        hosts.answers_lost[:] = False
+        hosts.words.answers_lost[:] = False
         assert place.called == ["start_host", "build", "run"], "once for both workers, and its commands follow"
         assert (host.loss, hosts.lost, host.share.generation) == (None, {}, number)
         hosts.words.reply_seq[:2] = hosts.words.command_seq[:2]
@@ -137,7 +137,7 @@ def test_a_share_for_which_there_is_no_room_is_raised_once_and_then_tried_again(
     began = clock.now
     assert hosts.wait_some(np.arange(2), 2, None).tolist() == [0, 1]
     assert 60 < clock.now - began < 65
-    assert hosts.answers_lost[:2].all()
+    assert hosts.words.answers_lost[:2].all()
     with pytest.raises(WorkerLost, match="no living node has had room for its share for 60 s"):
         hosts.begin_restart(0)
     place.answers |= {"build": ([hosts.specs[0]] * 2, REPORT), "ping": None}

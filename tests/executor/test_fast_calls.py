@@ -170,7 +170,7 @@ def state_of(env: Any) -> dict[str, Any]:
         "is_mixed": positions._is_mixed,
         "is_in_ring": positions.where is positions.ring,
         "number": env._pool.words.number[0],
-        "answers_lost": env._pool.answers_lost.tolist(),
+        "answers_lost": env._pool.words.answers_lost.tolist(),
         "outcome": bool(env._pool.outcome),
         "is_in_flight": engine.is_in_flight,
         "is_dirty": engine.is_dirty,
@@ -245,7 +245,7 @@ class Pair:
 
     def _do(self, deed: str, number: int) -> None:
         for side, env in enumerate(self.envs):
-            wait_for(env._pool.is_idle)
+            wait_for(env._pool.words.is_idle)
             rng = np.random.default_rng(number)
             try:
                 result = getattr(self, "_" + deed)(env, side, rng)
@@ -260,7 +260,7 @@ class Pair:
             else:
                 assert_same(one, other)
         for env in self.envs:
-            wait_for(env._pool.is_idle)
+            wait_for(env._pool.words.is_idle)
         assert self.state(self.envs[0]) == self.state(self.envs[1])
 
     # ---- arguments
@@ -639,7 +639,7 @@ def test_the_rows_of_a_worker_that_is_lost_after_it_answered_are_received(tmp_pa
     with held_pair(Gate(tmp_path)) as env:
         env.reset()
         env.send(actions(0, 0))
-        wait_for(env._pool.is_idle)
+        wait_for(env._pool.words.is_idle)
         os.kill(env._pool.pid_of(1), signal.SIGKILL)
         assert env.recv()["env_ids"].tolist() == [0, 1]
 
@@ -784,7 +784,7 @@ def test_c_moves_states_by_the_table_that_it_is_given(env, facts):
     assert exchange(Event.STEP, State.RUNNING, -1).send(Event.STEP, np.arange(2), np.array([0, 1])) is False
     assert state_of(env) == before
     env.send(actions(0, 1))
-    wait_for(env._pool.is_idle)
+    wait_for(env._pool.words.is_idle)
     states = env._engine.states.values
     for event in (Event.ANSWERED, Event.ENDS):  # an env without one of these entries is not under way, or not taken
         assert take(exchange(event, State.STEP_RESETTING, -1)) == -1
@@ -818,7 +818,7 @@ def test_c_refuses_what_is_not_plain(env, facts):
     assert exchange.roots(ids, room[:3]) is False
     assert state_of(env) == before
     env.send(actions(0, 1))
-    wait_for(env._pool.is_idle)
+    wait_for(env._pool.words.is_idle)
     assert exchange.wait(np.array([1, 1]), 1) == 0
     assert exchange.wait(None, 3) == 0
     assert exchange.wait(np.array([1, 0]), 2) == 2

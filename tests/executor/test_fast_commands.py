@@ -80,8 +80,7 @@ class Side:
             return None if count < 0 else room[:count].tolist()
         _take_all(self.done)
         ready = self.words.ready(ids)
-        ready = ready[self.words.order[ready].argsort(kind="stable")]
-        return ready.tolist() if len(ready) >= wanted and self.words.announces_nothing() else None
+        return self.words.by_order(ready).tolist() if len(ready) >= wanted and self.words.announces_nothing() else None
 
     def answer(self, answered: Any, failed: Any, tokens: int, column: int) -> Any:
         """Let envs answer, and some fail; return the state before."""

@@ -225,7 +225,7 @@ class Explorer:
             positions._is_mixed,
             positions._stepped is None,
             pool.words.is_owed().tobytes(),
-            pool.answers_lost.tobytes(),
+            pool.words.answers_lost.tobytes(),
             tuple(worker.is_alive for worker in pool.crew.workers),
             tuple((w, absence.condition) for w, absence in pool.supervisor.absent.items()),
             tuple(env.is_in_episode for env in pool.envs),
@@ -291,7 +291,7 @@ class Explorer:
         state, worker_id = State(int(engine.states.values[env_id])), int(pool.worker_of[env_id])
         what = f"env {env_id}, {state.name}"
         if state >= State.STEPPING:
-            has_row = not (is_owed or pool.answers_lost[env_id] or env_id in pool.outcome.faults)
+            has_row = not (is_owed or pool.words.answers_lost[env_id] or env_id in pool.outcome.faults)
             if has_row and pool.is_serving(worker_id) and not pool.words.status[env_id] and env.stepped is not None:
                 row = engine.positions.row_at(env_id, int(engine.states.columns[env_id]))
                 row_number = int(row["next", "observation"][0])
