@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from envherd.executor.batches import memory as batch_memory
 from envherd.executor.batches.fast_tensordict import Shell
-from envherd.executor.batches.memory import Leaves, Loans, ReusedMemory, StepMemory, splitter
+from envherd.executor.batches.memory import LARGEST_RECORD, Leaves, Loans, ReusedMemory, StepMemory, splitter
 from envherd.executor.batches.transfer import Mover
 from envherd.shm.slab import GroupSlab, next_leaves, root_leaves
 from envherd.shm.specs import Key
@@ -231,7 +230,7 @@ class Gatherer:
             offset = least - start
             length = len(buffer) - offset - nbytes + 1
             records = None
-            if 0 < nbytes <= batch_memory.LARGEST_RECORD:
+            if 0 < nbytes <= LARGEST_RECORD:
                 records = np.ndarray((length,), f"V{nbytes}", buffer, offset, (1,))
             elif nbytes:
                 self._larger[len(self._leaves)] = arrays

@@ -27,9 +27,9 @@ struct Caller {
 
 static const Fact FACTS[] = {
     FACT(WORDS, Caller, command), FACT(WORDS, Caller, command_seq), FACT(WORDS, Caller, reply_seq),
-    FACT(WORDS, Caller, status), FACT(WORDS, Caller, answered), FACT(WORDS, Caller, ring_at),
-    FACT(WORDS, Caller, number),
-    FACT(BYTES, Caller, answers_lost), FACT(WORDS, Caller, worker_of), FACT(NUMBER, Caller, look_ns), {NULL},
+    FACT(WORDS, Caller, status), FACT(WORDS, Caller, number), FACT(WORDS, Caller, answered),
+    FACT(WORDS, Caller, ring_at), FACT(BYTES, Caller, answers_lost), FACT(WORDS, Caller, worker_of),
+    FACT(NUMBER, Caller, look_ns), {NULL},
 };
 
 /* ---- construction ----------------------------------------------------------------------------------- */
@@ -342,13 +342,13 @@ static PyObject *caller_first(PyObject *self, PyObject *args)
 
 static PyMethodDef caller_methods[] = {
     {"step", caller_step, METH_VARARGS,
-     "step(command, draft, column): give all envs a command, and wake their workers; call `draft(column)`, unless "
-     "it is None; wait as `has_all`. Return the draft, and what `has_all` returns."},
+     "step(command, draft, column): give all envs a command, and wake their workers; call `draft(column)`, unless it is "
+     "None; wait as `has_all`. Return the draft, and what `has_all` returns."},
     {"has_all", caller_has_all, METH_NOARGS,
      "Wait for all answers; return False if none has come for `look_ns`, or if there is more to know than rows."},
     {"give_some", caller_give_some, METH_VARARGS,
-     "give_some(ids, commands): give envs a command each, and wake their workers; return False if these are no "
-     "int64 arrays, and nothing was given."},
+     "give_some(ids, commands): give envs a command each, and wake their workers; return False if these are no int64 "
+     "arrays, and nothing was given."},
     {"first", caller_first, METH_VARARGS,
      "first(ids, wanted, wait_ns, to): wait until `wanted` of some envs have answered; write those that have to `to`, the "
      "oldest command first, and return their number; -1 if they have not, or if there is more to know than rows."},

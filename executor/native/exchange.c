@@ -19,7 +19,7 @@ typedef struct {
 } Group;
 
 enum { ALIGNMENT = 128 }; /* shm.layout */
-enum { NO_CHECK, CHECK_INDEX, CHECK_FINITE, NUM_CHECKS }; /* executor.batches.plain_actions.Legal */
+enum { NO_CHECK, CHECK_INDEX, CHECK_FINITE }; /* executor.batches.step_data.Legal */
 
 typedef struct {
     PyObject_HEAD

@@ -18,7 +18,6 @@ from envherd.workers import native
 #: Seconds without an answer after which the caller checks the workers' pidfds.
 LOOK_S = 0.01
 
-
 #: `(command, draft, column) -> (draft, whether all envs have answered with rows)`; see `FastCommands.step`.
 StepAll = Callable[[int, Callable[[int], Any] | None, int], tuple[Any, bool]]
 
@@ -58,12 +57,8 @@ class NativeExchange(NamedTuple):
     roots: Callable[[np.ndarray, np.ndarray], bool]
 
 
-def native_caller(  # what a pool waits with
-    words: CommandWords,
-    bells: Sequence[Bell],
-    done: Bell,
-    tally: Mapping[str, np.ndarray],
-    worker_of: np.ndarray,
+def native_caller(
+    words: CommandWords, bells: Sequence[Bell], done: Bell, tally: Mapping[str, np.ndarray], worker_of: np.ndarray
 ) -> Any:
     """Return the `Caller` of the C extension over the words and doorbells of a pool; None without the extension.
 

@@ -163,11 +163,11 @@ class SerialPool(SlabPool):
 
     def compile(self) -> FastCommands:
         """Return commands to all envs, which the loop in C carries out at once."""
-        write_all, serve = self.words.write_all, self._serve_commands
+        write_all = self.words.write_all
 
         def step(command: int, draft: Callable[[int], Any] | None, column: int) -> tuple[Any, bool]:
             write_all(command, None, 0)
-            serve()
+            self._serve()  # looked up each time: `wake_workers` replaces it
             return None if draft is None else draft(column), not self.outcome
 
         return FastCommands((), step)
@@ -186,9 +186,6 @@ class SerialPool(SlabPool):
         self._serve()
 
     submit_later = submit
-
-    def _serve_commands(self) -> None:
-        self._serve()
 
     def _take(self, frame: dict[str, Any]) -> None:
         self.outcome.take(plain.decode(plain.encode(frame)))  # refuses what a worker could not send

@@ -277,7 +277,7 @@ class WorkerPool(SlabPool):
         """Return whether a check of the workers is due, or the pool is reading a large message."""
         return self._is_reading or time.monotonic() > self._looked_at + _LOOK_ANYWAY_S
 
-    def wait_some(  # the kinds of waits
+    def wait_some(
         self,
         env_ids: np.ndarray,
         count: int,

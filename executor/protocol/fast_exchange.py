@@ -118,7 +118,7 @@ def facts_of(engine: Engine) -> dict[str, Any]:
         "next": batch.next_arrays,
         "root": batch.root_arrays,
         "root_in_next": batch.root_in_next,
-        "inputs": [batch.slab.inputs["input", *leaf.key] for leaf in input_leaves(batch.spec)],
+        "inputs": engine.intakes[0].targets,
         "done": batch.next_keys.index(("done",)),
         "root_done": batch.root_keys.index(("done",)),
         "action": None if plain is None else plain.target,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from envherd.executor.batches import memory as batch_memory
+from envherd.executor.batches import hand_out
 from envherd.executor.batches.hand_out import Gatherer
 from envherd.shm.layout import lay_out, strided_view
 
@@ -58,7 +58,7 @@ def test_rows_that_are_too_large_for_records_are_those_of_index_arrays(drawn, mo
     buffer, sections = drawn
     columns, rows, in_second = np.array([0, 3, 2]), np.array([5, 0, 1]), np.array([False, True, True])
     expected = Gatherer(buffer, sections)
-    monkeypatch.setattr(batch_memory, "LARGEST_RECORD", 14)  # smaller than an image
+    monkeypatch.setattr(hand_out, "LARGEST_RECORD", 14)  # smaller than an image
     gatherer = Gatherer(buffer, sections)
     for chosen in (None, in_second):
         places = gatherer.places(columns, rows, chosen)

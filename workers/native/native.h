@@ -14,7 +14,7 @@
 
 typedef int64_t i64;
 
-/* Words have one writer each. A number announces what was written before it, so it is stored with release order and
+/* Words of the slab have one writer each. A number announces what was written before it, so it is stored with release order and
  * loaded with acquire order; other words are counters and hints, which only must not be torn. */
 #define LOAD_NUMBER(place) __atomic_load_n((place), __ATOMIC_ACQUIRE)
 #define STORE_NUMBER(place, value) __atomic_store_n((place), (value), __ATOMIC_RELEASE)
