@@ -201,15 +201,14 @@ def assert_same(one: Any, other: Any) -> None:
             assert mine.detach().numpy().tobytes() == theirs.detach().numpy().tobytes(), key  # also for NaN
 
 
-def order_of_commands(env: Any) -> dict[str, Any]:
-    """Return the state of an executor without the numbers of commands, because C does not give those of refused sends.
+def state_but_mixed(env: Any) -> dict[str, Any]:
+    """Return the state of an executor without `is_mixed`, which C may set for a send that is then refused.
 
-    For such a command `is_mixed` may be set unnecessarily, which costs the next step of all envs a check.
+    It costs the next step of all envs a check.
     """
     state = state_of(env)
-    order = np.argsort(state.pop("command_seq"), kind="stable").tolist()
-    del state["number"], state["reply_seq"], state["is_mixed"]
-    return state | {"order": order}
+    del state["is_mixed"]
+    return state
 
 
 class Pair:
@@ -228,7 +227,7 @@ class Pair:
 
     def play(self, seed: int, deeds: list[tuple[str, int]]) -> None:
         if not STEPS.issuperset(deed for deed, _ in deeds):
-            self.state = order_of_commands
+            self.state = state_but_mixed
         self.results: list[list[Any]] = [[], []]
         self.batches: list[Any] = [None, None]
         self.held: list[list[tuple[Any, Any]]] = [[], []]
@@ -420,7 +419,7 @@ def is_refusal(result: Any) -> bool:
     return isinstance(result, tuple) and isinstance(result[0], type)
 
 
-#: Calls after which both have the same numbers of commands.
+#: Calls after which all of the state is the same.
 STEPS = {"fused", "step", "step_where_ended", "step_oddly", "reset", "rollout", "exchange", "step_in_a_rollout"}
 EXCHANGES = [
     *(*["send"] * 5, *["recv"] * 4, *["current"] * 3),
