@@ -41,10 +41,15 @@ _LOSSES = (
 #: File -> the test files that should notice a change of it, the likeliest first.
 TESTS = {
     "executor/protocol/engine.py": (*_STEPS, *_LOSSES),
-    "executor/protocol/exchange.py": ("executor/test_exchange.py", *_LOSSES, "executor/test_infos.py"),
+    "executor/protocol/exchange.py": (
+        "executor/test_exchange.py",
+        *_LOSSES,
+        "executor/test_infos.py",
+        "executor/test_side_actions.py",
+    ),
     "executor/pools/worker_pool.py": (*_STEPS, *_LOSSES),
     "executor/pools/command_words.py": ("executor/test_command_words.py", *_STEPS, *_LOSSES),
-    "executor/pools/fast_commands.py": ("executor/test_fast_calls.py", *_LOSSES),
+    "executor/pools/fast_commands.py": ("executor/test_fast_commands.py", "executor/test_fast_calls.py", *_LOSSES),
     "executor/pools/waiting.py": (*_LOSSES, "executor/test_reset_ahead.py"),
     "executor/pools/questions.py": (*_LOSSES, "executor/test_exchange.py"),
     "executor/protocol/fast_step.py": (

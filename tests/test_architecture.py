@@ -16,7 +16,7 @@ from tests.test_imports import ROOT
 TEXT = PAGE.read_text()
 HOPS = [
     pytest.param(file, function, id=f"{section}: {function}")
-    for section in ("A plain step", "A step", "A reset", "A loss", "A restart", "A branch")
+    for section in ("A plain step", "A step", "A receive", "A reset", "A loss", "A restart", "A branch")
     for file, functions in architecture.hops(section)
     for function in functions
 ]

@@ -1,10 +1,12 @@
-"""The walks of a step in docs/architecture.md are those of real calls: functions are called in the order of hops."""
+"""The walks of docs/architecture.md are those of real calls: functions are called in the order of the hops."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -136,6 +138,29 @@ def test_the_caller_makes_the_hops_of_a_step_in_this_order(section, is_plain):
 def test_the_caller_makes_the_hops_of_a_receive_in_this_order():
     with opened(is_plain=False) as env:
         assert missing("A receive", received(env), is_in_worker=False) == []
+
+
+def lose_and_step(env: ParallelEnv) -> None:
+    os.kill(env._pool.pid_of(0), signal.SIGKILL)
+    env.step_and_maybe_reset(env.rand_action())
+
+
+@needs_c
+@pytest.mark.slow
+@pytest.mark.broken_pool
+@pytest.mark.parametrize(
+    ("section", "options", "call"),
+    [
+        ("A reset", ExecutorOptions(recycle_after=100), lambda env: env.reset(seed=[1, 2])),
+        ("A restart", ExecutorOptions(on_worker_loss="restart"), lose_and_step),
+        ("A branch", ExecutorOptions(), lambda env: env.branch(0, [1])),
+    ],
+)
+def test_the_caller_makes_the_hops_of_other_calls_in_this_order(section, options, call):
+    with ParallelEnv(2, CountingEnv, num_workers=2, options=options) as env:
+        env.reset()
+        calls = calls_in(lambda: call(env))
+    assert missing(section, calls, is_in_worker=False) == [], calls
 
 
 def test_the_worker_makes_the_hops_of_a_step_in_this_order():
