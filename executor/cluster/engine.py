@@ -39,7 +39,7 @@ class HostFlights(Flights):
         self._note_interrupted(flight.ids)
 
     def take_news(self, env_ids: np.ndarray) -> None:
-        """Record the reports of sent envs besides their rows."""
+        """Record the side values and infos of sent envs, and which of their rows a host has interrupted."""
         super().take_news(env_ids)
         self._note_interrupted(env_ids)
 

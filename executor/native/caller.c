@@ -1,4 +1,4 @@
-/* Commands to envs of a pool, and the wait for their answers: see executor.pools.fast_commands, the specification. */
+/* Commands to envs of a pool, and the wait for their answers: executor.pools.fast_commands names the specification. */
 #include "caller.h"
 
 #include <stdlib.h>

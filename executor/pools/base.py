@@ -1,4 +1,4 @@
-"""The interface of a pool: `WorkerPool`, `SerialPool` and `AheadPool` implement it.
+"""The interface of a pool: `WorkerPool`, `PortablePool`, `SerialPool`, `AheadPool` and `Hosts` implement it.
 
 Terms: an env *owes an answer* from when it is given a command until the command is carried out, its rows are written,
 and the env is counted as answered. Env ids are int64 `[k]` without duplicates, columns int64 `[k]`.

@@ -1,7 +1,8 @@
 """Commands in C (`workers.native`) for one pool: to all envs, and to some of them.
 
-Guarantees: words are written in the order of `CommandWords.write_all`, and answers count as in `WorkerPool.wait_all`:
-these are the specification. Waits that take longer, or answers with more than rows, are left to `wait_all`.
+Guarantees: words are written in the order of `CommandWords.write` and `write_all`, and answers count as in
+`WorkerPool.wait_some` and `wait_all`: these are the specification. The call that gives a command also counts it, so no
+interrupt comes in between. Longer waits, and answers with more than rows, are left to Python.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class FastCommands(NamedTuple):
         step: `(command, draft, column)`: gives all envs a command (a word from `workers.protocol.pack`), wakes their
             workers, calls `draft(column)` while they work (None: nothing), and waits for the answers. Returns the
             draft, and False if `Pool.wait_all` must continue: no answer has come for some time, or there are reports
-            besides rows. `Pool.has_waited` must then be set.
+            besides rows. The caller then sets `Pool.has_waited`.
     """
 
     absent: Sized

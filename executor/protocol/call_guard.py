@@ -68,7 +68,8 @@ class Guarded(Protocol):
 class CallGuard:
     """Holds the engine for one call: refuses a second thread, a call inside a call, a closed executor, a forked copy.
 
-    The call's frame is its holder. The policy and the callback of a rollout may make calls inside that call.
+    The call's frame is its holder. The policy and the callback of a rollout may make calls inside that call, other than
+    those with `refuse_rolling`.
 
     Attributes:
         is_closed: the executor was closed.

@@ -137,7 +137,7 @@ class EnvStates:
         values: int8 `[N]`, a `State` each.
         ops: int64 `[N]`, the `Op` of the command of each env that has one.
         columns: int64 `[N]`, the column that this command names.
-        memory: `values` as bytes (VIEW).
+        memory: `values` as bytes (VIEW), to which `fast_step` writes what `after` returns.
         running: the bytes of `values` where all envs are RUNNING.
         remedy: what the message of a refused step advises; facades name their host's calls.
     """

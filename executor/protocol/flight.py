@@ -52,6 +52,7 @@ class Flight:
             none.
         extras: env id -> message to send ahead of its RESET.
         number: of the latest command before this one.
+        outer: the flight during which it was begun; None for none.
         is_parked: whether it may stay under way between two calls, and is not being landed.
         has_landed: whether rows and states include its outcome.
 
