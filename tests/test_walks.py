@@ -34,7 +34,7 @@ Call = tuple[str, str]
 TOUCHED = {
     "plain step": (8, 24),
     "plain step with a lent frame": (9, 31),
-    "step": (17, 58),
+    "step": (17, 57),
     "plain recv": (9, 32),
     "recv": (12, 60),
 }
