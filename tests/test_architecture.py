@@ -54,7 +54,7 @@ BUDGET = {
     "executor/facades/pettingzoo": 866,
     "executor/facades/rllib": 525,
     "executor/facades/sb3": 839,
-    "executor/facades/torchrl": 1247,
+    "executor/facades/torchrl": 1245,
     "executor/machine": 477,
     "executor/monitor": 410,
     "executor/native": 960,

@@ -43,18 +43,16 @@ class Shells:
     """The nesting of a slab's flat leaves in the `next` and root tensordicts of a batch.
 
     Args:
-        env: with the specs, the device and a `fake_tensordict` of the batch; if `lead` is set, of one row.
-        lead: leading dimensions of everything.
+        env: with the specs, the device and a `fake_tensordict` of the batch.
 
     Attributes:
         fast_steps: op -> the compiled step of the crew whose slab this is; empty if it has none.
     """
 
-    def __init__(self, env: Any, lead: tuple[int, ...] = ()) -> None:
+    def __init__(self, env: Any) -> None:
         leaves = dense_leaves(env)
         assert leaves is not None
         template = env.fake_tensordict()
-        self._lead = lead
         self.device = env.device
         self.is_on_cpu = env.device is None or env.device.type == "cpu"
         self.input_keys = [key for key, _ in leaves["input"]]
@@ -72,7 +70,7 @@ class Shells:
         self._template = template
         self._next = self._shell("next", range(len(self._next_keys)))
         self._root = self._shell("root", range(len(self._root_keys)))
-        self.batch_size = (*lead, *template.batch_size)
+        self.batch_size = tuple(template.batch_size)
         self.fast_steps: dict[Op, FastStep] = {}
 
     def _shell(self, section: str, places: Iterable[int]) -> Shell:
@@ -84,7 +82,7 @@ class Shells:
         prefixes = {path[:depth] for path in paths for depth in range(1, len(path))}
         groups = {prefix: tuple(template.get(prefix).batch_size) for prefix in prefixes}
         device = self.device if self.is_on_cpu else None
-        return Shell(list(zip(places, paths, strict=True)), groups, self._lead, tuple(template.batch_size), device)
+        return Shell(list(zip(places, paths, strict=True)), groups, (), tuple(template.batch_size), device)
 
     def over(self, batch: GroupBatch) -> StepBatches:
         """Return what makes these batches directly from the rows of a slab."""
