@@ -562,9 +562,9 @@ class Flights:
 
     def recover(self) -> None:
         """After a call was broken off anywhere: wait for pending commands, and drop their answers."""
-        flight, broken_off = self.current, [_NOBODY]
+        flight, is_broken_off = self.current, np.zeros(len(self.all_ids), bool)
         while flight is not None:
-            broken_off.append(self._break_off(flight))
+            is_broken_off[self._break_off(flight)] = True
             flight = flight.outer
         pool, options = self.pool, self._options
         pool.wake_workers()  # the call may have been broken off between a command and its announcement
@@ -574,7 +574,7 @@ class Flights:
         losses = pool.outcome.hand_out(idle).losses  # this empties the pool's own
         pool.outcome.losses.update(losses)
         self.losses.accept()
-        self.positions.mark_lost(np.unique(np.concatenate(broken_off)))
+        self.positions.mark_lost(np.flatnonzero(is_broken_off))  # `np.unique` imports, which needs free descriptors
         self.current = None
 
     def _break_off(self, flight: Flight) -> np.ndarray:
