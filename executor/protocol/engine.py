@@ -180,6 +180,16 @@ class Engine(Calls):
         self.flights.recover()
         self.is_dirty = False
 
+    def drop_parked(self) -> None:
+        """Drop commands that no call will land, because an interrupt has ended the call that began them.
+
+        For facades, which have one command at a time. Its envs need a reset.
+        """
+        env_ids = np.flatnonzero(self.states.under_way)
+        if len(env_ids):
+            self.flights.open_delivery(env_ids)  # no longer parked, so `recover` breaks it off
+            self.recover()
+
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         """Send envs a request other than a step; see `Pool.ask`. They answer after the steps that were sent before.
 
