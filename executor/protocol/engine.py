@@ -27,7 +27,7 @@ from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.protocol.calls import Calls
 from envherd.executor.protocol.env_batches import EnvBatches
-from envherd.executor.protocol.env_states import Event, State
+from envherd.executor.protocol.env_states import State
 from envherd.executor.protocol.flight import Flight, Flights
 from envherd.executor.protocol.plain import what_is_plain
 from envherd.executor.protocol.positions import Positions
@@ -87,6 +87,7 @@ class Engine(Calls):
         recycler = None if recyclable is None else Recycler(recyclable, self.positions, self.side, options, self.memory)
         self.flights = self.flights_type(pool, self.positions, self.side, options, recycler)
         self.states = self.flights.states
+        self.positions.mark_lost(self.all_ids)  # they need a reset, and their roots show it
         self.guard = CallGuard(self)
         self.side_inputs: dict[int, list[Any]] = {}
         self.use_seed(seed)
@@ -263,7 +264,7 @@ class Engine(Calls):
     def allow_steps(self) -> None:
         """Allow steps of envs that were never reset, for facades that leave this check to the envs."""
         self.ask("allow_steps", self.all_ids.tolist())
-        self.states.move(self.all_ids, Event.IS_ALLOWED)
+        self.restore(self.all_ids, None, None)
 
     def reset_for_rollout(self, *, auto_reset: bool) -> tuple[np.ndarray, np.ndarray | None]:
         """Reset all envs, or those that have ended.
