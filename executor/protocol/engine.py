@@ -27,7 +27,7 @@ from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.protocol.calls import Calls
 from envherd.executor.protocol.env_batches import EnvBatches
-from envherd.executor.protocol.env_states import Event, State
+from envherd.executor.protocol.env_states import State
 from envherd.executor.protocol.flight import Flight, Flights
 from envherd.executor.protocol.plain import what_is_plain
 from envherd.executor.protocol.positions import Positions
@@ -87,6 +87,7 @@ class Engine(Calls):
         recycler = None if recyclable is None else Recycler(recyclable, self.positions, self.side, options, self.memory)
         self.flights = self.flights_type(pool, self.positions, self.side, options, recycler)
         self.states = self.flights.states
+        self.positions.mark_lost(self.all_ids)  # they need a reset, and their roots show it
         self.guard = CallGuard(self)
         self.side_inputs: dict[int, list[Any]] = {}
         self.use_seed(seed)
@@ -180,6 +181,16 @@ class Engine(Calls):
         self.flights.recover()
         self.is_dirty = False
 
+    def drop_parked(self) -> None:
+        """Drop commands that no call will land, because an interrupt has ended the call that began them.
+
+        For facades, which have one command at a time. Its envs need a reset.
+        """
+        env_ids = np.flatnonzero(self.states.under_way)
+        if len(env_ids):
+            self.flights.open_delivery(env_ids)  # no longer parked, so `recover` breaks it off
+            self.recover()
+
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         """Send envs a request other than a step; see `Pool.ask`. They answer after the steps that were sent before.
 
@@ -253,7 +264,7 @@ class Engine(Calls):
     def allow_steps(self) -> None:
         """Allow steps of envs that were never reset, for facades that leave this check to the envs."""
         self.ask("allow_steps", self.all_ids.tolist())
-        self.states.move(self.all_ids, Event.IS_ALLOWED)
+        self.restore(self.all_ids, None, None)
 
     def reset_for_rollout(self, *, auto_reset: bool) -> tuple[np.ndarray, np.ndarray | None]:
         """Reset all envs, or those that have ended.

@@ -76,6 +76,7 @@ class Rows:
         self._shells = {"next": self.shell("next", (1,)), "root": self.shell("root", (1,))}
         blank = [torch.zeros(leaf.shape, dtype=self._dtypes[leaf.key], device=place) for leaf in spec.observation]
         self.present = Row(blank, np.zeros((3, *spec.batch_shape, 1), bool))
+        self.mark_lost(np.zeros(1, np.int64))  # it needs a reset
 
     def shell(self, section: str, lead: tuple[int, ...]) -> Shell:
         """Return the nesting of a section ("next" or "root") for leading dimensions `lead`."""

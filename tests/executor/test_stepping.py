@@ -77,6 +77,18 @@ def test_a_reset_touches_the_rows_in_the_mask(make, shape, key):
         assert counters(env.step(act(root))["next"]) == [1, 2, 1]
 
 
+@both
+def test_roots_show_which_envs_were_never_reset(make):
+    with make(NUM_ENVS, long_env, seed=0) as env:
+        assert env.current()["done"].all()
+        assert not env.current()["terminated"].any()
+        root = env.reset(TensorDict({"_reset": torch.tensor([False, True, False])}, [NUM_ENVS]))
+        assert root["done"].flatten().tolist() == [True, False, True]
+        root = env.reset(root.set("_reset", root["done"]))
+        assert not root["done"].any()
+        assert counters(env.step(act(root))["next"]) == [1, 1, 1]
+
+
 class UnlikePairEnv(PairEnv):
     """Has one action more."""
 

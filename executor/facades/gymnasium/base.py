@@ -101,6 +101,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._resets_next = self.autoreset_mode is AutoresetMode.NEXT_STEP
         self._ended: np.ndarray | None = None  # int [k], the envs that the next step resets; None for none
         self._resetting = engine.all_ids  # the envs that are being reset
+        self._is_begun = False  # a reset or step was begun and has not landed
 
     @property
     def _name(self) -> str:
@@ -150,6 +151,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         if options is not None and "reset_mask" in options:
             env_ids = np.flatnonzero(_checked_mask(options["reset_mask"], self.num_envs))
             options = {key: value for key, value in options.items() if key != "reset_mask"}
+        self._drop_interrupted()
+        self._is_begun = True
         with raising_gymnasiums(), self._guard:
             extras = self._engine.extras_of(env_ids, seeds, None, {"options": options})
             self._flight = self._engine.flights.begin(Op.RESET, env_ids, extras=extras, is_parked=True)
@@ -158,6 +161,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def _finish_reset(self, timeout: float | None) -> tuple[Any, dict[str, Any]]:
         with raising_gymnasiums(), self._guard:
             self._flight.land(timeout)
+        self._is_begun = False
         if self._ended is not None:
             self._ended = _some(self._ended[~np.isin(self._ended, self._resetting)])
         given = self._engine.side.infos["root"]
@@ -169,7 +173,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     # ---- step --------------------------------------------------------------------------------
 
     def _start_step(self, actions: Any) -> None:
+        self._drop_interrupted()
         engine, ended = self._engine, self._ended
+        self._is_begun = True
         try:  # as `raising_gymnasiums`, in less time
             with self._guard:
                 self._flight = engine.flights.begin(
@@ -189,6 +195,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         except BaseException:
             self._ended = None  # the caller must reset all of them
             raise
+        self._is_begun = False
         column, ended = flight.at, flight.ended
         if self._resets_next:
             self._ended = ended
@@ -205,6 +212,13 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             self._truncations[column].copy(),
             infos,
         )
+
+    def _drop_interrupted(self) -> None:
+        """Drop a reset or step that was broken off; its envs need a reset."""
+        if self._is_begun:
+            with raising_gymnasiums(), self._guard:
+                self._engine.drop_parked()
+            self._is_begun = False
 
     def _of_episodes(self, read: ReadEpisodes, ended: np.ndarray, column: int) -> dict[str, Any]:
         """Return the entries of Gymnasium's `RecordEpisodeStatistics` for a step in which episodes have ended."""

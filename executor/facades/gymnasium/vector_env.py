@@ -164,8 +164,9 @@ class AsyncVectorEnv(HostedVectorEnv):
             seed: int, from which env i gets `seed + i`; one int or None for each env; or None.
             options: given to each env; never changed.
         """
-        self.reset_async(seed=seed, options=options)
-        return self.reset_wait()
+        self._begin("reset_async")
+        self._start_reset(seed, options)
+        return self._finish_reset(None)
 
     def reset_async(
         self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -188,8 +189,9 @@ class AsyncVectorEnv(HostedVectorEnv):
 
     def step(self, actions: Any) -> StepResult:
         """Step all envs; return observations, rewards, terminations, truncations and infos."""
-        self.step_async(actions)
-        return self.step_wait()
+        self._begin("step_async")
+        self._start_step(actions)
+        return self._finish_step(None)
 
     def step_async(self, actions: Any) -> None:
         """Begin a `step`; `step_wait` ends it."""
@@ -207,23 +209,30 @@ class AsyncVectorEnv(HostedVectorEnv):
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of each env or of its wrappers, or return its attribute of that name."""
-        self.call_async(name, *args, **kwargs)
-        return self.call_wait()
+        self._begin("call_async")
+        self._ask(name, args, kwargs)
+        return self._answers(None)
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Begin a `call`; `call_wait` ends it."""
         self._begin("call_async")
+        self._ask(name, args, kwargs)
+        self._state = AsyncState.WAITING_CALL
+
+    def _ask(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name in _OWN_METHODS:
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         with raising_gymnasiums(), self._guard:
             ids = list(range(self.num_envs))
             self._question = self._engine.pool.question("call", ids, name="ask", args=(name, args, kwargs))
             self._called = name
-        self._state = AsyncState.WAITING_CALL
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """End a `call`; raises as `reset_wait` does, and exceptions of envs."""
         self._end(AsyncState.WAITING_CALL)
+        return self._answers(timeout)
+
+    def _answers(self, timeout: float | None) -> tuple[Any, ...]:
         pool, end = self._engine.pool, None if timeout is None else time.monotonic() + timeout
         with raising_gymnasiums(f"call {self._called}"), self._guard:
             while end is not None and not pool.has_answered(self._question):

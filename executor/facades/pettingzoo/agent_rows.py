@@ -95,20 +95,26 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, Infos]:  # type: ignore[override]
         """Step all envs; return observations, rewards float32, flags bool `[N * A]`, and one info for each row."""
-        self.step_async(actions)
-        return self.step_wait()
+        return self._results(self.envs.step(self._taken(actions)))
 
     def step_async(self, actions: Any) -> None:
         """Begin a `step`; `step_wait` ends it."""
-        self._was_active = self._stacked(self.envs.active)
-        leaves = [self._by_env(leaf) for leaf in self._split(actions)]
-        self.envs.step_async(
-            {agent: self._join_action([leaf[:, i] for leaf in leaves]) for i, agent in enumerate(self._agents)}
-        )
+        self.envs.step_async(self._taken(actions))
 
     def step_wait(self) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, Infos]:
         """End a `step`."""
-        observations, rewards, terminations, truncations, infos = self.envs.step_wait()
+        return self._results(self.envs.step_wait())
+
+    def _taken(self, actions: Any) -> ByAgent:
+        """Return the actions of a step that begins, by agent."""
+        self._was_active = self._stacked(self.envs.active)
+        leaves = [self._by_env(leaf) for leaf in self._split(actions)]
+        return {agent: self._join_action([leaf[:, i] for leaf in leaves]) for i, agent in enumerate(self._agents)}
+
+    def _results(
+        self, made: tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]]
+    ) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, Infos]:
+        observations, rewards, terminations, truncations, infos = made
         flags = [self._stacked(terminations), self._stacked(truncations)]
         has_ended = (flags[0] | flags[1]).all(1)
         is_new = self._was_active | has_ended[:, None]  # a flag counts when the agent leaves, and at the episode's end

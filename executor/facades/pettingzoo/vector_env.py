@@ -20,6 +20,7 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.columns import LatestColumn
 from envherd.executor.facades.fitting import fitted, refuse_unknown
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
+from envherd.executor.facades.gymnasium.base import StepResult
 from envherd.executor.facades.gymnasium.spaces import Description
 from envherd.executor.facades.pettingzoo.worker import ACTIVE, AGENTS, REWARD, ParallelFactory
 from envherd.executor.keywords import names_right_keyword
@@ -165,8 +166,7 @@ class ParallelVectorEnv:
             `(observations, infos)`: arrays `[N, ...]` by agent, own memory; infos by agent and name, with the
             masks of Gymnasium's vector infos (`infos[agent]["_name"]`).
         """
-        self.reset_async(seed, options)
-        return self.reset_wait()
+        return self._envs.reset(seed=seed, options=options)
 
     def reset_async(
         self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -195,8 +195,7 @@ class ParallelVectorEnv:
                 No env was stepped.
             EnvError: an env raised; it is also of the type that was raised. WorkerLost, WorkerTimeout.
         """
-        self.step_async(actions)
-        return self.step_wait()
+        return self._results(self._envs.step(self._complete(actions)))
 
     def step_async(self, actions: Mapping[Any, Any]) -> None:
         """Begin a `step`; `step_wait` ends it."""
@@ -204,7 +203,10 @@ class ParallelVectorEnv:
 
     def step_wait(self, timeout: float | None = None) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]]:
         """End a `step`; see `AsyncVectorEnv.step_wait`."""
-        observations, _, _, _, infos = self._envs.step_wait(timeout)
+        return self._results(self._envs.step_wait(timeout))
+
+    def _results(self, made: StepResult) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]]:
+        observations, _, _, _, infos = made
         rewards, terminations, truncations = map(self._by_agent, self._envs.agent_results())
         return observations, rewards, terminations, truncations, infos
 

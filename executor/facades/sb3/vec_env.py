@@ -91,6 +91,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         self.executor = executor
         self.waiting = False
         self.closed = False
+        self._is_begun = False  # a step was begun and has not landed: unless `waiting`, it was interrupted
         self._was_reset = False
         self._engine = executor.engine
         self._guard = self._engine.guard
@@ -133,6 +134,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         """
         if self.waiting:
             self._drop_step()
+        self._drop_interrupted()
         seeds, options = self._seeds[:: self.num_agents], self._options[:: self.num_agents]
         try:
             if any(seed is not None for seed in seeds) or any(options):
@@ -160,7 +162,8 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         """
         if self.waiting:
             raise Busy("step_async failed: the last step was not waited for. Call step_wait() first.")
-        engine = self._engine
+        self._drop_interrupted()
+        engine, self._is_begun = self._engine, True
         with self._guard:
             if not (self._was_reset or engine.states.are_running()):
                 engine.allow_steps()  # an env that needs a reset first raises itself
@@ -182,13 +185,13 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         """
         if not self.waiting:
             raise RuntimeError("step_wait failed: no step was begun. Call step_async(actions) first.")
+        self.waiting = False  # first: a flight lands once
         try:
             with self._guard:
                 self._flight.land()
         except EnvError as error:
             self._raise_for_env(error)
-        finally:
-            self.waiting = False
+        self._is_begun = False
         column, ended, agents = self._flight.at, self._flight.ended, self.num_agents
         rewards, dones, infos = self._rewards.look(column), np.zeros(self.num_envs, bool), self._step_infos()
         if ended is not None:
@@ -246,6 +249,13 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             self.step_wait()
         except EnvherdError:
             self._was_reset = True  # the reset repairs or reports a failure
+
+    def _drop_interrupted(self) -> None:
+        """Drop a step whose `step_async` or `step_wait` was broken off."""
+        if self._is_begun:
+            with self._guard:
+                self._engine.drop_parked()
+            self._is_begun = False
 
     def _infos_of_step(self) -> Mapping[int, Info]:
         """Return the infos of the step by env id; envs without one may be missing. Own memory."""

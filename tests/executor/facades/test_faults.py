@@ -40,7 +40,9 @@ from tests.executor.facades.faulty_envs import (
     raising,
 )
 from tests.extras import needs
+from tests.faults.test_interrupts import Interrupt, at_each, tracing
 from tests.gates import Gate, interrupt
+from tests.scale import scaled
 
 PRELOADED: tuple[str, ...] = ()
 if importlib.util.find_spec("torchrl") is not None:
@@ -217,6 +219,10 @@ def start(kind: Any, tmp_path: Any) -> Iterator[Callable[..., Driver]]:
         made.pop().close()
 
 
+#: What Ctrl-C interrupts: a step, and a reset.
+CALLS: dict[str, Callable[[Any], Any]] = {"step": lambda it: it.step([GOES_ON] * 2), "reset": lambda it: it.reset()}
+
+
 def assert_works(driver: Driver) -> None:
     """Require that all envs can be reset, and make steps."""
     assert driver.reset() == [0, 0]
@@ -306,3 +312,15 @@ def test_a_worker_that_is_lost_can_be_replaced(kind: Any, start: Any, action: in
     assert driver.step([GOES_ON, action]) == ([2, last], [False, True])
     assert driver.step([GOES_ON, GOES_ON]) == ([3, first], [False, False])
     assert_works(driver)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@each
+def test_ctrl_c_at_every_line(kind: Any, start: Any, name: str) -> None:
+    """The interrupted step or reset is dropped, wherever that was: all envs can be reset, and the data are theirs."""
+    driver = start()
+    driver.reset()
+    for one in at_each(Interrupt, 1 if name == "step" else scaled(5, full=1), least=10):
+        with tracing(one):
+            CALLS[name](driver)
+        assert_works(driver)
