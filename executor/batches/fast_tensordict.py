@@ -148,5 +148,5 @@ def set_next(td: TensorDictBase, next_td: TensorDictBase) -> None:
 
 
 def num_writes(leaves: Iterable[torch.Tensor]) -> int:
-    """Return how often torch has written to some tensors in place, which no public function tells."""
+    """Return how often torch has written to some tensors in place; no public function returns it."""
     return sum(map(_version, leaves))

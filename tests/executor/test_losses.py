@@ -446,7 +446,7 @@ class TestDeadlines:
     @pytest.mark.parametrize("call", ["step", "sent"])
     def test_a_time_in_which_all_processes_are_stopped_does_not_count(self, tmp_path, call):
         """A suspended job, or a machine that is paused: the worker had no chance to run."""
-        gate, options = Gate(tmp_path), ExecutorOptions(step_timeout_s=3.0, reset_timeout_s=3.0)
+        gate, options = Gate(tmp_path), ExecutorOptions(step_timeout_s=5.0, reset_timeout_s=5.0)
 
         def body() -> list[int]:
             (tmp_path / "pid").write_text(str(os.getpid()))
@@ -464,11 +464,12 @@ class TestDeadlines:
             processes = [script, *script.children(recursive=True)]
             for process in processes:
                 process.suspend()
-            time.sleep(3.5)
+            time.sleep(5.5)
             gate.open()
+            script.resume()
+            time.sleep(0.2)  # it looks at the clock before the worker answers
             for process in processes:
                 process.resume()
-                time.sleep(0.2)  # it looks at the clock before the worker answers
 
         pauser = threading.Thread(target=pause)
         pauser.start()
