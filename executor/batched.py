@@ -23,7 +23,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.batches.actions import reset_mask
-from envherd.executor.batches.arguments import as_count, need_batch, need_bools, need_seconds, wrong_rows
+from envherd.executor.batches.arguments import as_count, need_batch, need_bools, wrong_rows
 from envherd.executor.batches.fast_tensordict import get_leaf, set_next
 from envherd.executor.keywords import names_right_keyword, no_attribute
 from envherd.executor.monitor.statistics import Statistics
@@ -416,11 +416,6 @@ class BatchedEnv:
             received = fast.recv(min_envs, timeout_s, max_envs, env_ids, with_root=with_root)
             if received is not None:
                 return received
-        for name, count in (("min_envs", min_envs), ("max_envs", max_envs)):
-            if count is not None:
-                as_count("recv", name, count, least=0, or_none=True)
-        if timeout_s is not None:
-            need_seconds("recv", "timeout_s", timeout_s)
         with self._guard:
             self._guard.refuse_rolling()
             ids = None if env_ids is None else self._exchange.as_ids(env_ids)

@@ -14,7 +14,7 @@ import torch
 from tensordict import NonTensorData, TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
-from envherd.executor.batches.arguments import wrong_rows
+from envherd.executor.batches.arguments import as_count, need_seconds, wrong_rows
 from envherd.executor.batches.fast_tensordict import get_leaf, maker, num_writes, set_leaf, set_next
 from envherd.executor.batches.hand_out import add_side
 from envherd.executor.pools.waiting import DeadlinePassed
@@ -122,14 +122,17 @@ class Exchange:
         if env_ids is not None and not is_sent[env_ids].all():
             idle = env_ids[~is_sent[env_ids]].tolist()
             raise ValueError(f"recv failed: expected envs that were sent, got envs {idle} that were not.")
-        least = len(sent) if min_envs is None else min_envs
-        most = least if max_envs is None else min(max_envs, len(sent))
+        least = len(sent) if min_envs is None else as_count("recv", "min_envs", min_envs, least=0, or_none=True)
+        most = least if max_envs is None else as_count("recv", "max_envs", max_envs, least=0, or_none=True)
+        if timeout_s is not None:
+            need_seconds("recv", "timeout_s", timeout_s)
         if not len(sent):
             raise ValueError("recv failed: expected envs that were sent, got none. Call send(...) first.")
         if not 0 < least <= len(sent):
             raise ValueError(f"recv failed: expected 1 to {len(sent)} envs (as many as were sent), got {least}.")
-        if max_envs is not None and max_envs < least:
-            raise ValueError(f"recv failed: expected max_envs of at least {least} (min_envs), got {max_envs}.")
+        if most < least:
+            raise ValueError(f"recv failed: expected max_envs of at least {least} (min_envs), got {most}.")
+        most = min(most, len(sent))
         ready = self._wait_for(sent, least if timeout_s is None else most, timeout_s)
         if len(ready) < least:
             raise DeadlinePassed(
