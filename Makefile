@@ -172,7 +172,7 @@ format: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy -p envherd
-	$(BIN)/mypy tests examples benchmarks .ci/install_meltingpot.py
+	$(BIN)/mypy tests examples benchmarks tools .ci/install_meltingpot.py
 
 examples: $(STAMP)
 	@for script in examples/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done

@@ -1,7 +1,6 @@
 """Write the tables of parts and imports in docs/architecture.md, and its picture.
 
     python -m tests.architecture --write      # needs envherd[media]
-    python -m tests.architecture --budget     # prints BUDGET of tests/test_architecture.py
 
 The arrows are the imports that `tests/test_imports.py` finds. Arrows implied by others are left out (transitive
 reduction). Only the positions of the boxes are set by hand. A module without a box is an error.
@@ -10,7 +9,6 @@ reduction). Only the positions of the boxes are set by hand. A module without a 
 from __future__ import annotations
 
 import argparse
-import collections
 import functools
 import graphlib
 import hashlib
@@ -160,19 +158,6 @@ def states_table(module: ModuleType) -> list[str]:
     return lines
 
 
-def lines_of_code() -> dict[str, int]:
-    """Return the lines of Python and C of each sub-package; `LAYER/*` is the files outside of any."""
-    counts: collections.Counter[str] = collections.Counter()
-    for layer in LAYERS:
-        for file in sorted((ROOT / layer).rglob("*")):
-            if file.suffix in (".py", ".c", ".h"):
-                folders = file.relative_to(ROOT).parts[:-1]
-                depth = 3 if folders[1:2] in (("adapters",), ("facades",)) else 2
-                part = "/".join(folders[:depth]) if len(folders) > 1 else f"{layer}/*"
-                counts[part] += len(file.read_text().splitlines())
-    return dict(counts)
-
-
 #: Part of the page -> function that makes its lines.
 PARTS: dict[str, Callable[[], list[str]]] = {
     "tests/architecture.py, parts": parts_table,
@@ -277,12 +262,8 @@ def draw(path: Path) -> None:
 def main() -> None:
     """Write the picture and the tables."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", action="store_true", help=f"write {PAGE.name} and {PICTURE.name}")
-    what.add_argument("--budget", action="store_true", help="print the lines of each sub-package")
-    if parser.parse_args().budget:
-        print(*(f'    "{part}": {count},' for part, count in lines_of_code().items()), sep="\n")
-        return
+    parser.add_argument("--write", action="store_true", required=True, help=f"write {PAGE.name} and {PICTURE.name}")
+    parser.parse_args()
     draw(PICTURE)
     for name, make in PARTS.items():
         write_part(PAGE, name, make())

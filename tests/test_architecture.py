@@ -12,6 +12,7 @@ import pytest
 from tests import architecture
 from tests.architecture import BOXES, COMMAND, PAGE, PARTS, PICTURE
 from tests.test_imports import ROOT
+from tools.statements import statements_below
 
 TEXT = PAGE.read_text()
 HOPS = [
@@ -26,47 +27,8 @@ READERS = {
     "executor/protocol/flight.py",
     "executor/protocol/losses.py",
 }
-#: Lines of Python and C of each sub-package, as `python -m tests.architecture --budget` prints them. Not a limit but a
-#: receipt: the commit that changes a number says why the program needs more lines, or how it needs fewer.
-BUDGET = {
-    "shm/*": 2040,
-    "workers/*": 3218,
-    "workers/adapters": 1299,
-    "workers/adapters/common": 514,
-    "workers/adapters/dm_env": 335,
-    "workers/adapters/gymnasium": 1151,
-    "workers/adapters/hosts": 565,
-    "workers/adapters/meltingpot": 1506,
-    "workers/adapters/pettingzoo": 689,
-    "workers/adapters/simulators": 1143,
-    "workers/adapters/torchrl": 1815,
-    "workers/block": 1768,
-    "workers/native": 1585,
-    "workers/process": 1598,
-    "workers/testing": 1859,
-    "executor/*": 3006,
-    "executor/batches": 1681,
-    "executor/cli": 3009,
-    "executor/cluster": 2111,
-    "executor/facades": 514,
-    "executor/facades/cleanrl": 186,
-    "executor/facades/gymnasium": 1144,
-    "executor/facades/pettingzoo": 874,
-    "executor/facades/rllib": 525,
-    "executor/facades/sb3": 849,
-    "executor/facades/torchrl": 1245,
-    "executor/machine": 477,
-    "executor/monitor": 410,
-    "executor/native": 960,
-    "executor/pools": 5586,
-    "executor/protocol": 3381,
-    "executor/rollouts": 921,
-    "executor/show": 2174,
-    "executor/simulator": 798,
-    "executor/sizing": 1638,
-}
-#: What a number may be above the lines that are there: a share, or this number of lines if that is more.
-SLACK, SLACK_LINES = 0.03, 30
+#: The size of the project, in statements (`python -m tools.statements FOLDER`): what comes in names what goes out.
+SOURCE, TESTS = 28_900, 33_300
 #: The head of a function in C, without the semicolon of a declaration.
 C_FUNCTION = re.compile(r"^\w[\w *]*?(\w+)\([^;]*\)$", re.MULTILINE)
 REPORTS = re.compile(r"\.(outcome|wait_all|wait_some)\b")
@@ -131,18 +93,7 @@ def test_no_boxes_overlap():
     assert len(places) == len(set(places))
 
 
-def test_the_budget_has_every_sub_package():
-    assert set(BUDGET) == set(architecture.lines_of_code()), "run `python -m tests.architecture --budget`"
-
-
-@pytest.mark.parametrize("part", BUDGET)
-def test_a_sub_package_has_the_lines_of_its_budget(part):
-    actual, budget = architecture.lines_of_code()[part], BUDGET[part]
-    assert actual <= budget, (
-        f"{part} has {actual} lines, and its budget is {budget}. Make room by removing code, or raise "
-        f'BUDGET["{part}"] to {actual} and say in the same commit what the lines are for.'
-    )
-    assert budget - actual <= max(SLACK * actual, SLACK_LINES), (
-        f'{part} has only {actual} lines, and its budget is {budget}. Lower BUDGET["{part}"] to {actual} in the commit '
-        f"that removed the code."
-    )
+@pytest.mark.parametrize(("folders", "limit"), [(("shm", "workers", "executor"), SOURCE), (("tests",), TESTS)])
+def test_the_project_keeps_its_size(folders, limit):
+    count = sum(statements_below(ROOT / folder) for folder in folders)
+    assert count <= limit, f"{', '.join(folders)} have {count} statements, and the limit is {limit}: remove some first"
