@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from envherd.shm.specs import Unbounded as Unbounded
     from envherd.workers.adapters.base import Adapter
     from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names, substrate_names
-    from envherd.workers.adapters.named import OldGymFactory, PettingZooFactory, VmasFactory
+    from envherd.workers.adapters.named import PettingZooFactory, VmasFactory
     from envherd.workers.adapters.registry import register as register
     from envherd.workers.block.pictures import SmallPictures
     from envherd.workers.current import WorkerInfo, worker
@@ -102,7 +102,6 @@ _HOMES = {
     "LeafSpec": _SPECS,
     "MeltingPotFactory": "envherd.workers.adapters.meltingpot.factory",
     "MultiDiscrete": _SPECS,
-    "OldGymFactory": "envherd.workers.adapters.named",
     "OneHot": _SPECS,
     "ParallelEnv": "envherd.executor.parallel",
     "PerPlayer": "envherd.executor.show.per_player",
@@ -140,6 +139,11 @@ _HOMES = {
 #: Modules of facades, imported when they are first used. `dir` leaves them out: each needs an extra.
 _FACADES = ("benchmarl", "cleanrl", "gymnasium", "pettingzoo", "rllib", "sb3", "torchrl")
 
+#: A name that earlier versions had -> what to use instead.
+_GONE = {
+    "OldGymFactory": "wrap the env in the factory: shimmy.GymV21CompatibilityV0(env=env)",
+}
+
 #: What `from envherd import *` imports: all names but those of Gymnasium and of TorchRL's specs.
 __all__ = [
     "ActionError",
@@ -167,7 +171,6 @@ __all__ = [
     "Interval",
     "LeafSpec",
     "MeltingPotFactory",
-    "OldGymFactory",
     "ParallelEnv",
     "PerPlayer",
     "PettingZooFactory",
@@ -212,6 +215,8 @@ if not TYPE_CHECKING:  # to a type checker, unknown names remain unknown
             value = getattr(importlib.import_module(_HOMES[name]), name)
         elif name in _FACADES:
             value = importlib.import_module(f"{__name__}.{name}")
+        elif name in _GONE:
+            raise AttributeError(f"envherd has no {name} any more: {_GONE[name]}.", obj=sys.modules[__name__])
         else:
             import difflib
 

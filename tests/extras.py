@@ -30,7 +30,6 @@ PACKAGES = {
     "minigrid": ("minigrid",),
     "mujoco": ("mujoco",),
     "nle": ("nle",),
-    "old-gym": ("gym",),
     "pettingzoo": ("pettingzoo", "mpe2"),
     "progress": ("tqdm",),
     "prometheus": ("prometheus_client",),

@@ -52,7 +52,7 @@ VERSIONS = ("torchrl", "gymnasium")
 FOLDER = Path(__file__).parent / "golden"
 #: The families that are driven in every mode: one for each adapter, and for each kind of spec.
 NAMES = (
-    *("gymnasium_cartpole", "gymnasium_nested", "gymnasium_taxi", "old_gym", "dm_control", "dmlab2d"),
+    *("gymnasium_cartpole", "gymnasium_nested", "gymnasium_taxi", "dm_control", "dmlab2d"),
     *("pettingzoo_spread", "pettingzoo_village", "torchrl", "meltingpot", "own", "vector_sync_same_step"),
     *("envpool_async", "vmas"),
 )

@@ -32,7 +32,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.glob("**/*.md"))]
 NEEDED = {
     "README.md": ("meltingpot", "gymnasium"),
     "docs/checkpoints.md": ("gymnasium", "box2d"),
-    "docs/custom_envs.md": ("gymnasium", "old-gym"),
+    "docs/custom_envs.md": ("gymnasium",),
     "docs/evaluation.md": ("gymnasium",),
     "docs/faq.md": ("gymnasium", "media"),
     "docs/gymnasium.md": ("gymnasium",),

@@ -284,3 +284,10 @@ def test_every_dependency_is_pinned():
     wanted = [*PYPROJECT["project"]["dependencies"], *(r for name in set(extras) - APART for r in extras[name])]
     wanted = [requirement for requirement in wanted if not requirement.startswith("envherd[")]
     assert {normalized(requirement) for requirement in wanted} <= {normalized(line) for line in CONSTRAINTS}
+
+
+@pytest.mark.parametrize("name", envherd._GONE)
+def test_names_that_are_gone_say_what_to_use(name):
+    with pytest.raises(AttributeError, match=rf"envherd has no {name} any more: \w+"):
+        getattr(envherd, name)
+    assert name not in (*envherd._HOMES, *envherd._FACADES, *envherd.__all__)

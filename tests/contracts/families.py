@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from envherd.workers.adapters import OldGymFactory
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from tests.contracts import own_family, plain_loops
 from tests.contracts.batched_families import BATCHED
@@ -98,13 +97,6 @@ def torchrl_cartpole() -> Any:
     return TransformedEnv(GymEnv("CartPole-v1"), StepCounter(6))
 
 
-def old_walk() -> Any:
-    """Return an env of gym's API before 0.26."""
-    from tests.workers.test_old_gym import OldWalk
-
-    return OldWalk(length=50)
-
-
 def _of_gymnasium(title: str, *args: Any, extra: str = "gymnasium", num_steps: int = 110, **kwargs: Any) -> Family:
     draws, module = kwargs.pop("draws", True), kwargs.pop("module", "")
     make = functools.partial(gymnasium_env, *args, module=module)
@@ -151,13 +143,6 @@ FAMILIES: dict[str, Family] = {
         50,
         extra="minigrid",
         module="minigrid",
-        is_ordinary=False,
-    ),
-    "old_gym": Family(
-        "gym before 0.26, 50 steps (`OldGymFactory`)",
-        OldGymFactory(old_walk),
-        functools.partial(plain_loops.PlainOldGym, old_walk),
-        num_steps=120,
         is_ordinary=False,
     ),
     "dm_control": _of_dm_env(

@@ -67,25 +67,6 @@ class PlainGymnasium:
         return action[key]
 
 
-class PlainOldGym:
-    """gym before 0.26: `seed(seed)`, `reset()`, four values."""
-
-    def __init__(self, make_env: MakeEnv) -> None:
-        self.env = make_env()
-
-    def reset(self, seed: int, mask: np.ndarray | None = None) -> Values:
-        self.env.seed(seed)
-        return {("observation",): self.env.reset()}
-
-    def step(self, action: Mapping[Key, np.ndarray]) -> Result:
-        observation, reward, done, info = self.env.step(int(action["action",]))
-        truncated = done and info.get("TimeLimit.truncated", False)
-        return {("observation",): observation}, {("reward",): reward}, done and not truncated, truncated
-
-    def close(self) -> None:
-        pass
-
-
 class PlainDmEnv:
     """dm_env, which takes seeds only when an env is built: a new env for every episode.
 

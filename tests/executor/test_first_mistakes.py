@@ -160,7 +160,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "reset of old gym": (
         lambda _: reset_of(OldReset),
         EnvError,
-        r"the API of gym before 0\.26\. Say so with make_env=.*OldGymFactory\(make_env\)",
+        r"the API of gym before 0\.26\. Wrap the env in the factory: shimmy\.GymV21CompatibilityV0\(env=env\)",
     ),
     "the whole checkpoint": (
         lambda env: env.load_state_dict({"policy": {}, "env": {}}),

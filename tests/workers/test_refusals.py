@@ -28,7 +28,6 @@ from tests.workers import test_gymnasium_vector as vectors
 from tests.workers import torch_simulators as simulators
 from tests.workers.test_gymnasium_adapter import Scripted, answering
 from tests.workers.test_gymnasium_spaces import Colours, Echo
-from tests.workers.test_old_gym import OldWalk, OldWalkOfGymnasium, of_gym
 
 Make = Callable[[], Any]
 
@@ -234,9 +233,22 @@ def atari() -> Any:
     return vectors.atari(AutoresetMode.NEXT_STEP, batch_size=1)
 
 
-def old(*, is_old: bool) -> Any:
-    skip_without("old-gym")
-    return of_gym(12, is_old=is_old)
+class OldReset(Scripted):
+    """An env of Gymnasium by its class, whose `reset` returns the observation alone."""
+
+    def reset(self, **_: Any) -> Any:
+        return super().reset()[0]
+
+
+class OldEnv:
+    """An env of the API before Gymnasium, of any class."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self) -> Any: ...
+
+    def step(self, action: int) -> Any: ...
 
 
 # ---- the table ---------------------------------------------------------------------------------------------------
@@ -262,8 +274,7 @@ BUILT: dict[str, tuple[Any, ...]] = {
     ),
     "vector: an env without masks": (partial(OwnVector, 3), r"OwnVector.*vectorization_mode='sync'"),
     "atari: some rows at a time": (atari, "batch_size 1 of 2"),
-    "old gym: its class": (OldWalk, r"OldGymFactory\(make_env\)"),
-    "old gym: its package": (partial(old, is_old=False), r"OldGymFactory\(make_env\)"),
+    "old gym: its class": (OldEnv, r"shimmy\.GymV21CompatibilityV0\(env=env\)"),
     **{
         f"dm_env: {name} at the root": (partial(dm_reserved, name), f"got '{name}' at the root")
         for name in ("reward", "next")
@@ -383,7 +394,7 @@ STEPPED: dict[str, tuple[Make, str]] = {
     },
     "gymnasium: four values": (
         partial(Scripted, (np.zeros(2), 0.0, False, {})),
-        FIVE + r"got 4 values \(ndarray, float, bool, dict\).*before 0\.26.*OldGymFactory",
+        FIVE + r"got 4 values \(ndarray, float, bool, dict\).*before 0\.26.*shimmy\.GymV21CompatibilityV0",
     ),
     "gymnasium: three values": (partial(Scripted, (np.zeros(2), 0.0, False)), f"{FIVE}got 3 values"),
     "gymnasium: six values": (partial(Scripted, (1, 2, 3, 4, 5, 6)), f"{FIVE}got 6 values"),
@@ -432,7 +443,7 @@ STEPPED: dict[str, tuple[Make, str]] = {
         "expected one number as the reward of a_1",
     ),
     "pettingzoo: no flag": (partial(zoo_step, with_entry(2, "a_0", 2)), "expected a bool as `terminations"),
-    "old gym: a class of gymnasium": (OldWalkOfGymnasium, r"OldGymFactory\(make_env\)"),
+    "old gym: a class of gymnasium": (partial(OldReset, None), r"shimmy\.GymV21CompatibilityV0"),
     "torch: no last observations": (simulators.Losing, r"final_obs.*compute_final_obs"),
     "torch: its own buffer": (simulators.Aliasing, "view of its observation buffer"),
     "isaaclab: another history": (managed_with_own_history, r"expected IsaacLab's CircularBuffer, got a OwnHistory"),
@@ -443,7 +454,7 @@ NOT_RESET: dict[str, Make] = {
     "envpool: rows before their reset": envpool_of,
 }
 #: First word of a row -> the extra that it needs.
-EXTRAS = {"dm_env": "dm-control", "old gym: its package": "old-gym"}
+EXTRAS = {"dm_env": "dm-control"}
 EXTRAS |= {family: family for family in ("atari", "envpool", "meltingpot", "pettingzoo", "torchrl", "vmas")}
 
 

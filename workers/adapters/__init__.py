@@ -1,7 +1,7 @@
 """Env families behind one protocol; see `base.Adapter` and `registry.register`."""
 
 from envherd.workers.adapters.base import Adapter, StepValues
-from envherd.workers.adapters.named import OldGymFactory, PettingZooFactory
+from envherd.workers.adapters.named import PettingZooFactory
 from envherd.workers.adapters.registry import find_adapter, is_env_like, register
 
-__all__ = ["Adapter", "OldGymFactory", "PettingZooFactory", "StepValues", "find_adapter", "is_env_like", "register"]
+__all__ = ["Adapter", "PettingZooFactory", "StepValues", "find_adapter", "is_env_like", "register"]

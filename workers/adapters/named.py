@@ -97,49 +97,6 @@ class PettingZooFactory:
 
 
 @dataclass(frozen=True)
-class OldGymFactory:
-    """Build an env of the API before Gymnasium: `step` returns four values, `reset` an observation alone.
-
-    Workers run such an env only if this factory declares it; see `adapters/gymnasium/old_gym.py` for the meaning of
-    `done`, seeds, spaces and pictures.
-
-    Attributes:
-        env: a callable that returns the env, or an id of the package `gym`.
-        horizon: an end in the step of this number is `truncated`, for envs that cut their episodes without setting
-            `info["TimeLimit.truncated"]`.
-    """
-
-    env: str | Callable[..., Any]
-    horizon: int | None = None
-
-    @property
-    def preload(self) -> tuple[str, ...]:
-        """Modules worth importing before workers are forked."""
-        module = "gym" if isinstance(self.env, str) else str(getattr(self.env, "__module__", None) or "gymnasium")
-        return ("gymnasium", *(() if module == "__main__" else (module,)))
-
-    def __call__(self, **env_kwargs: Any) -> Any:
-        """Return the env, made with these arguments, as a `gymnasium.Env`.
-
-        Raises:
-            FactoryError: gymnasium, which has the spaces of every adapter, is not installed.
-        """
-        if importlib.util.find_spec("gymnasium") is None:
-            raise FactoryError(
-                "OldGymFactory failed: expected the package gymnasium as well, whose spaces adapters use. "
-                f"Run: {sys.executable} -m pip install 'envherd[gymnasium]'"
-            )
-        from envherd.workers.adapters.gymnasium.old_gym import OldGymEnv
-
-        return OldGymEnv(self._make()(**env_kwargs), horizon=self.horizon)
-
-    def _make(self) -> Callable[..., Any]:
-        if callable(self.env):
-            return self.env
-        return functools.partial(importlib.import_module("gym").make, self.env)
-
-
-@dataclass(frozen=True)
 class VmasFactory:
     """Build a VMAS env: `num_rows` worlds of a scenario, in torch.
 

@@ -104,8 +104,8 @@ def find_adapter(env: Any, env_type: EnvType = "auto") -> type[Adapter]:
     if _is_old_gym(env):
         raise FactoryError(
             f"the factory failed: expected an env of a known family, got {_qualified_name(type(env))}, which looks "
-            f"like an env of gym, before Gymnasium. If it is one, pass "
-            f"make_env=envherd.OldGymFactory(make_env)."
+            f"like an env of gym, before Gymnasium. If it is one, wrap "
+            f"it in the factory: shimmy.GymV21CompatibilityV0(env=env)."
         )
     known = ", ".join(sorted({name.partition(".")[0] for name in _TABLE}))
     raise FactoryError(

@@ -26,7 +26,10 @@ from envherd.workers.adapters.common.tree import Leaf, Node, builder, flattener,
 from envherd.workers.adapters.gymnasium import spaces as gymnasium_spaces
 from envherd.workers.errors import SpecError
 
-_OLD_API = "This is the API of gym before 0.26. Say so with make_env=envherd.OldGymFactory(make_env), or return {new}."
+_OLD_API = (
+    "This is the API of gym before 0.26. Wrap the env in the factory: shimmy.GymV21CompatibilityV0(env=env). "
+    "Or return {new}."
+)
 
 _LACKS_ARGUMENT = re.compile(r"reset\(\) got an unexpected keyword argument '(seed|options)'")
 
