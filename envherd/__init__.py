@@ -6,7 +6,7 @@ with ParallelEnv(8, make_env, seed=0) as env:
     data = env.rollout(200, policy)
 
 All public names are here; each is imported when it is first used. The facades, which stand for the classes of other
-libraries, are modules: `envherd.torchrl`, `sb3`, `gymnasium`, `pettingzoo`, `rllib`, `cleanrl` and `benchmarl`. The
+libraries, are modules: `envherd.torchrl`, `sb3`, `gymnasium`, `pettingzoo`, `rllib` and `cleanrl`. The
 checks for custom envs are in `envherd.workers.testing`.
 """
 
@@ -137,10 +137,11 @@ _HOMES = {
 }
 
 #: Modules of facades, imported when they are first used. `dir` leaves them out: each needs an extra.
-_FACADES = ("benchmarl", "cleanrl", "gymnasium", "pettingzoo", "rllib", "sb3", "torchrl")
+_FACADES = ("cleanrl", "gymnasium", "pettingzoo", "rllib", "sb3", "torchrl")
 
 #: A name that earlier versions had -> what to use instead.
 _GONE = {
+    "benchmarl": "set benchmarl.experiment.experiment.ParallelEnv (docs/torchrl.md)",
     "OldGymFactory": "wrap the env in the factory: shimmy.GymV21CompatibilityV0(env=env)",
 }
 

@@ -21,7 +21,6 @@ TESTED = {
     "async_rollout",
     "branch_explore",
     "branch_groups",
-    "benchmarl_meltingpot",  # run by tests/executor/facades/test_benchmarl.py
     "ctypes_env",
     "custom_env",
     "evaluate_suite",

@@ -56,11 +56,9 @@ ALLOWED = {
     "executor/facades/rllib/*": {"gymnasium", "ray"},
     "executor/facades/sb3/*": {"stable_baselines3", "gymnasium"},
     "executor/facades/torchrl/*": {"torchrl"},
-    "executor/facades/benchmarl.py": {"benchmarl"},
     "benchmarks/*": {"numpy", "torch", "tensordict", "gymnasium", "rich"}
     | {"envherd.shm", "envherd.workers", "envherd.executor", "benchmarks"},
     "benchmarks/__main__.py": {"typer"},
-    "benchmarks/benchmarl.py": {"benchmarl"},
     "benchmarks/rllib.py": {"ray"},
     "benchmarks/rllib_agents.py": {"ray"},
     "benchmarks/starts.py": {"ray", "torchrl", "envherd"},
