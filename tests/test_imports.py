@@ -61,12 +61,8 @@ ALLOWED = {
     "benchmarks/__main__.py": {"typer"},
     "benchmarks/rllib.py": {"ray"},
     "benchmarks/rllib_agents.py": {"ray"},
-    "benchmarks/starts.py": {"ray", "torchrl", "envherd"},
     "benchmarks/cluster.py": {"psutil", "ray", "torchrl"},
-    "benchmarks/asynchronous.py": {"torchrl"},
-    "benchmarks/torchrl_scripts.py": {"torchrl", "dm_control", "pettingzoo"},
     "benchmarks/faults.py": {"stable_baselines3", "torchrl"},
-    "benchmarks/portable.py": {"stable_baselines3"},
     "benchmarks/peers.py": {"envpool", "pufferlib", "stable_baselines3", "tianshou", "torchrl"},
     "benchmarks/plots.py": {"matplotlib"},
 }
