@@ -39,7 +39,6 @@ ALLOWED = {
     "workers/adapters/hosts/torchrl*.py": {"torch", "tensordict", "torchrl"},
     "executor/*": {"numpy", "torch", "tensordict", "psutil", "envherd.shm", "envherd.workers", "envherd.executor"},
     "executor/cli/*": {"typer", "rich"},
-    "executor/cli/bench.py": {"gymnasium", "stable_baselines3", "torchrl"},
     "executor/cli/env_template.py": {"envherd"},  # a file of the user
     "executor/cli/media.py": {"PIL"},
     "executor/doctor.py": {"packaging"},

@@ -12,7 +12,7 @@ from envherd.executor.cli.doctor import doctor
 from envherd.executor.cli.evaluate import Evaluate
 from envherd.executor.cli.init import init
 from envherd.executor.cli.listing import list_envs
-from envherd.executor.cli.options import Bench, Check, Command, Record, Replay, Rollout, Size, Top
+from envherd.executor.cli.options import Check, Command, Record, Replay, Rollout, Size, Top
 
 app = typer.Typer(
     name="envherd",
@@ -59,4 +59,3 @@ _add(Size)
 app.command("list")(list_envs)
 _add(Top)
 app.command()(doctor)
-_add(Bench)

@@ -33,10 +33,6 @@ from envherd.executor.cli.option_values import (
     picture,
 )
 
-_BENCH_ENV_HELP = (
-    "gymnasium:ID, meltingpot:SUBSTRATE, or python:MODULE:CALLABLE (a callable that returns a Gymnasium env)."
-)
-
 
 class Command:
     """The base of all options."""
@@ -237,19 +233,3 @@ class Top(Command):
     stack: Annotated[
         int | None, typer.Option(metavar="WORKER", help="Also show the Python stack of the worker in this row, from 0.")
     ] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bench(Command):
-    """Compare the speed of an env under envherd, in a serial loop, and under the installed libraries.
-
-    All run the same number of envs with fixed actions, and take turns.
-    """
-
-    env: Annotated[str, typer.Argument(metavar="ENV", help=_BENCH_ENV_HELP)] = "gymnasium:CartPole-v1"
-    envs: NumEnvs = 8
-    workers: Workers = None
-    quick: Annotated[bool, typer.Option("--quick", help="Run 3 rounds of 0.2 s, in place of 5 rounds of 1 s.")] = False
-    env_kwargs: EnvKwargs = None
-    json: Json = None
-    quiet: Quiet = False

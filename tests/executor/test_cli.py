@@ -422,7 +422,6 @@ def test_a_rollout_whose_process_was_killed_is_refused():
         ["evaluate", COUNTING, "--json", "none/found.json"],
         ["record", COUNTING, "--mp4", "none/film.mp4"],
         ["size", COUNTING, "--json", "none/setting.json"],
-        ["bench", "--json", "none/bench.json"],
         ["replay", ".", "--png", "none/sheet.png"],
         ["init", "none/my_env.py"],
     ],

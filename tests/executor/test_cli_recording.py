@@ -1,16 +1,11 @@
-"""`envherd record`, `replay` and `bench`; `--max-steps`, completion; `top` in a narrow terminal."""
+"""`envherd record` and `replay`; `--max-steps`, completion; `top` in a narrow terminal."""
 
 from __future__ import annotations
 
 import io
-import json
-import os
-import re
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 from tests.extras import needs, skip_without
 
@@ -26,9 +21,7 @@ from envherd import ParallelEnv
 from envherd.executor.cli.app import app
 from envherd.executor.cli.storing import RolloutStore, load_rollout
 from envherd.executor.cli.top import Watcher, screen
-from envherd.workers.processes import descendants
 from envherd.workers.testing import CountingEnv
-from tests.executor.test_lifecycle import is_running
 from tests.gates import wait_for
 
 TEAM = "python:tests.executor.team_env:pictured"
@@ -264,81 +257,6 @@ def test_a_video_of_another_format_is_refused():
     result = envherd("record", COUNTING, "--mp4", "film.gif")
     assert result.exit_code == 2
     assert "ends in .mp4" in " ".join(result.output.replace("│", " ").split())
-
-
-@needs("gymnasium", "sb3", "torchrl")
-@pytest.mark.slow
-def test_libraries_are_compared_on_ones_own_env(tmp_path):
-    (tmp_path / "my_envs.py").write_text(
-        textwrap.dedent(
-            """
-            import gymnasium
-
-            def make_env(steps=7):
-                return gymnasium.make("Pendulum-v1", max_episode_steps=steps)
-            """
-        )
-    )
-    arguments = ["bench", "my_envs:make_env", "--envs", 2, "--quick", "--env-kwargs", '{"steps": 5}']
-    command = [sys.executable, "-c", "from envherd.executor.cli import main; main()", *map(str, arguments)]
-    command += ["--json", "figures.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    libraries = json.loads((tmp_path / "figures.json").read_text())["libraries"]
-    assert {one["status"] for one in libraries.values()} == {"measured"}
-    assert {"envherd", "envherd SerialEnv", "SB3 SubprocVecEnv", "TorchRL ParallelEnv"} <= libraries.keys()
-    assert libraries["envherd"]["envherd_is"] == [1, 1, 1]
-    assert min(one["steps_per_s"] for one in libraries.values()) > 0
-
-
-@needs("gymnasium")
-@pytest.mark.slow
-def test_a_library_that_fails_is_named_and_the_others_are_measured(monkeypatch):
-    def refuses(*_args):
-        raise OSError("no such track")
-
-    monkeypatch.setattr("gymnasium.vector.AsyncVectorEnv", refuses)
-    monkeypatch.setitem(sys.modules, "stable_baselines3.common.vec_env", None)
-    monkeypatch.setitem(sys.modules, "torchrl.envs", None)
-    result = envherd("bench", "--quick", "--envs", 2, "--workers", 1)
-    assert result.exit_code == 0, result.output
-    assert "Gymnasium AsyncVectorEnv: OSError: no such track" in result.stderr
-    assert result.output.count("not installed") == 2
-    assert re.search(r"a serial loop +[\d,]+ +[\d.]+x \(", result.output)
-
-
-@needs("gymnasium")
-@pytest.mark.slow
-def test_ctrl_c_ends_a_benchmark_and_all_its_processes(tmp_path):
-    code = "from envherd.executor.cli import main; main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "bench", "--envs", "2"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        while len(descendants(process.pid)) < 1 + 2 + 2:  # Gymnasium's and more
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.05)
-        started = descendants(process.pid)
-        os.killpg(process.pid, signal.SIGINT)  # to the whole group, as a terminal does
-        _, complaints = process.communicate(timeout=100)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 130, complaints
-    assert "interrupted" in complaints
-    wait_for(lambda: not any(map(is_running, started)))  # they get the signal too, and may end after it
-
-
-@needs("dm-control")
-def test_an_env_that_others_do_not_run_is_not_compared():
-    result = envherd("bench", "dm_control:cartpole/balance")
-    assert result.exit_code == 2
-    assert "envherd size" in result.output
 
 
 def test_completion_can_be_installed():
