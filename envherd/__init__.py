@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from envherd.shm.specs import Unbounded as Unbounded
     from envherd.workers.adapters.base import Adapter
     from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names, substrate_names
-    from envherd.workers.adapters.named import PettingZooFactory, VmasFactory
+    from envherd.workers.adapters.named import PettingZooFactory
     from envherd.workers.adapters.registry import register as register
     from envherd.workers.block.pictures import SmallPictures
     from envherd.workers.current import WorkerInfo, worker
@@ -118,7 +118,6 @@ _HOMES = {
     "Statistics": "envherd.executor.monitor.statistics",
     "Unbounded": _SPECS,
     "VideoRecorder": "envherd.executor.show.recorder",
-    "VmasFactory": "envherd.workers.adapters.named",
     "WorkerInfo": "envherd.workers.current",
     "WorkerLost": _ERRORS,
     "WorkerStatistics": "envherd.executor.monitor.statistics",
@@ -141,6 +140,7 @@ _FACADES = ("cleanrl", "gymnasium", "pettingzoo", "rllib", "sb3", "torchrl")
 
 #: A name that earlier versions had -> what to use instead.
 _GONE = {
+    "VmasFactory": "return torchrl.envs.VmasEnv(scenario, num_envs=...) from the factory",
     "benchmarl": "set benchmarl.experiment.experiment.ParallelEnv (docs/torchrl.md)",
     "OldGymFactory": "wrap the env in the factory: shimmy.GymV21CompatibilityV0(env=env)",
 }
@@ -186,7 +186,6 @@ __all__ = [
     "SpecError",
     "Statistics",
     "VideoRecorder",
-    "VmasFactory",
     "WorkerInfo",
     "WorkerLost",
     "WorkerStatistics",

@@ -54,7 +54,7 @@ FOLDER = Path(__file__).parent / "golden"
 NAMES = (
     *("gymnasium_cartpole", "gymnasium_nested", "gymnasium_taxi", "dm_control", "dmlab2d"),
     *("pettingzoo_spread", "pettingzoo_village", "torchrl", "meltingpot", "own", "vector_sync_same_step"),
-    *("envpool_async", "vmas"),
+    "envpool_async",
 )
 _OWN = {
     "counting": CountingEnv,

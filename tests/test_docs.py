@@ -41,7 +41,7 @@ NEEDED = {
     "docs/pettingzoo.md": ("pettingzoo",),
     "docs/sb3.md": ("sb3",),
     "docs/policies.md": ("gymnasium", "meltingpot"),
-    "docs/vector_envs.md": ("gymnasium", "vmas"),
+    "docs/vector_envs.md": ("gymnasium",),
     "docs/torchrl.md": ("gymnasium", "torchrl"),
 }
 BLOCK = re.compile(

@@ -38,6 +38,7 @@ TESTED = {
     "torchrl_collectors",
     "torchrl_ppo",
     "uncopyable_policy",
+    "vmas_simulator",
     "vtrace_cartpole",
 }
 
@@ -68,6 +69,14 @@ def test_branches_do_better_than_the_same_steps_without(run_example, name, short
 def test_evaluate_suite_reports_each_task_and_all(run_example):
     printed = run_example("evaluate_suite", "--episodes", "3")
     assert re.search(r"all tasks .*\(\d/9\)", printed)
+
+
+@needs("vmas")
+@pytest.mark.slow
+def test_a_simulator_of_vmas_ends_its_rows_one_by_one(run_example):
+    printed = run_example("vmas_simulator", "--rows", "4")
+    assert "(1, 120, 4) transitions" in printed
+    assert re.search(r"[1-9]\d* episodes were truncated", printed)
 
 
 @needs("meltingpot")

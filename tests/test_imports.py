@@ -31,10 +31,9 @@ ALLOWED = {
     "workers/adapters/envpool*.py": {"envpool", "gymnasium"},
     "workers/adapters/gymnasium/*": {"gymnasium"},
     "workers/adapters/meltingpot/*": {"dm_env", "dmlab2d", "meltingpot"},
-    "workers/adapters/named.py": {"dm_control", "envpool", "gymnasium", "pettingzoo", "vmas"},
+    "workers/adapters/named.py": {"dm_control", "envpool", "gymnasium", "pettingzoo"},
     "workers/adapters/pettingzoo/*": {"pettingzoo", "gymnasium"},
     "workers/adapters/simulators/*": {"torch", "tensordict"},
-    "workers/adapters/simulators/vmas.py": {"vmas"},
     "workers/adapters/torchrl/*": {"torch", "tensordict", "torchrl"},
     "workers/adapters/hosts/torchrl*.py": {"torch", "tensordict", "torchrl"},
     "executor/*": {"numpy", "torch", "tensordict", "psutil", "envherd.shm", "envherd.workers", "envherd.executor"},
@@ -136,7 +135,6 @@ HEAVY = {
     "tensorflow",
     "torch",
     "torchrl",
-    "vmas",
 }
 FAMILIES = ("dm_env", "envpool", "gymnasium", "hosts", "meltingpot", "pettingzoo", "simulators", "torch")
 

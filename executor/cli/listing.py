@@ -10,7 +10,7 @@ import typer
 def list_envs(
     family: Annotated[
         str | None,
-        typer.Argument(metavar="FAMILY", help="meltingpot, gymnasium, dm_control, pettingzoo or vmas; default: all."),
+        typer.Argument(metavar="FAMILY", help="meltingpot, gymnasium, dm_control or pettingzoo; default: all."),
     ] = None,
     part: Annotated[str | None, typer.Argument(metavar="FILTER", help="Print only names that contain this.")] = None,
 ) -> None:

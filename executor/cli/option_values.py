@@ -87,11 +87,11 @@ def parse_size(text: str) -> int:
 
 ENV_HELP = (
     "meltingpot:NAME, gymnasium:ID, dm_control:DOMAIN/TASK, pettingzoo:ID-OR-MODULE, gymnasium_vec:ID[:ROWS], "
-    "envpool:TASK[:ROWS], vmas:SCENARIO[:ROWS], torchrl:MODULE:CALLABLE or python:MODULE:CALLABLE (a callable that "
+    "envpool:TASK[:ROWS], torchrl:MODULE:CALLABLE or python:MODULE:CALLABLE (a callable that "
     "returns an env)."
 )
 _ENV_KWARGS_HELP = "Keyword arguments of the env as a JSON object, e.g. '{\"max_episode_steps\": 50}'."
-_MAX_STEPS_HELP = "Truncate episodes after this number of steps (meltingpot, gymnasium, pettingzoo, vmas)."
+_MAX_STEPS_HELP = "Truncate episodes after this number of steps (meltingpot, gymnasium, pettingzoo)."
 _WORKERS_HELP = "Number of worker processes; default: one per usable core."
 _POLICY_HELP = "FACTORY(env) returns the policy; default: random actions."
 

@@ -60,10 +60,10 @@ def pool(api: str = "gymnasium", *, draws: bool = False, **config: Any) -> Any:
 
 
 def balance(**kwargs: Any) -> Any:
-    """Make three agents of VMAS that balance something."""
-    import vmas
+    """Make the simulator of the examples: three agents of VMAS that balance something."""
+    from examples.vmas_simulator import VmasSimulator
 
-    return vmas.make_env("balance", num_envs=NUM_ROWS, max_steps=14, **kwargs)
+    return VmasSimulator("balance", NUM_ROWS, max_steps=14, **kwargs)
 
 
 def maniskill(*, resets_itself: bool, draws: bool = False) -> Any:

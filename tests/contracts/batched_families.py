@@ -39,6 +39,13 @@ def reset_managed(env: Any, ids: torch.Tensor) -> Any:
     return env.reset(env_ids=ids)[0]
 
 
+def reset_by_mask(env: Any, ids: torch.Tensor) -> Any:
+    """Reset rows of a simulator in Gymnasium's DISABLED mode."""
+    import torch
+
+    return env.reset(options={"reset_mask": torch.isin(torch.arange(env.num_envs), ids)})[0]
+
+
 def _batched(title: str, make_env: Callable[[], Any], plain: Callable[[], Any] | None, **kwargs: Any) -> Family:
     settings: dict[str, Any] = {"num_steps": 40, "is_ordinary": False, "num_rows": NUM_ROWS, **kwargs}
     return Family(f"{title}, {NUM_ROWS} rows", make_env, plain, **settings)
@@ -112,10 +119,11 @@ BATCHED: dict[str, Family] = {
     "envpool_dm_sync": _pool("dm"),
     "envpool_dm_async": _pool("dm", batch_size=2),
     "vmas": _batched(
-        "VMAS: balance, three agents",
+        "a simulator over VMAS: balance, three agents",
         balance,
-        partial(plain_batches.PlainVmas, partial(balance, terminated_truncated=True)),
+        partial(PlainSimulator, balance, reset_by_mask, resets_itself=False),
         num_steps=30,
+        draws=False,
         extra="vmas",
         is_slow=True,
     ),

@@ -134,45 +134,6 @@ class PlainPool(PlainRows):
         super().__init__(lambda: PoolRow(make_env), num_rows, num_seeds=2**31 - num_rows)
 
 
-class PlainVmas:
-    """A VMAS env: `reset(seed=)`, `reset_at(row)`, and a random state that no other env draws from."""
-
-    def __init__(self, make_env: MakeEnv, group: str = "agents") -> None:
-        self.env, self.group = make_env(), group
-        self._random_state = list(self.env.vmas_random_state)
-
-    def reset(self, seed: int, mask: np.ndarray | None = None) -> Values:
-        with self._alone():
-            if mask is None:
-                observations = self.env.reset(seed=seed)
-            else:
-                for row in np.flatnonzero(mask).tolist():
-                    observations = self.env.reset_at(row)
-        return {(self.group, "observation"): _of_agents(observations)}
-
-    def step(self, action: Mapping[Key, np.ndarray]) -> Result:
-        import torch
-
-        with self._alone():
-            stepped = self.env.step(list(torch.from_numpy(action[self.group, "action"]).unbind(1)))
-        observations, rewards, terminated, truncated, infos = stepped
-        values: Values = {(self.group, "observation"): _of_agents(observations)}
-        values |= {(self.group, "info", name): _of_agents([info[name] for info in infos]) for name in infos[0]}
-        return values, {(self.group, "reward"): _of_agents(rewards)}, terminated.numpy(), truncated.numpy()
-
-    def close(self) -> None:
-        pass
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        shared = self.env.vmas_random_state  # one list for all VMAS envs of a process
-        before = list(shared)
-        shared[:] = self._random_state
-        yield
-        self._random_state = list(shared)
-        shared[:] = before
-
-
 class PlainSimulator:
     """A torch simulator driven as by its users, with the last observations that it publishes.
 

@@ -22,7 +22,6 @@ PRELOADED = tuple(
         "mujoco",
         "ale_py",
         "minigrid",
-        "vmas",
         "torchrl.envs",
         "dm_control.suite",
         "meltingpot.substrate",
@@ -49,12 +48,6 @@ def make_torchrl() -> Any:
     return GymEnv("Pendulum-v1")
 
 
-def make_vmas() -> Any:
-    import vmas
-
-    return vmas.make_env("balance", num_envs=4, seed=0)
-
-
 #: Family -> its factory, and the extra that it needs.
 FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
     "CartPole": (functools.partial(make_gymnasium, "CartPole-v1", "gymnasium"), "gymnasium"),
@@ -63,7 +56,6 @@ FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
     "Pong": (functools.partial(make_gymnasium, "ALE/Pong-v5", "ale_py"), "atari"),
     "MiniGrid": (functools.partial(make_gymnasium, "MiniGrid-DoorKey-8x8-v0", "minigrid"), "minigrid"),
     "TorchRL": (make_torchrl, "torchrl"),
-    "VMAS": (make_vmas, "vmas"),
     "dm_control": (functools.partial(make_control, "cheetah", "run"), "dm-control"),
     "commons_harvest": (MeltingPotFactory("commons_harvest__open", deterministic=True), "meltingpot"),
 }

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from tests.extras import needs, skip_without
+from tests.workers import torch_simulators
 
 skip_without("cli", "gymnasium")
 
@@ -28,7 +29,7 @@ import envherd
 from envherd import Capsules, EnvError, ExecutorOptions, ParallelEnv, SerialEnv, WorkerLost, WorkerTimeout
 from envherd.executor.cli.app import app
 from envherd.executor.pools.capsule_file import Capsule, CapsuleError, load_capsule
-from envherd.workers.adapters.named import NamedFactory, VmasFactory, reference_of
+from envherd.workers.adapters.named import NamedFactory, reference_of
 from envherd.workers.block.journal import FLAGS, Journal, JournalFlag
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import CountingEnv
@@ -643,10 +644,9 @@ def test_options_that_do_not_fit_are_refused(tmp_path, stored):
         envherd.RayParallelEnv(2, CountingEnv, options=_options(tmp_path))
 
 
-@needs("vmas")
 def test_a_simulator_in_this_process_refuses_capsules(tmp_path):
     with pytest.raises(ValueError, match="SerialEnv of a torch simulator failed: expected capsules=None, got"):
-        SerialEnv(1, VmasFactory("balance", 2), options=_options(tmp_path))
+        SerialEnv(1, torch_simulators.Counter, options=_options(tmp_path))
 
 
 @needs("torchrl")

@@ -14,7 +14,6 @@ from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from envherd.workers.adapters.named import (
     NamedFactory,
     PettingZooFactory,
-    VmasFactory,
     named_callable,
 )
 from envherd.workers.errors import FactoryError
@@ -33,8 +32,6 @@ KNOWN = {
     "envpool:CartPole-v1:2": NamedFactory("envpool", "CartPole-v1", num_rows=2),
     "python:envherd.workers.testing:CountingEnv": NamedFactory("python", "envherd.workers.testing:CountingEnv"),
     "python:collections:Counter.fromkeys": NamedFactory("python", "collections:Counter.fromkeys"),
-    "vmas:balance": VmasFactory("balance"),
-    "vmas:football:64": VmasFactory("football", num_rows=64),
     "torchrl:torchrl.envs:GymEnv": NamedFactory("torchrl", "torchrl.envs:GymEnv"),
 }
 
@@ -44,7 +41,6 @@ SHORT = {
     "clean_up": "meltingpot:clean_up",
     "cartpole/balance": "dm_control:cartpole/balance",
     "sisl/multiwalker-v9": "pettingzoo:sisl/multiwalker-v9",
-    "balance": "vmas:balance",
     "collections:Counter.fromkeys": "python:collections:Counter.fromkeys",
 }
 
@@ -59,8 +55,6 @@ UNKNOWN = {
     "pettingzoo:sisl/multiwalker-v8": ["sisl/multiwalker-v9"],
     "pettingzoo:mpe2.no_such_env_x": ["mpe2.no_such_env_x", "ModuleNotFoundError"],
     "pettingzoo:json": ["parallel_env", "mpe2.simple_spread_v3"],
-    "vmas:balanc": ["'balanc'", "balance"],
-    "vmas:balance:many": ["number of rows", "'many'"],
     "envpool:CartPole-v1:many": ["number of rows", "'many'"],
     "gymnasium_vec:CartPole-v9:3": ["'CartPole-v9'", "CartPole-v1"],
     "envpool:CartPole-v9": ["'CartPole-v9'", "CartPole-v1"],
@@ -91,12 +85,12 @@ needs_dm_control = pytest.mark.slow  # the imports of these tests take over a se
 #: Prefix of names -> the extra that installs their package.
 EXTRAS = {
     "dm_control": "dm-control", "envpool": "envpool", "gymnasium": "gymnasium", "meltingpot": "meltingpot",
-    "clean_": "meltingpot", "CartPole": "gymnasium", "pettingzoo": "pettingzoo", "torchrl": "torchrl", "vmas": "vmas",
+    "clean_": "meltingpot", "CartPole": "gymnasium", "pettingzoo": "pettingzoo", "torchrl": "torchrl",
 }  # fmt: skip
 
 
 def _cases(names: list[str]) -> list:
-    heavy = ("dm_c", "torchrl", "vmas")
+    heavy = ("dm_c", "torchrl")
     return [
         pytest.param(
             name,
@@ -141,7 +135,9 @@ def test_names_are_listed():
     assert "gymnasium:CartPole-v1" in done.output.split()
     assert all(factory_for(name) for name in done.output.split() if "phys2d" not in name)
     assert runner.invoke(app, ["list", "gymnasium", "no such name"]).exit_code == 1
-    assert "expected names that contain 'no such name'" in runner.invoke(app, ["list", "vmas", "no such name"]).output
+    assert (
+        "expected names that contain 'no such name'" in runner.invoke(app, ["list", "gymnasium", "no such name"]).output
+    )
     done = runner.invoke(app, ["list", "gymnasim"])
     assert done.exit_code == 2
     assert "gymnasium" in done.output
@@ -154,14 +150,14 @@ def test_a_family_that_is_not_installed_is_named_only_if_it_is_asked_for(monkeyp
 
     from envherd.executor.cli.app import app
 
-    monkeypatch.setitem(sys.modules, "vmas", None)  # makes `import vmas` raise ImportError
+    monkeypatch.setitem(sys.modules, "pettingzoo", None)  # makes `import pettingzoo` raise ImportError
     runner = CliRunner()
     done = runner.invoke(app, ["list"])
     assert (done.exit_code, done.stderr) == (0, "")
     assert "gymnasium:CartPole-v1" in done.stdout.split()
-    done = runner.invoke(app, ["list", "vmas"])
+    done = runner.invoke(app, ["list", "pettingzoo"])
     assert done.exit_code == 2
-    assert "pip install 'envherd[vmas]'" in done.stderr
+    assert "pip install 'envherd[pettingzoo]'" in done.stderr
 
 
 @needs("atari", "minigrid")
@@ -192,7 +188,6 @@ def test_unknown_name_is_refused_with_what_is_known(name):
 @pytest.mark.parametrize(
     ("name", "limit"),
     [
-        pytest.param("vmas:balance", (VmasFactory("balance", max_steps=5), {}), marks=pytest.mark.slow),
         ("meltingpot:clean_up", (MeltingPotFactory("clean_up", max_steps=5), {})),
         ("CartPole-v1", (NamedFactory("gymnasium", "CartPole-v1"), {"max_episode_steps": 5})),
     ],
@@ -203,7 +198,7 @@ def test_episodes_are_limited_by_a_field_or_an_argument(name, limit):
 
 
 def test_families_without_a_limit_are_refused():
-    with pytest.raises(FactoryError, match="expected an env of one of meltingpot, gymnasium, pettingzoo, vmas, got"):
+    with pytest.raises(FactoryError, match="expected an env of one of meltingpot, gymnasium, pettingzoo, got"):
         made_for("python:envherd.workers.testing:CountingEnv", None, 5)
 
 

@@ -357,10 +357,10 @@ def test_a_thread_that_collects_does_not_wait_for_the_learner():
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_a_simulator_on_a_gpu(num_workers):
     """The rows are those of the same simulator without an executor."""
-    import vmas
+    from examples.vmas_simulator import VmasSimulator
 
     def make_env(device: str = "cuda") -> Any:
-        return vmas.make_env("balance", num_envs=32, device=device, seed=0, max_steps=5)
+        return VmasSimulator("balance", 32, device, max_steps=5)
 
     kind = functools.partial(ParallelEnv, num_workers=num_workers) if num_workers else SerialEnv
     with kind(max(1, num_workers), make_env, seed=0, device="cuda") as env:

@@ -64,12 +64,6 @@ def spread():
     return simple_spread_v3.parallel_env(max_cycles=15)
 
 
-def football():  # its opponents draw from the global generators
-    import vmas
-
-    return vmas.make_env("football", num_envs=2, device="cpu", max_steps=12)
-
-
 FAMILIES = {
     "counting": CountingEnv,
     "CartPole": functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=15),
@@ -83,7 +77,6 @@ FAMILIES = {
     "dm_control": suite,
     "MiniGrid": minigrid,
     "PettingZoo": spread,
-    "VMAS": football,
 }
 NEEDS = {
     "HalfCheetah": "mujoco",
@@ -92,7 +85,6 @@ NEEDS = {
     "dm_control": "dm-control",
     "MiniGrid": "minigrid",
     "PettingZoo": "pettingzoo",
-    "VMAS": "vmas",
 }
 CASES = [pytest.param(name, marks=needs(NEEDS[name]) if name in NEEDS else ()) for name in FAMILIES]
 

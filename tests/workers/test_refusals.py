@@ -274,6 +274,7 @@ BUILT: dict[str, tuple[Any, ...]] = {
     ),
     "vector: an env without masks": (partial(OwnVector, 3), r"OwnVector.*vectorization_mode='sync'"),
     "atari: some rows at a time": (atari, "batch_size 1 of 2"),
+    "vmas: an env of its own": (vmas_balance, r"torchrl\.envs\.VmasWrapper\(env\)"),
     "old gym: its class": (OldEnv, r"shimmy\.GymV21CompatibilityV0\(env=env\)"),
     **{
         f"dm_env: {name} at the root": (partial(dm_reserved, name), f"got '{name}' at the root")
@@ -364,7 +365,6 @@ RESET: dict[str, tuple[Any, ...]] = {
     ),
     "dm_env: options": (dm_env_of, "expected no keyword for a dm_env env, got `options`", {"options": {"a": 1}}),
     "envpool: options": (envpool_of, "no options for EnvPool, got `options`", {"options": {"a": 1}}),
-    "vmas: a keyword": (vmas_balance, "no keyword arguments", {"mass": 3}),
     "pettingzoo: a keyword": (zoo, "expected no keyword but `options` for a PettingZoo env, got `level`", {"level": 1}),
     "pettingzoo: short masks": (
         short_masks,

@@ -46,7 +46,6 @@ from torchrl.envs import (
     TransformedEnv,
     VecNorm,
     VmasEnv,
-    VmasWrapper,
 )
 from torchrl.envs.utils import MarlGroupMapType
 
@@ -188,33 +187,6 @@ POTS = {
         lambda: melting_pot(COMMONS, StepCounter(8), RewardSum(in_keys=[("agents", "reward")])),
         20,
     ),
-}
-
-
-def vmas_wrapper() -> EnvBase:
-    import vmas
-
-    return VmasWrapper(vmas.make_env("balance", num_envs=3, max_steps=5), categorical_actions=False)
-
-
-def rows(scenario: str, *transforms: Any, **kwargs: Any) -> EnvBase:
-    env = VmasEnv(scenario, **{"num_envs": 3, "max_steps": 5, **kwargs})
-    return TransformedEnv(env, Compose(*transforms)) if transforms else env
-
-
-VMAS = {
-    "infos": (lambda: rows("balance"), 40),
-    "unlike ends": (lambda: rows("balance", max_steps=None), 140),
-    "one row": (lambda: rows("balance", num_envs=1), 40),
-    "groups": (lambda: rows("simple_tag"), 40),
-    "unlike agents": (lambda: rows("simple_speaker_listener"), 40),
-    "a group each": (lambda: rows("balance", group_map=MarlGroupMapType.ONE_GROUP_PER_AGENT), 40),
-    "own groups": (lambda: rows("balance", group_map={"b": ["agent_2", "agent_0"], "a": ["agent_1"]}), 40),
-    "indices": (lambda: rows("balance", continuous_actions=False), 40),
-    "one-hot": (lambda: rows("balance", continuous_actions=False, categorical_actions=False), 40),
-    "several indices": (lambda: rows("balance", continuous_actions=False, multidiscrete_actions=True), 40),
-    "wrapper": (vmas_wrapper, 40),
-    "transforms": (lambda: rows("balance", StepCounter(6), RewardSum(in_keys=[("agents", "reward")])), 40),
 }
 
 
@@ -368,15 +340,9 @@ def test_melting_pot(case: str) -> None:
 
 
 @needs("vmas")
-@pytest.mark.parametrize("case", VMAS)
-def test_vmas(case: str) -> None:
-    compare(*VMAS[case])
-
-
-@needs("vmas")
 def test_vmas_envs_of_a_process_draw_from_states_of_their_own() -> None:
     def trace(*others: Guest) -> list[TensorDict]:
-        guest = Guest(rows("balance"))
+        guest = Guest(VmasEnv("balance", num_envs=3, max_steps=5))
         seen: list[Any] = []
         for one in (guest, *others):
             with one.on_stage():
@@ -385,7 +351,7 @@ def test_vmas_envs_of_a_process_draw_from_states_of_their_own() -> None:
         with guest.on_stage():
             return [seen[0], guest.reset(None, {})]
 
-    for alone, among in zip(trace(), trace(Guest(rows("balance"))), strict=True):
+    for alone, among in zip(trace(), trace(Guest(VmasEnv("balance", num_envs=3, max_steps=5))), strict=True):
         assert (alone == among).all()
 
 

@@ -7,7 +7,6 @@
     dm_control:DOMAIN/TASK     dm_control:cartpole/balance            the dm_control suite
     pettingzoo:ID-OR-MODULE    pettingzoo:sisl/multiwalker-v9         a registered parallel env
                                pettingzoo:mpe2.simple_spread_v3       a module with parallel_env (or env)
-    vmas:SCENARIO              vmas:balance, vmas:balance:64          a VMAS scenario, 32 (or 64) rows of it
     torchrl:MODULE:CALLABLE    torchrl:my_envs:make_env               returns a TorchRL env
     python:MODULE:CALLABLE     python:my_envs:make_env                returns an env of any family
 

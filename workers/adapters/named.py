@@ -96,46 +96,6 @@ class PettingZooFactory:
         return make
 
 
-@dataclass(frozen=True)
-class VmasFactory:
-    """Build a VMAS env: `num_rows` worlds of a scenario, in torch.
-
-    Attributes:
-        scenario: e.g. `balance`; those of `vmas_scenarios`.
-        num_rows: worlds that are stepped together, the B of its batch shape.
-        device: where they are, e.g. "cpu" or "cuda:0".
-        max_steps: steps until an episode is truncated; None never does.
-        continuous_actions: False for indices.
-    """
-
-    scenario: str
-    num_rows: int = 32
-    device: str = "cpu"
-    max_steps: int | None = None
-    continuous_actions: bool = True
-
-    @property
-    def preload(self) -> tuple[str, ...]:
-        """Modules worth importing before workers are forked."""
-        return ("vmas", "envherd.workers.adapters.simulators.vmas")
-
-    def __call__(self, **scenario_kwargs: Any) -> Any:
-        """Return the env, its scenario made with these arguments (`ParallelEnv(..., env_kwargs={"n_agents": 5})`)."""
-        import vmas
-
-        from envherd.workers.adapters.simulators.vmas import seed_builds
-
-        seed_builds()
-        return vmas.make_env(
-            self.scenario,
-            num_envs=self.num_rows,
-            device=self.device,
-            max_steps=self.max_steps,
-            continuous_actions=self.continuous_actions,
-            **scenario_kwargs,
-        )
-
-
 # ---- how the envs of a name are built --------------------------------------------------------------
 
 
@@ -219,12 +179,6 @@ def _pettingzoo_ids() -> list[str]:
     import pettingzoo
 
     return list(getattr(pettingzoo, "parallel_registry", ()))
-
-
-def _vmas_scenarios() -> list[str]:
-    import vmas
-
-    return [*vmas.scenarios, *vmas.mpe_scenarios, *vmas.debug_scenarios]
 
 
 def _dm_control_tasks() -> list[str]:
@@ -391,14 +345,6 @@ FAMILIES = {
         elsewhere=" Envs of another package: pettingzoo:THE_MODULE.",
         renders=True,
         limit="max_cycles",
-    ),
-    "vmas": Family(
-        form="vmas:SCENARIO[:ROWS]",
-        factory=VmasFactory,
-        package="vmas",
-        names=_vmas_scenarios,
-        has_rows=True,
-        limit="max_steps",
     ),
     "torchrl": Family(form="torchrl:MODULE:CALLABLE", package="torchrl", is_listed=False),
     "python": Family(form="python:MODULE:CALLABLE", is_listed=False),

@@ -25,7 +25,6 @@ _ISAACLAB = (
 _NATIVE = f"{_PACKAGE}.simulators.native"
 _GENERIC_TORCH = f"{_NATIVE}:TorchNativeAdapter"
 _ISAAC, _MANISKILL = f"{_NATIVE}:IsaacLabAdapter", f"{_NATIVE}:ManiSkillAdapter"
-_VMAS = f"{_PACKAGE}.simulators.vmas:VmasAdapter"
 
 #: `module.QualName` of an env class -> `module:Class` of its adapter.
 _TABLE: dict[str, str | type[Adapter]] = {
@@ -38,7 +37,6 @@ _TABLE: dict[str, str | type[Adapter]] = {
     "pettingzoo.utils.env.ParallelEnv": f"{_PACKAGE}.pettingzoo.adapter:PettingZooAdapter",
     "pettingzoo.utils.env.AECEnv": f"{_PACKAGE}.pettingzoo.adapter:PettingZooAdapter",
     "torchrl.envs.common.EnvBase": f"{_PACKAGE}.torchrl.adapter:TorchRLAdapter",
-    "vmas.simulator.environment.environment.Environment": _VMAS,
     "mani_skill.envs.sapien_env.BaseEnv": _MANISKILL,
     "mani_skill.vector.wrappers.gymnasium.ManiSkillVectorEnv": _MANISKILL,
     **dict.fromkeys(
@@ -51,7 +49,7 @@ _TABLE: dict[str, str | type[Adapter]] = {
 #: imports anything for an env, because a factory may import any family's packages by itself.
 _IMPORT_HOOKS = (f"{_PACKAGE}.meltingpot.light_import:install_lazy_import",)
 
-_TORCH = {_GENERIC_TORCH, _MANISKILL, _ISAAC, _VMAS}
+_TORCH = {_GENERIC_TORCH, _MANISKILL, _ISAAC}
 
 
 def register(env_class: str | type, adapter: type[Adapter] | str) -> None:
@@ -89,6 +87,11 @@ def find_adapter(env: Any, env_type: EnvType = "auto") -> type[Adapter]:
     adapter = _lookup(type(env))
     inner = _innermost(env)
     native = _lookup(type(inner))
+    if is_one_of(inner, "vmas.simulator.environment.environment.Environment"):
+        raise FactoryError(
+            "the factory failed: expected an env of a known family, got one of VMAS. Return "
+            "torchrl.envs.VmasWrapper(env), or write a simulator around it as examples/vmas_simulator.py does."
+        )
     if native in _TORCH:
         if env_type == "numpy":
             raise FactoryError(

@@ -32,11 +32,11 @@ from envherd.workers.adapters.base import Adapter, EnvCall, Mask, Options, StepV
 from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
 from envherd.workers.adapters.registry import register
 from envherd.workers.adapters.torchrl.direct import DirectWay, direct_way
+from envherd.workers.adapters.torchrl.generators import own_generators
 from envherd.workers.adapters.torchrl.gym import refuse_late_resets
 from envherd.workers.adapters.torchrl.private_api import check_worker_env, supports_set_state
 from envherd.workers.adapters.torchrl.reading import to_numpy
 from envherd.workers.adapters.torchrl.specs import DTYPES
-from envherd.workers.adapters.torchrl.vmas import own_generators
 from envherd.workers.errors import FactoryError
 from envherd.workers.reply import Fault
 

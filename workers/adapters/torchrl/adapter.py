@@ -35,11 +35,11 @@ from torchrl.envs import EnvBase
 
 from envherd.shm.specs import DONE_KEYS, EnvSpec, Unbounded, done_leaves
 from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
+from envherd.workers.adapters.torchrl.generators import own_generators
 from envherd.workers.adapters.torchrl.gym import base_env, refuse_late_resets
 from envherd.workers.adapters.torchrl.private_api import seeding_names
 from envherd.workers.adapters.torchrl.reading import ends_reader, reader, to_numpy, to_plain, topmost
 from envherd.workers.adapters.torchrl.specs import Member, Path, PlacedLeaf, group_shapes, place_leaves
-from envherd.workers.adapters.torchrl.vmas import own_generators
 from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 
 #: `(root tensordict, value)`: stores the value.

@@ -36,8 +36,6 @@ FAMILIES = {
     f"{_LIBS}.meltingpot.MeltingpotWrapper": ("meltingpot", "DirectMeltingPot"),
     f"{_LIBS}.pettingzoo.PettingZooEnv": ("pettingzoo", "DirectPettingZoo"),
     f"{_LIBS}.pettingzoo.PettingZooWrapper": ("pettingzoo", "DirectPettingZoo"),
-    f"{_LIBS}.vmas.VmasEnv": ("vmas", "DirectVmas"),
-    f"{_LIBS}.vmas.VmasWrapper": ("vmas", "DirectVmas"),
     "torchrl.envs.transforms._base.TransformedEnv": ("transformed", "DirectTransformed"),
     "torchrl.envs.transforms.transforms.TransformedEnv": ("transformed", "DirectTransformed"),  # before TorchRL 0.14
 }
