@@ -118,14 +118,11 @@ def _known(lists: list[str] | None, known: tuple[str, ...], option: str) -> tupl
 
 
 def _list(console: Console) -> None:
-    from benchmarks.suite import STUDIES
     from benchmarks.workloads import ALL, WORKLOADS
 
     table = Table("name", "what", "minutes", box=None)
     for one in WORKLOADS:
         table.add_row(one.name, one.title, f"{one.minutes:g}")
-    for name, (title, minutes) in STUDIES.items():
-        table.add_row(name, title, f"{minutes:g}")
     console.print(table)
     peers = {one.peer: one.is_installed for one in ALL.values() if one.peer}
     shown = ", ".join(name if there else f"{name} (not installed)" for name, there in peers.items())
@@ -147,14 +144,12 @@ def _measured(request: suite.SuiteRequest, console: Console) -> tuple[dict[str, 
 
 def _shown(path: Path, console: Console) -> tuple[dict[str, Any], bool]:
     """Print the results in a file; return them and False, in the form of `_measured`."""
-    from benchmarks.report import sheet_of_targets, sheet_of_workload, sheets_of_studies, to_rich
+    from benchmarks.report import sheet_of_targets, sheet_of_workload, to_rich
     from benchmarks.suite import load
 
     results = load(path)
     for one in results["workloads"].values():
         console.print(to_rich(sheet_of_workload(one)))
-    for sheet in sheets_of_studies(results):
-        console.print(to_rich(sheet))
     console.print(to_rich(sheet_of_targets(results)))
     return results, False
 

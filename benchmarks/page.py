@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import ROOT, ours, peers
 from benchmarks.parts import write_part
-from benchmarks.report import Sheet, sheet_of_targets, sheet_of_workload, sheets_of_studies, spread, to_markdown
+from benchmarks.report import Sheet, sheet_of_targets, sheet_of_workload, spread, to_markdown
 from benchmarks.targets import ratio_of
 
 RESULTS = ROOT / "benchmarks/results/bench.json"
@@ -41,19 +41,6 @@ _FACADES = (
     (peers.SB3_SUBPROC, ours.AS_SB3_WIDE),
     (peers.TORCHRL_PARALLEL, ours.AS_TORCHRL),
 )
-#: Picture -> what it shows, below its title.
-_CAPTIONS = {
-    "bench_ratios": (
-        "The throughput of envherd as a multiple of each library's. All panels have the same logarithmic axis; left of "
-        "the line at 1 envherd is slower. Lines on bars: quartiles over the rounds. *Measured ideal* and *serial loop* "
-        "are limits, not libraries: one process per core that steps the same envs and waits for nothing, and a plain "
-        "loop in one process."
-    ),
-    "bench_latency": (
-        "The share of calls that took at most this long. A first-K call returns when the first half of the envs has "
-        "finished."
-    ),
-}
 _ON_OTHERS = """\
 The other libraries use one process per env; PufferLib, which polls, leaves the caller a core. envherd uses one worker
 per core (for no-op envs one worker in total, which is what `num_workers="auto"` chooses). Median and quartiles over the
@@ -82,13 +69,8 @@ processors among processes.
 """
 
 
-def render(results: Mapping[str, Any], pictures: Sequence[str]) -> str:
-    """Return the page.
-
-    Args:
-        results: as `suite` writes them.
-        pictures: their paths, relative to the page.
-    """
+def render(results: Mapping[str, Any]) -> str:
+    """Return the page of results, as `suite` writes them."""
     machine = results["machine"]
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items() if version)
     dates = dict.fromkeys(workload.get("date", "earlier") for workload in results["workloads"].values())
@@ -106,14 +88,8 @@ def render(results: Mapping[str, Any], pictures: Sequence[str]) -> str:
         "## Targets",
         to_markdown(sheet_of_targets(results)),
         "[Performance](performance.md) shows why some are not met, and what was tried.",
-        *(
-            f"![{_CAPTIONS[Path(path).stem].partition('.')[0]}]({path})\n\n{_CAPTIONS[Path(path).stem]}"
-            for path in pictures
-        ),
         "## Workloads",
         *(_section(sheet_of_workload(one), f"{name}: ") for name, one in results.get("workloads", {}).items()),
-        "## Starting, waiting, growing",
-        *(_section(sheet) for sheet in sheets_of_studies(results)),
     ]
     failed = results.get("failed", {})
     if failed:
@@ -194,11 +170,11 @@ def sheet_of_facades(results: Mapping[str, Any]) -> Sheet:
 
 def write(results: Mapping[str, Any], root: Path) -> list[Path]:
     """Write the page, its pictures and the README's table below a repository's root; return their paths."""
-    from benchmarks.plots import THEMES, draw_all
+    from benchmarks.plots import draw_all
 
     pictures = draw_all(results, root / PICTURES)
     page = root / PAGE
-    page.write_text(render(results, [f"../images/{path.name}" for path in pictures if path.name not in THEMES]))
+    page.write_text(render(results))
     short = sheet_of_others(results, _README_WORKLOADS, _OTHERS[:3])
     write_part(root / README, "python -m benchmarks", to_markdown(short).split("\n"))
     return [page, root / README, *pictures]
@@ -214,7 +190,7 @@ def main() -> None:
     if arguments.write:
         print(*write(results, ROOT), sep="\n")
     else:
-        print(render(results, []))
+        print(render(results))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -104,37 +104,6 @@ def spread(values: Sequence[float] | None) -> str:
         return "-"
     low, mid, high = (short(value) for value in values)
     return f"{mid}x ({low}-{high})"
-
-
-def sheets_of_studies(results: Mapping[str, Any]) -> Iterable[Sheet]:
-    """Yield the tables of all studies that were run."""
-    if "waiting" in results:
-        yield _waiting(results["waiting"])
-    if "ahead" in results:
-        yield from (_ahead(name, found) for name, found in results["ahead"].items())
-
-
-def _waiting(waiting: Mapping[str, Any]) -> Sheet:
-    gaps = ("5 ms", "50 ms")
-    columns = ("", *(f"% of a core per worker, {gap}" for gap in gaps), *(f"CPU us/batch, {gap}" for gap in gaps))
-    rows = []
-    for name, row in waiting.items():
-        if row["status"] != "measured":
-            rows.append([name, row["status"], "", "", ""])
-            continue
-        shares = [f"{row[gap]['worker_share']:.2%}".rstrip("%") for gap in gaps]
-        rows.append([name, *shares, *(f"{row[gap]['cpu_us_per_batch']:,.0f}" for gap in gaps)])
-    return Sheet("While the policy thinks for 5 or 50 ms after each batch of 8 tiny envs", columns, rows)
-
-
-def _ahead(share: str, found: Mapping[str, Any]) -> Sheet:
-    rows = [
-        [name, f"{row['batch_s'] * 1e3:.2f}", f"{row['resets']:.0f}", f"{row['resets_ahead']:.0f}"]
-        for name, row in found["measured"].items()
-    ]
-    title = f"Resets ahead, with {share} of Melting Pot's times: envs that wait where a substrate computes"
-    note = f"With resets ahead, {found['speedup']:.2f} times as many steps."
-    return Sheet(title, ("8 envs", "ms per batch", "resets", "of these ready"), rows, note)
 
 
 def sheet_of_targets(results: Mapping[str, Any], *, has_all: bool = True) -> Sheet:

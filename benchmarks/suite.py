@@ -10,7 +10,7 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks import reset_ahead, waiting
 from benchmarks.accounting import pressure_line, pressure_while_idle
-from benchmarks.report import sheet_of_targets, sheet_of_workload, sheets_of_studies, to_rich
+from benchmarks.report import sheet_of_targets, sheet_of_workload, to_rich
 from benchmarks.rounds import measure
 from benchmarks.summary import summarise
-from benchmarks.workloads import ALL, PEERS, QUICK, QUICK_PEERS, WORKLOADS, Workload, calibrate, usable_cores
+from benchmarks.workloads import PEERS, QUICK, WORKLOADS, Workload, calibrate, usable_cores
 
 SCHEMA = "envherd.bench/1"
-#: Study other than a workload -> what it measures, and its minutes on a quiet machine with two cores.
-STUDIES = {
-    "waiting": ("processor time of the workers while a policy computes", 2.0),
-    "ahead": ("resets ahead, where processors are not short", 2.5),
-}
-NAMES = (*(one.name for one in WORKLOADS), *STUDIES)
+NAMES = tuple(one.name for one in WORKLOADS)
 _QUICK_BUDGET_S = 35.0
 _REST_S = 4.2  # the kernel updates its pressure every two seconds
 _PACKAGES = (
@@ -55,7 +49,7 @@ class SuiteRequest:
     """The request of a run.
 
     Attributes:
-        names: workloads and studies; empty for all (or those of a quick run).
+        names: workloads; empty for all (or those of a quick run).
         peers: to include; empty for all.
         num_rounds: None for each workload's own.
         is_quick: at most a minute, for continuous integration.
@@ -70,11 +64,6 @@ class SuiteRequest:
     is_quick: bool = False
     is_resumed: bool = False
     path: Path | None
-
-    def chooses(self, contender: str) -> bool:
-        """Return whether a contender takes part in studies."""
-        peers = self.peers or (QUICK_PEERS if self.is_quick else PEERS)
-        return ALL[contender].kind != "peer" or ALL[contender].peer in peers
 
 
 def describe_machine() -> dict[str, Any]:
@@ -142,7 +131,7 @@ class Suite:
         """Measure everything in the request and return the results."""
         request, began, is_prepared = self._request, time.monotonic(), False
         for name in request.names or (QUICK if request.is_quick else NAMES):
-            if request.is_resumed and self._has(name):
+            if request.is_resumed and name in self.results["workloads"]:
                 self._console.print(f"{name}: there already")
                 continue
             if request.is_quick and time.monotonic() - began > _QUICK_BUDGET_S:
@@ -169,23 +158,14 @@ class Suite:
         self._console.print(f"{self._request.path} is of another machine or of other versions: all is measured anew")
         return fresh
 
-    def _has(self, name: str) -> bool:
-        return name in self.results["workloads"] or name in self.results
-
     def _measure(self, name: str) -> None:
-        """Run one workload or study; if it fails, report that and continue."""
+        """Run one workload; if it fails, report that and continue."""
         self.results["failed"].pop(name, None)
         self._console.rule(name)
         try:
-            if name in STUDIES:
-                self.results[name] = self._study(name)
-                shown = sheets_of_studies({name: self.results[name]})
-                for sheet in shown:
-                    self._console.print(to_rich(sheet))
-            else:
-                workload = next(one for one in WORKLOADS if one.name == name)
-                self.results["workloads"][name] = self._workload(workload)
-                self._console.print(to_rich(sheet_of_workload(self.results["workloads"][name])))
+            workload = next(one for one in WORKLOADS if one.name == name)
+            self.results["workloads"][name] = self._workload(workload)
+            self._console.print(to_rich(sheet_of_workload(self.results["workloads"][name])))
         except Exception as error:  # the next one may work, and hours of measurements must not be lost
             self.results["failed"][name] = f"{type(error).__name__}: {error}"
             self._console.print(f"{name} failed: {type(error).__name__}: {error}", style="red", markup=False)
@@ -212,14 +192,6 @@ class Suite:
             "seconds": time.monotonic() - began,
             "contenders": summarise(entries, workload.reference, judged_by=workload.judged_by, pressure_at_rest=rest),
         }
-
-    def _study(self, name: str) -> dict[str, Any]:
-        request = self._request
-        studies: dict[str, Callable[[], dict[str, Any]]] = {
-            "waiting": lambda: waiting.measure(self._num_workers, request.chooses, self._say),
-            "ahead": lambda: reset_ahead.study(2 if request.is_quick else 15),
-        }
-        return studies[name]()
 
     def _say(self, text: str) -> None:
         """On a terminal, print the current activity in a line that the next one replaces."""

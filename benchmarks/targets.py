@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -118,40 +117,6 @@ def _figure(text: str, limit: float, unit: str, get: Callable[[], float], *, bas
     return _verdict(text, value, is_met=value <= limit, unit=unit, basis=basis)
 
 
-def _ahead(results: Results) -> list[Verdict]:
-    titles = {
-        "a tenth": "a tenth of Melting Pot's times, processors to spare: reset-ahead at least 3 times synchronous",
-        "the whole": "the whole of Melting Pot's times, processors to spare: reset-ahead at least 3 times synchronous",
-    }
-    verdicts = []
-    for name, text in titles.items():
-        value = results.get("ahead", {}).get(name, {}).get("speedup")
-        if value is None:
-            verdicts.append(Verdict(text, "not run", "", "not measured"))
-        else:
-            verdicts.append(_verdict(text, value, is_met=value >= 3, unit=" times", basis="wall clock"))
-    return verdicts
-
-
-def _others(results: Results) -> list[Verdict]:
-    def idle(gap: str) -> float:
-        return float(results["waiting"][ours.OURS][gap]["worker_share"])
-
-    return [
-        *(
-            _figure(
-                f"at most 1 % of a core per worker while the policy takes {gap}",
-                1.0,
-                " %",
-                functools.partial(idle, gap),
-                basis="CPU",
-                scale=0.01,
-            )
-            for gap in ("5 ms", "50 ms")
-        ),
-    ]
-
-
 def judge(results: Results) -> list[Verdict]:
     """Return the verdict on every target."""
     cheap = [
@@ -201,6 +166,4 @@ def judge(results: Results) -> list[Verdict]:
         _faster(results, harvest, peers.TORCHRL_PARALLEL, 3, mine=ours.FIRST_K, wall_only=True),
         _faster(results, harvest, ours.OURS, 1.4, mine=ours.FIRST_K, wall_only=True),
         _faster(results, harvest, peers.TORCHRL_PARALLEL, 2),
-        *_ahead(results),
-        *_others(results),
     ]

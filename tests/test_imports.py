@@ -57,9 +57,6 @@ ALLOWED = {
     "benchmarks/*": {"numpy", "torch", "tensordict", "gymnasium", "rich"}
     | {"envherd.shm", "envherd.workers", "envherd.executor", "benchmarks"},
     "benchmarks/__main__.py": {"typer"},
-    "benchmarks/rllib.py": {"ray"},
-    "benchmarks/rllib_agents.py": {"ray"},
-    "benchmarks/cluster.py": {"psutil", "ray", "torchrl"},
     "benchmarks/faults.py": {"stable_baselines3", "torchrl"},
     "benchmarks/peers.py": {"envpool", "pufferlib", "stable_baselines3", "tianshou", "torchrl"},
     "benchmarks/plots.py": {"matplotlib"},

@@ -168,15 +168,6 @@ def test_a_tiny_run_measures_everyone(run):
 
 
 @needs("bench")
-@pytest.mark.slow
-def test_pictures_are_drawn(run):
-    _, path = run
-    for name in ("bench_ratios.png", "bench_latency.png"):
-        assert (path.parent / name).read_bytes().startswith(b"\x89PNG"), name
-        assert (path.parent / name).stat().st_size > 10_000
-
-
-@needs("bench")
 def test_the_readmes_picture_has_a_bar_for_each_ratio_that_was_measured():
     from benchmarks.plots import THEMES, summary
 
@@ -193,9 +184,8 @@ def test_the_readmes_picture_has_a_bar_for_each_ratio_that_was_measured():
 @pytest.mark.slow
 def test_the_page_says_what_was_measured_and_what_was_not(run):
     results = load(run[1])
-    text = render(results, ["images/bench_ratios.png"])
+    text = render(results)
     assert results["machine"]["cpu"] in text
-    assert "![The throughput of envherd as a multiple of each library's](images/bench_ratios.png)" in text
     assert "### spikes: 8 envs of 200 us on average, 1 % of steps 100 times the others" in text
     (row,) = [line for line in text.splitlines() if line.startswith(f"| {peers.SB3_SUBPROC} |")]
     ratio = results["workloads"]["spikes"]["contenders"][peers.SB3_SUBPROC]["cpu_ratio"][1]
@@ -241,9 +231,9 @@ def test_wrong_wishes_are_refused(arguments, message):
 def test_results_can_be_printed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("benchmarks.suite.Suite._measure", _note)
-    done = CliRunner().invoke(app, ["--only", "tiny,spikes", "--only", "waiting", "--json", "-"])
+    done = CliRunner().invoke(app, ["--only", "tiny,spikes", "--only", "sleep", "--json", "-"])
     assert done.exit_code == 0, done.stderr
-    assert [*json.loads(done.stdout)["workloads"]] == ["tiny", "spikes", "waiting"]
+    assert [*json.loads(done.stdout)["workloads"]] == ["tiny", "spikes", "sleep"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -273,7 +263,7 @@ def test_the_list_explains_every_name():
     assert all(name in done.stdout for name in NAMES)
 
 
-def test_every_name_is_one_workload_or_study():
+def test_every_name_is_one_workload():
     assert len(NAMES) == len(set(NAMES))
 
 
