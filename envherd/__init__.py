@@ -7,7 +7,7 @@ with ParallelEnv(8, make_env, seed=0) as env:
 
 All public names are here; each is imported when it is first used. The facades, which stand for the classes of other
 libraries, are modules: `envherd.torchrl`, `sb3`, `gymnasium`, `pettingzoo`, `rllib`, `cleanrl` and `benchmarl`. The
-checks for custom envs are in `envherd.workers.testing`.
+checks for custom envs are in `envherd.executor.testing`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,13 @@ ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = (ROOT / "constraints.txt").read_text().splitlines()
 LAYERS = ("shm", "workers", "executor")
-PUBLIC = ("envherd", "envherd.executor", "envherd.workers.adapters", "envherd.workers.testing")
+PUBLIC = (
+    "envherd",
+    "envherd.executor",
+    "envherd.executor.testing",
+    "envherd.workers.adapters",
+    "envherd.workers.testing",
+)
 
 
 def normalized(requirement: str) -> str:

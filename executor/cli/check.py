@@ -14,10 +14,10 @@ from rich.text import Text
 from envherd.executor.cli.commands import carry_out
 from envherd.executor.cli.exit_codes import EXIT_FAILED
 from envherd.executor.cli.options import Check
+from envherd.executor.testing.compare import ContractViolation
+from envherd.executor.testing.contract import Contract, NoEpisodeEnd
 from envherd.workers.adapters.env_names import factory_for
 from envherd.workers.errors import EnvError, EnvherdError
-from envherd.workers.testing.compare import ContractViolation
-from envherd.workers.testing.contract import Contract, NoEpisodeEnd
 
 Found = TypeVar("Found")
 _PACKAGE = str(Path(__file__).parents[2])

@@ -11,12 +11,12 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from envherd import EnvError
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor.testing import BlockBatch, Row
 from envherd.shm.specs import EnvSpec, LeafSpec
-from envherd.workers.testing import BlockBatch, Row
 
 
 class ExecutorBatch:
-    """See `envherd.workers.testing.Batch`."""
+    """See `envherd.executor.testing.Batch`."""
 
     enforces_rule_4 = True
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from envherd.workers.testing import Contract, PartialResetContract
+from envherd.executor.testing import Contract, PartialResetContract
 from tests.contracts.executor_batch import BATCHES
 from tests.contracts.families import FAMILIES, gymnasium_env
 from tests.extras import skip_without

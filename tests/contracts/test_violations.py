@@ -11,19 +11,10 @@ import numpy as np
 import pytest
 
 from envherd.executor.protocol.env_states import Event
+from envherd.executor.testing import BlockBatch, Contract, ContractViolation, PartialResetContract, check_env_contract
 from envherd.shm.specs import Box, EnvSpec, LeafSpec
 from envherd.workers.errors import EnvError
-from envherd.workers.testing import (
-    BlockBatch,
-    Contract,
-    ContractViolation,
-    CountingEnv,
-    FaultyEnv,
-    GlobalRandomEnv,
-    PartialResetContract,
-    PlainAdapter,
-    check_env_contract,
-)
+from envherd.workers.testing import CountingEnv, FaultyEnv, GlobalRandomEnv, PlainAdapter
 from tests.contracts.executor_batch import BATCHES, ExecutorBatch
 
 

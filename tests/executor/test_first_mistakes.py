@@ -35,7 +35,8 @@ from envherd import (
     WorkerTimeout,
 )
 from envherd.executor.pools.process_log import without_own_frames
-from envherd.workers.testing import ContractViolation, CountingEnv, check_env_contract
+from envherd.executor.testing import ContractViolation, check_env_contract
+from envherd.workers.testing import CountingEnv
 from tests.extras import needs
 
 serial: Any = SerialEnv  # these calls have wrong types

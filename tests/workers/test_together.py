@@ -7,7 +7,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from envherd.workers.testing import ContractViolation, check_env_contract
+from envherd.executor.testing import ContractViolation, check_env_contract
 
 SHARED = np.zeros(2, np.float32)
 CANVAS = np.zeros((4, 4, 3), np.uint8)
@@ -112,7 +112,7 @@ def test_the_end_of_a_process_is_reported():
 
         os._exit(5)
 
-    from envherd.workers.testing.contract import Contract
+    from envherd.executor.testing.contract import Contract
 
     with pytest.raises(ContractViolation, match=r"a process with env 0 ended with exit code 5"):
         Contract(make_env, together=2).check(10)

@@ -14,9 +14,9 @@ import torch
 import vmas
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor.testing import Contract
 from envherd.workers.adapters.named import VmasFactory
 from envherd.workers.adapters.simulators.vmas import VmasAdapter
-from envherd.workers.testing import Contract
 
 pytestmark = pytest.mark.slow
 

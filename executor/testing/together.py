@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
+from envherd.executor.testing.batch import BlockBatch, MakeEnv, Row
+from envherd.executor.testing.compare import ContractViolation, equal, show, show_key
+from envherd.executor.testing.traces import DrawAction, draw_actions
 from envherd.workers import registries, seeding
 from envherd.workers.build import pickle_factory
 from envherd.workers.options import BlockOptions
 from envherd.workers.pickling import dumps
-from envherd.workers.testing.batch import BlockBatch, MakeEnv, Row
-from envherd.workers.testing.compare import ContractViolation, equal, show, show_key
-from envherd.workers.testing.traces import DrawAction, draw_actions
 
 _RULE = "rule 10 is broken"
 _PICTURE = ("picture",)
@@ -40,7 +40,7 @@ _VALUES = (bool, int, float, str, bytes, list, dict, set, tuple, np.ndarray, np.
 _BOOT = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from envherd.workers.testing.together import run_job
+from envherd.executor.testing.together import run_job
 run_job(sys.argv[2])
 """
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from envherd.executor.testing.batch import Batch, Row
+from envherd.executor.testing.compare import ContractViolation, demand, has_ended
 from envherd.shm.specs import EnvSpec
 from envherd.workers.random_values import draw, draw_masked, mask_key
-from envherd.workers.testing.batch import Batch, Row
-from envherd.workers.testing.compare import ContractViolation, demand, has_ended
 
 #: `(spec, rng) -> values aligned with spec.action and then spec.state`
 DrawAction = Callable[[EnvSpec, np.random.Generator], list[Any]]

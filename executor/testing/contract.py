@@ -1,6 +1,6 @@
 """The partial-reset contract as tests, for any env of any family.
 
-    from envherd.workers.testing import PartialResetContract, check_env_contract
+    from envherd.executor.testing import PartialResetContract, check_env_contract
 
     check_env_contract(lambda: gymnasium.make("CartPole-v1"), num_steps=100)      # as a function
 
@@ -34,9 +34,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from envherd.workers.errors import ResetNeeded
-from envherd.workers.testing.batch import Batch, BlockBatch, MakeBatch, MakeEnv, Row
-from envherd.workers.testing.compare import (
+from envherd.executor.testing.batch import Batch, BlockBatch, MakeBatch, MakeEnv, Row
+from envherd.executor.testing.compare import (
     ContractViolation,
     check_done,
     check_values,
@@ -46,8 +45,8 @@ from envherd.workers.testing.compare import (
     same,
     show_key,
 )
-from envherd.workers.testing.together import check_together
-from envherd.workers.testing.traces import (
+from envherd.executor.testing.together import check_together
+from envherd.executor.testing.traces import (
     NUM_ENVS,
     Advance,
     DrawAction,
@@ -61,6 +60,7 @@ from envherd.workers.testing.traces import (
     separate,
     take_trace,
 )
+from envherd.workers.errors import ResetNeeded
 
 
 class NoEpisodeEnd(ContractViolation):
