@@ -1,21 +1,22 @@
-"""The batch of envs that the contract drives, and an implementation that runs in this process."""
+"""The batch of envs that the contract drives: N envs in an executor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from envherd.shm.slab import Slab, plan_slab
-from envherd.shm.specs import EnvSpec, Key
-from envherd.workers import plain, seeding
-from envherd.workers.block.block import Block
-from envherd.workers.build import Builder
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.parallel import ParallelEnv
+from envherd.executor.pools.serial_pool import SerialPool
+from envherd.executor.serial import SerialEnv
+from envherd.shm.specs import EnvSpec, Key, LeafSpec
+from envherd.workers.build import Builder, Factory
 from envherd.workers.errors import EnvError
-from envherd.workers.messages import Ask, Prepare
-from envherd.workers.options import BlockOptions
-from envherd.workers.protocol import RING, Op, pack
 
 #: One env's leaves: copies of arrays, and side-channel values.
 Row = dict[Key, Any]
@@ -28,11 +29,9 @@ class Batch(Protocol):
 
     Attributes:
         specs: one for each env.
-        enforces_rule_4: whether it refuses to step an ended env (as the executor does).
     """
 
     specs: Sequence[EnvSpec]
-    enforces_rule_4: bool
 
     def seed(self, root_seed: int) -> None:
         """Use a new root seed: the next reset of every env begins its episode 0."""
@@ -60,196 +59,82 @@ class Batch(Protocol):
 MakeBatch = Callable[[MakeEnv, int, int, int], Batch]
 
 
-class BlockBatch:
-    """Runs envs in this process as a worker runs them: adapters, blocks and a slab, but no processes.
+class ExecutorBatch:
+    """The envs of an executor; its own counts stand for calls of the native envs, unless these are counted.
 
     Args:
-        make_env: builds one env.
-        num_envs: N.
-        num_workers: over how many blocks they are spread.
-        root_seed: see `envherd.workers.seeding`.
-        options: of the blocks.
-
-    Attributes:
-        envs: as the factory has returned them.
-        generators: global generators that the envs have drawn from.
-        is_alone: whether a process can have only one such env.
+        env: the executor.
     """
 
-    enforces_rule_4 = False
-    _NUM_FRAMES = 4
-
-    def __init__(
-        self,
-        make_env: MakeEnv,
-        num_envs: int,
-        num_workers: int,
-        root_seed: int,
-        options: BlockOptions = BlockOptions(),  # noqa: B008  # frozen
-    ) -> None:
-        self._options = options
-        self.generators: set[str] = set()
-        self._calls = _CallCounter()
-        self._faults: list[dict[str, Any]] = []
-        self._side: dict[int, dict[str, Any]] = {}
-        self._columns = [0] * num_envs
-        self._in_root = [True] * num_envs
-        blocks = np.array_split(np.arange(num_envs), num_workers)
-        adapters = self._build(make_env, blocks, root_seed)
-        self._adapters = [adapters[i] for i in range(num_envs)]
-        self.envs = [adapter.env for adapter in self._adapters]
-        self.is_alone = self._adapters[0].is_alone
-        self.specs = [adapter.spec for adapter in self._adapters]
-        plan = plan_slab(self.specs, num_workers, self._NUM_FRAMES)
-        self._slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))
-        self._places = [plan.place(env_id) for env_id in range(num_envs)]
-        self._block_of: dict[int, Block] = {}
-        for worker_id, ids in enumerate(blocks):
-            block = Block(worker_id, {i: adapters[i] for i in ids.tolist()}, root_seed, self._take, options)
-            block.attach(self._slab)
-            self._block_of.update(dict.fromkeys(ids.tolist(), block))
-
-    def _build(self, make_env: MakeEnv, blocks: list[np.ndarray], root_seed: int) -> dict[int, Any]:
-        adapters = {}
-        before = seeding.caller_state()
-        try:
-            for ids in blocks:
-                builder = Builder()
-                for env_id in ids.tolist():
-                    seeding.seed_globals(seeding.build_seed(root_seed, self._options.first_env_id + env_id))
-                    adapters[env_id] = builder.adopt(make_env, {})
-                    self._calls.watch(adapters[env_id].env)
-        finally:
-            seeding.restore_caller(before)
-        return adapters
+    def __init__(self, env: BatchedEnv) -> None:
+        self.env = env
+        self.specs: Sequence[EnvSpec] = env.specs
 
     def seed(self, root_seed: int) -> None:
-        for block in set(self._block_of.values()):
-            block.seed(root_seed)
+        self.env.set_seed(root_seed)
 
     def reset(self, mask: np.ndarray | None) -> list[Row]:
-        for env_id in range(len(self.specs)):
-            rows = True if mask is None else mask[env_id]
-            if np.any(rows):
-                self._write_mask(env_id, rows)
-                self._columns[env_id] = (self._columns[env_id] + 1) % self._NUM_FRAMES
-                self._execute(env_id, Op.RESET)
-                self._in_root[env_id] = True
-        return self._roots()
+        td = None if mask is None else TensorDict({"_reset": torch.from_numpy(mask)}, self.env.batch_size)
+        return self._rows(self.env.reset(td), "root")
 
     def step(self, actions: list[list[Any]], *, resets_ended: bool) -> tuple[list[Row], list[Row]]:
-        nexts = []
-        for env_id, action in enumerate(actions):
-            self._columns[env_id] = (self._columns[env_id] + 1) % self._NUM_FRAMES
-            self._write_action(env_id, action)
-            self._execute(env_id, Op.STEP_RESET if resets_ended else Op.STEP)
-            row = self._row(env_id, "next")
-            nexts.append(row)
-            self._in_root[env_id] = resets_ended and bool(row[("done",)].any())
-        return nexts, self._roots()
+        td: TensorDictBase = TensorDict({}, self.env.batch_size)
+        for index, leaf in enumerate((*self.specs[0].action, *self.specs[0].state)):
+            td.set(leaf.key, _stacked(leaf, [action[index] for action in actions]))
+        if resets_ended:
+            td, root = self.env.step_and_maybe_reset(td)
+        else:
+            td, root = self.env.step(td), self.env.current()
+        return self._rows(td["next"], "next"), self._rows(root, "root")
 
     def save(self) -> list[Any] | None:
-        states = []
-        for env_id in range(len(self.specs)):
-            answer = self._ask("save", env_id, is_whole=True)
-            if answer["kind"] == "fault" and answer["type_name"] == "NotImplementedError":
-                return None
-            states.append(self._value(answer))
-        return states
+        try:
+            return self.env.save()
+        except EnvError as error:
+            if error.context["type_name"] != "NotImplementedError":
+                raise
+            return None
 
     def restore(self, states: list[Any]) -> None:
-        for env_id, value in enumerate(states):
-            self._value(self._ask("restore", env_id, {"env": value["plain"], **value}))
-
-    def _ask(self, what: str, env_id: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        question = Ask(what=what, env_ids=(env_id,), args=args, kwargs=kwargs)
-        answer: dict[str, Any] = plain.decode(plain.encode(self._block_of[env_id].ask(question)))
-        return answer
-
-    def _value(self, answer: dict[str, Any]) -> Any:
-        if answer["kind"] == "fault":
-            self._faults.append(answer)
-            self._raise_fault(answer["env_id"])
-        return answer["values"][0]
-
-    def render(self, env_id: int) -> Any:
-        """Return an env's picture, uint8 `[height, width, 3]`, or what else its `render` returns."""
-        return self._adapters[env_id].render()
+        self.env.restore(states)
 
     def count_calls(self) -> tuple[int, int] | None:
-        return self._calls.totals()
+        pool = self.env.engine.pool
+        if isinstance(pool, _CountingPool):
+            return pool.totals()
+        return int(pool.slab.words["env_steps"].sum()), int(pool.slab.words["resets"].sum())
 
     def close(self) -> None:
-        for adapter in self._adapters:
-            adapter.close()
+        self.env.close()
 
-    def _execute(self, env_id: int, op: Op) -> None:
-        self._block_of[env_id].execute(env_id, pack(op, RING, self._columns[env_id]))
-        self._raise_fault(env_id)
-
-    def _raise_fault(self, env_id: int) -> None:
-        if self._faults:
-            fault = self._faults.pop()
-            raise EnvError(
-                f"{fault['phase']} failed: the env raised {fault['type_name']}: {fault['message']} (env {env_id}).",
-                remote_traceback=fault["traceback"],
-                env_ids=(env_id,),
-            )
-
-    def _take(self, frame: dict[str, Any]) -> None:
-        frame = plain.decode(plain.encode(frame))  # as if sent to another process
-        if frame["kind"] == "fault":
-            self._faults.append(frame)
-        elif frame["kind"] == "notice":
-            self.generators.update(frame["generators"])
-        elif frame["kind"] == "side":
-            self._side[frame["env_id"]] = {section: list(frame[section]) for section in ("next", "root")}
-
-    def _write_action(self, env_id: int, action: list[Any]) -> None:
-        group, row = self._places[env_id]
-        spec = self.specs[env_id]
-        side = []
-        for leaf, value in zip((*spec.action, *spec.state), action, strict=True):
-            if leaf.is_side:
-                side.append(value)
-            else:
-                self._slab.groups[group].inputs[("input", *leaf.key)][row] = value
-        if side:
-            self._block_of[env_id].prepare(Prepare(env_id=env_id, side=side))
-
-    def _write_mask(self, env_id: int, rows: Any) -> None:
-        group, row = self._places[env_id]
-        mask = self._slab.groups[group].inputs.get(("reset_mask",))
-        if mask is not None:
-            mask[row] = rows
-
-    def _roots(self) -> list[Row]:
-        return [self._row(i, "root" if self._in_root[i] else "next") for i in range(len(self.specs))]
-
-    def _row(self, env_id: int, section: str) -> Row:
-        group, row = self._places[env_id]
-        column = self._columns[env_id]
-        arrays = self._slab.groups[group].columns
-        values = {name[1:]: array[column, row].copy() for name, array in arrays.items() if name[0] == section}
-        for index, leaf in enumerate(self.specs[env_id].observation):
-            if leaf.is_side:
-                values[leaf.key] = self._side[env_id][section][index]
-        return values
+    def _rows(self, td: TensorDictBase, section: str) -> list[Row]:
+        return [_row(td[i], spec, section) for i, spec in enumerate(self.specs)]
 
 
-class _CallCounter:
+def in_this_process(make_env: MakeEnv, num_envs: int, num_workers: int, root_seed: int) -> ExecutorBatch:  # noqa: ARG001  # there are no workers
+    """Run envs in this process, and count the calls of the native ones."""
+    return ExecutorBatch(_CountingEnv(num_envs, make_env, seed=root_seed))
+
+
+def in_workers(
+    make_env: MakeEnv, num_envs: int, num_workers: int, root_seed: int, options: ExecutorOptions | None = None
+) -> ExecutorBatch:
+    """Run envs in worker processes."""
+    return ExecutorBatch(ParallelEnv(num_envs, make_env, num_workers=num_workers, seed=root_seed, options=options))
+
+
+class _CountingPool(SerialPool):
     """Counts the calls of `step` and `reset` of native envs whose methods can be replaced."""
 
-    def __init__(self) -> None:
-        self._is_complete = True
-        self._counts = {"step": 0, "reset": 0}
-
-    def watch(self, env: Any) -> None:
-        for name in self._counts:
+    def _build(self, builder: Builder, env_id: int, factory: Factory) -> None:
+        self._counts = getattr(self, "_counts", {"step": 0, "reset": 0, "missed": 0})
+        super()._build(builder, env_id, factory)
+        env = self.adapters[env_id].env
+        for name in ("step", "reset"):
             try:
                 setattr(env, name, self._counted(name, getattr(env, name)))
             except (AttributeError, TypeError):
-                self._is_complete = False
+                self._counts["missed"] += 1
 
     def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -260,5 +145,20 @@ class _CallCounter:
 
     def totals(self) -> tuple[int, int] | None:
         """Return the counts; None if an env could not be watched, or its adapter calls it in other ways."""
-        is_used = all(self._counts.values())
-        return (self._counts["step"], self._counts["reset"]) if self._is_complete and is_used else None
+        steps, resets, missed = self._counts.values()
+        return (steps, resets) if steps and resets and not missed else None
+
+
+class _CountingEnv(SerialEnv):
+    _pool_class: ClassVar[type[SerialPool]] = _CountingPool
+
+
+def _row(td: TensorDictBase, spec: EnvSpec, section: str) -> Row:
+    leaves = (*spec.observation, *spec.done, *(spec.reward if section == "next" else ()))
+    return {leaf.key: td.get(leaf.key).data if leaf.is_side else td.get(leaf.key).numpy().copy() for leaf in leaves}
+
+
+def _stacked(leaf: LeafSpec, values: list[Any]) -> Any:
+    if leaf.is_side:
+        return NonTensorStack(*(NonTensorData(value) for value in values))
+    return torch.from_numpy(np.stack([np.asarray(value, leaf.dtype) for value in values]))

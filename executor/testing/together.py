@@ -1,97 +1,61 @@
 """Whether envs that share a process disturb each other.
 
-The data of each env are taken twice, with the same seed and actions: alone in a new process, and together with the
-others in one. Pictures are compared too, where the env draws any.
+The data of each env are taken twice, with the same seed and actions: alone in a worker, and together with the others
+in one. Pictures are compared too, where the env draws any.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import contextlib
+import functools
 import pickle
-import subprocess
 import sys
-import tempfile
 import types
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from envherd.executor.testing.batch import BlockBatch, MakeEnv, Row
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.parallel import ParallelEnv
+from envherd.executor.testing.batch import ExecutorBatch, MakeEnv, Row
 from envherd.executor.testing.compare import ContractViolation, equal, show, show_key
 from envherd.executor.testing.traces import DrawAction, draw_actions
-from envherd.workers import registries, seeding
-from envherd.workers.build import pickle_factory
-from envherd.workers.options import BlockOptions
-from envherd.workers.pickling import dumps
+from envherd.workers.adapters.base import Adapter
+from envherd.workers.errors import EnvError, FactoryError, WorkerLost
 
 _RULE = "rule 10 is broken"
 _PICTURE = ("picture",)
 _DEEPEST = 20  # wrappers around an env
 #: Packages whose classes are not suspected.
 _LIBRARIES = ("builtins", "gymnasium", "typing", "abc", "envherd")
-_ROOT = str(Path(__file__).parents[3])
 #: Types of attributes and globals that are compared.
 _VALUES = (bool, int, float, str, bytes, list, dict, set, tuple, np.ndarray, np.generic)
-_BOOT = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from envherd.executor.testing.together import run_job
-run_job(sys.argv[2])
-"""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What some envs have shown in one process.
+    """What some envs have shown in one worker.
 
     Attributes:
         rows: env id -> `(where, row)` in order; a row holds a checksum of the picture instead of the picture.
-        generators: global generators that the envs drew from.
         changed: class attributes and module globals of the envs that their steps have changed.
-        is_alone: whether the envs' family allows only one in a process.
     """
 
     rows: dict[int, list[tuple[str, Row]]]
-    generators: tuple[str, ...]
     changed: tuple[str, ...]
-    is_alone: bool
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What a new process does.
-
-    Attributes:
-        factory: pickled.
-        registered: names of envs; see `workers.registries`.
-        draw: the actions, as `Contract.actions`, pickled.
-        env_ids: contiguous.
-        num_steps, seed: see `Contract`.
-        isolates: whether each env has its state of the global generators.
-    """
-
-    factory: bytes
-    registered: bytes
-    draw: bytes
-    env_ids: range
-    num_steps: int
-    seed: int
-    isolates: bool = False
 
 
 def check_together(
     make_env: MakeEnv, *, num_envs: int = 2, num_steps: int = 100, seed: int = 0, draw_action: DrawAction | None
 ) -> None:
-    """Require that envs have the same data in one process as in a process each.
+    """Require that envs have the same data in one worker as in a worker each.
 
     Args:
-        make_env: builds one env; sent to new processes.
-        num_envs: envs that share the process.
+        make_env: builds one env; sent to workers.
+        num_envs: envs that share a worker.
         num_steps: steps of each env.
         seed: root seed of envs and actions.
         draw_action: see `Contract.actions`.
@@ -100,25 +64,24 @@ def check_together(
         ContractViolation: names the first difference, what envs probably share, and the remedy.
         FactoryError: the factory cannot be pickled.
     """
-    job = _Job(pickle_factory(make_env), registries.collect(), dumps(draw_action), range(1), num_steps, seed)
-
-    def take(env_ids: range, *, isolates: bool = False) -> Record:
-        return _in_new_process(_Job(**{**vars(job), "env_ids": env_ids, "isolates": isolates}))
-
+    take = functools.partial(_take, _Watched(make_env), num_steps, seed, draw_action)
     alone = {env_id: take(range(env_id, env_id + 1)) for env_id in range(num_envs)}
-    if alone[0].is_alone:
-        return  # workers refuse a second one
     if found := _first_difference(alone[0], take(range(1)), 0):
         raise ContractViolation(
-            f"{_RULE}: nothing was proved, as the seed does not determine the env: a second process gave another "
+            f"{_RULE}: nothing was proved, as the seed does not determine the env: a second worker gave another "
             f"{found}. Draw all randomness from reset's seed."
         )
-    together = take(range(num_envs))
+    try:
+        together = take(range(num_envs))
+    except FactoryError as error:
+        if "expected one simulator in a process" in error.message:
+            return
+        raise ContractViolation(f"{_RULE}: {error}") from error
     for env_id in range(num_envs):
         if found := _first_difference(alone[env_id], together, env_id):
             cause = _cause(found, alone, together, take)
             raise ContractViolation(
-                f"{_RULE}: with {num_envs} envs in one process, env {env_id} gave another {found}. {cause}"
+                f"{_RULE}: with {num_envs} envs in one worker, env {env_id} gave another {found}. {cause}"
             )
 
 
@@ -149,13 +112,10 @@ def _first_difference(alone: Record, other: Record, env_id: int) -> _Difference 
 def _cause(found: _Difference, alone: dict[int, Record], together: Record, take: Callable[..., Record]) -> str:
     """Return what the envs probably share, and the remedy."""
     apart = "Give each env a process: ExecutorOptions(alone=True)."
-    if together.generators:
-        isolated = take(range(len(alone)), isolates=True)
-        own = {env_id: take(range(env_id, env_id + 1), isolates=True) for env_id in alone}
-        names = ", ".join(together.generators)
-        if not any(_first_difference(own[env_id], isolated, env_id) for env_id in alone):
-            return f"It draws from global generators ({names}). ExecutorOptions(isolate_rng=True) is the remedy."
-        return f"It draws from global generators ({names}), and shares something else. {apart}"
+    isolated = take(range(len(alone)), isolates=True)
+    own = {env_id: take(range(env_id, env_id + 1), isolates=True) for env_id in alone}
+    if not any(_first_difference(own[env_id], isolated, env_id) for env_id in alone):
+        return "It draws from global generators. ExecutorOptions(isolate_rng=True) is the remedy."
     for env_id, record in alone.items():
         row = record.rows[env_id][found.index][1]
         is_constant = equal(row.get(found.key), found.expected)
@@ -169,92 +129,99 @@ def _cause(found: _Difference, alone: dict[int, Record], together: Record, take:
     return f"They probably share a variable of a library in C, a file, or a port. {apart}"
 
 
-# ---- in the new process ----------------------------------------------------------------------------
-
-
-def _in_new_process(job: _Job) -> Record:
-    """Run a job in a new interpreter, and return its record.
+def _take(
+    factory: _Watched,
+    num_steps: int,
+    seed: int,
+    drawn_by: DrawAction | None,
+    env_ids: range,
+    *,
+    isolates: bool = False,
+) -> Record:
+    """Return what envs show in one worker of their own.
 
     Raises:
-        ContractViolation: it failed.
+        ContractViolation: the worker died.
     """
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(pickle.dumps(job))
-        file.flush()
-        path = json.dumps([_ROOT, *map(os.path.abspath, sys.path)])
-        command = [sys.executable, "-P", "-c", _BOOT, path, file.name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-        if done.returncode:
-            ids = ", ".join(map(str, job.env_ids))
-            raise ContractViolation(
-                f"{_RULE}: a process with env {ids} ended with exit code {done.returncode}. Its last output:\n"
-                f"{(done.stdout + done.stderr)[-2000:]}"
-            )
-        record: Record = pickle.loads(Path(file.name).read_bytes())
-        return record
-
-
-def run_job(path: str) -> None:
-    """Run the job in a file, and replace the file's content by the record."""
-    job: _Job = pickle.loads(Path(path).read_bytes())
-    registries.install(job.registered)
-    drawn_by: DrawAction | None = pickle.loads(job.draw)
-    first = job.env_ids[0]
-    options = BlockOptions(first_env_id=first, isolate_rng=job.isolates)
-    batch = BlockBatch(pickle.loads(job.factory), len(job.env_ids), 1, job.seed, options)
-    seeding.seed_globals(seeding.build_seed(job.seed, job.env_ids[-1]))  # as after the last build of a worker
-    watched = list(_shared_values(batch.envs))
-    before = {name: _fingerprint(value()) for name, value in watched}
-    rngs = [np.random.default_rng([job.seed, env_id]) for env_id in job.env_ids]
-    rows: dict[int, list[tuple[str, Row]]] = {env_id: [] for env_id in job.env_ids}
-
-    def note(where: str, its_rows: list[Row], *, is_last: bool = True) -> None:
-        for env_id, row in zip(job.env_ids, its_rows, strict=True):
-            picture = _picture(batch, env_id - first) if is_last else {}
-            rows[env_id].append((where, {**row, **picture}))
-
-    roots = batch.reset(None)
-    note("the first root", roots)
-    for step in range(job.num_steps):
-        nexts, roots = batch.step(draw_actions(drawn_by, batch.specs, rngs, roots), resets_ended=True)
-        note(f"next, step {step}", nexts, is_last=False)
-        note(f"root, step {step}", roots)
-    changed = tuple(name for name, value in watched if _fingerprint(value()) != before[name])
-    record = Record(rows, tuple(sorted(batch.generators)), changed, batch.is_alone)
-    batch.close()
-    Path(path).write_bytes(pickle.dumps(record))
-
-
-def _picture(batch: BlockBatch, index: int) -> Row:
-    """Return a checksum of an env's picture; nothing if it draws none."""
+    options = ExecutorOptions(first_env_id=env_ids[0], isolate_rng=isolates)
     try:
-        picture = batch.render(index)
-    except Exception:  # of an env that draws none
+        with ParallelEnv(len(env_ids), factory, num_workers=1, seed=seed, options=options) as env:
+            batch = ExecutorBatch(env)
+            before = _shared(env)
+            rngs = [np.random.default_rng([seed, env_id]) for env_id in env_ids]
+            rows: dict[int, list[tuple[str, Row]]] = {env_id: [] for env_id in env_ids}
+
+            def note(where: str, its_rows: list[Row], pictures: list[Row] | None = None) -> None:
+                for env_id, row, picture in zip(env_ids, its_rows, pictures or [{}] * len(env_ids), strict=True):
+                    rows[env_id].append((where, {**row, **picture}))
+
+            roots = batch.reset(None)
+            note("the first root", roots, _pictures(env))
+            for step in range(num_steps):
+                nexts, roots = batch.step(draw_actions(drawn_by, batch.specs, rngs, roots), resets_ended=True)
+                note(f"next, step {step}", nexts)
+                note(f"root, step {step}", roots, _pictures(env))
+            after = _shared(env)
+    except WorkerLost as error:
+        raise ContractViolation(f"{_RULE}: {error}") from error
+    return Record(rows, tuple(name for name, value in before.items() if after.get(name) != value))
+
+
+def _pictures(env: ParallelEnv) -> list[Row]:
+    """Return a checksum of each env's picture; nothing for those that draw none."""
+    try:
+        pictures = env.render()
+    except EnvError:  # of an env that draws none
+        pictures = [None] * env.num_envs
+    is_drawn = [isinstance(picture, np.ndarray) for picture in pictures]
+    return [
+        {_PICTURE: zlib.crc32(np.ascontiguousarray(picture).tobytes())} if drawn else {}
+        for picture, drawn in zip(pictures, is_drawn, strict=True)
+    ]
+
+
+# ---- in the worker ---------------------------------------------------------------------------------
+
+
+class _Watched:
+    """Builds envs that can tell what they share with others of their process."""
+
+    def __init__(self, make_env: MakeEnv) -> None:
+        self._make_env = make_env
+
+    def __call__(self) -> Any:
+        made = self._make_env()
+        env = made.env if isinstance(made, Adapter) else made
+        with contextlib.suppress(AttributeError, TypeError):
+            env.envherd_shared = functools.partial(_fingerprints, env)
+        return made
+
+
+def _shared(env: ParallelEnv) -> dict[str, int]:
+    """Return a fingerprint of each value that the envs share; none of envs that cannot tell."""
+    try:
+        return {name: value for one in env.call("envherd_shared") for name, value in one.items()}
+    except EnvError:
         return {}
-    return {_PICTURE: zlib.crc32(np.ascontiguousarray(picture).tobytes())} if isinstance(picture, np.ndarray) else {}
 
 
-def _shared_values(envs: list[Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield plain values that envs of one process share: attributes of their classes, and globals of the modules."""
+def _fingerprints(env: Any) -> dict[str, int]:
+    """Return fingerprints of plain values: attributes of an env's classes, and globals of their modules."""
     owners: dict[int, tuple[Any, str]] = {}
-    for env in envs:
-        inner = env
-        for _ in range(_DEEPEST):
-            for cls in type(inner).__mro__[:-1]:
-                if cls.__module__.partition(".")[0] not in _LIBRARIES:
-                    owners[id(cls)] = cls, f"{cls.__qualname__}."
-                    module = sys.modules.get(cls.__module__)
-                    owners[id(module)] = module, f"{cls.__module__}."
-            inner = getattr(inner, "env", None)
-    for owner, label in owners.values():
-        if owner is not None:
-            yield from _values_of(owner, label)
+    for _ in range(_DEEPEST):
+        for cls in type(env).__mro__[:-1]:
+            if cls.__module__.partition(".")[0] not in _LIBRARIES:
+                owners[id(cls)] = cls, f"{cls.__qualname__}."
+                module = sys.modules.get(cls.__module__)
+                owners[id(module)] = module, f"{cls.__module__}."
+        env = getattr(env, "env", None)
+    return {name: _fingerprint(value) for owner, label in owners.values() for name, value in _values_of(owner, label)}
 
 
-def _values_of(owner: type | types.ModuleType, label: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    for name, value in list(vars(owner).items()):
+def _values_of(owner: type | types.ModuleType | None, label: str) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(owner).items() if owner is not None else ():
         if not name.startswith("__") and isinstance(value, _VALUES):
-            yield f"{label}{name}", lambda name=name: vars(owner).get(name)  # type: ignore[misc]
+            yield f"{label}{name}", value
 
 
 def _fingerprint(value: Any) -> int:

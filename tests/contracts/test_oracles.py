@@ -1,4 +1,4 @@
-"""The contract on envs that are known to be correct, through a bare block and through both executors."""
+"""The contract on envs that are known to be correct, through the executors with all pools."""
 
 from __future__ import annotations
 
