@@ -245,10 +245,8 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
 
     def _drop_step(self) -> None:
         """Wait for a pending step and drop it before a reset."""
-        try:
+        with contextlib.suppress(EnvherdError):  # the reset repairs or reports a failure
             self.step_wait()
-        except EnvherdError:
-            self._was_reset = True  # the reset repairs or reports a failure
 
     def _drop_interrupted(self) -> None:
         """Drop a step whose `step_async` or `step_wait` was broken off."""
