@@ -65,7 +65,7 @@ def test_players_get_what_their_policies_earn():
 
 
 def test_background_players_do_not_count_as_focal():
-    found = evaluate(Always(1), Team, 2, background=Always(0), focal=["player_0", 2], num_workers=1)
+    found = evaluate(Always(1), Team, 2, background=Always(0), focal=["agent_0", 2], num_workers=1)
     assert found.is_focal == (True, False, True)
     assert found.focal_per_capita.mean == pytest.approx((1.5 + 3) / 2)
     assert found.background_per_capita.mean == 0
@@ -133,7 +133,7 @@ def test_it_leaves_torchs_generator_alone():
     [
         ({"background": Always(0)}, "got some, and all players are focal. Pass focal="),
         ({"focal": [0]}, "got none. Pass background="),
-        ({"focal": [7]}, "expected focal players among ['player_0', 'player_1', 'player_2'], got [7]"),
+        ({"focal": [7]}, "expected focal players among ['agent_0', 'agent_1', 'agent_2'], got [7]"),
         ({"episodes": 0}, "episodes"),
         ({"max_steps": 2.5}, "evaluate failed: expected max_steps as an int of at least 1 or None, got float 2.5"),
         ({"seed": -1}, "evaluate failed: expected seed as an int of at least 0, got -1"),
@@ -176,7 +176,7 @@ def ones(_env):
 def test_the_command_writes_what_it_found(tmp_path):
     path = tmp_path / "found.json"
     name, here = f"python:{__name__}:make_team", f"{__name__}:ones"
-    command = ["evaluate", name, "--policy", here, "--background", "random", "--focal", "0,player_2", "--episodes", "2"]
+    command = ["evaluate", name, "--policy", here, "--background", "random", "--focal", "0,agent_2", "--episodes", "2"]
     done = CliRunner().invoke(app, [*command, "--workers", "1", "--env-kwargs", '{"length": 2}', "--json", str(path)])
     assert done.exit_code == 0, done.output
     assert "focal return per capita" in done.output
