@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -242,6 +243,20 @@ def test_a_facade_has_the_same_names_at_both_of_its_places(facade):
         return set(re.findall(r'"(\w+)"', re.search(r"^__all__ = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)[1]))  # type: ignore[index]
 
     assert names("envherd") == names("executor/facades")
+
+
+@pytest.mark.parametrize(("facade", "package", "extra"), [(facade, *more) for facade, _, *more in FACADES])
+def test_the_host_is_a_direct_base_of_its_classes(facade, package, extra):
+    """Some libraries look at the direct bases only, such as skrl's `wrap_env`."""
+    extras.skip_without(extra)
+    module = importlib.import_module(f"envherd.{facade}")
+    public = {name: getattr(module, name) for name in module.__all__}
+
+    def of_host(classes: Iterable[type]) -> bool:
+        return any(cls.__module__.startswith(f"{package}.") for cls in classes)
+
+    hosted = [one for one in public.values() if inspect.isclass(one) and of_host(one.__mro__)]
+    assert [cls.__name__ for cls in hosted if not of_host(cls.__bases__)] == []
 
 
 @needs("gymnasium")

@@ -43,6 +43,8 @@ EnvFns = Sequence[Callable[[], Any]]
 class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     """A Gymnasium vector env over an executor; see `AsyncVectorEnv` and `SyncVectorEnv`.
 
+    Each class that users see names Gymnasium's class as a base once more: some libraries look at the direct bases only.
+
     Attributes:
         executor: the envs' own executor, e.g. for its `statistics()`.
     """
