@@ -140,6 +140,21 @@ _HOMES = {
 #: Modules of facades, imported when they are first used. `dir` leaves them out: each needs an extra.
 _FACADES = ("benchmarl", "cleanrl", "gymnasium", "pettingzoo", "rllib", "sb3", "torchrl")
 
+#: Classes of other libraries, by the names that they have there -> those that take their place.
+_ELSEWHERE = {
+    "AsyncVectorEnv": "gymnasium.AsyncVectorEnv",
+    "SyncVectorEnv": "gymnasium.SyncVectorEnv",
+    "VectorEnv": "gymnasium.AsyncVectorEnv",
+    "SubprocVecEnv": "sb3.SubprocVecEnv",
+    "DummyVecEnv": "sb3.DummyVecEnv",
+    "VecEnv": "sb3.SubprocVecEnv",
+    "ParallelVectorEnv": "pettingzoo.ParallelVectorEnv",
+    "concat_vec_envs_v1": "pettingzoo.concat_vec_envs_v1",
+    "OldVectorEnv": "cleanrl.OldVectorEnv",
+    "SingleAgentEnvRunner": "rllib.SingleAgentEnvRunner",
+    "MultiAgentEnvRunner": "rllib.MultiAgentEnvRunner",
+}
+
 #: What `from envherd import *` imports: all names but those of Gymnasium and of TorchRL's specs.
 __all__ = [
     "ActionError",
@@ -212,6 +227,13 @@ if not TYPE_CHECKING:  # to a type checker, unknown names remain unknown
             value = getattr(importlib.import_module(_HOMES[name]), name)
         elif name in _FACADES:
             value = importlib.import_module(f"{__name__}.{name}")
+        elif name in _ELSEWHERE:
+            # `from envherd import NAME` would replace the text of an AttributeError.
+            facade, _, there = _ELSEWHERE[name].partition(".")
+            raise ImportError(
+                f"importing {name} failed: expected a name of envherd, got one of its facades. Write: from "
+                f"envherd.{facade} import {there}."
+            )
         else:
             import difflib
 

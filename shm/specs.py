@@ -139,6 +139,19 @@ class LeafSpec:
         )
 
 
+class OneForEach(tuple[LeafSpec, ...]):
+    """The specs of several leaves; refuses the attributes of one leaf with a message that says where they are."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        owners = {} if name.startswith("_") or not self else {".domain": self[0].domain, "": self[0]}
+        place = next((f"[0]{at}.{name}" for at, owner in owners.items() if hasattr(owner, name)), "[0]")
+        raise AttributeError(
+            f"a tuple of specs of leaves has no attribute {name!r}. Index it first, as in env.action_spec{place}."
+        )
+
+
 @dataclass(frozen=True)
 class EnvSpec:
     """All the leaves of one env, in the order in which adapters return and accept them.

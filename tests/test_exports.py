@@ -243,6 +243,9 @@ def test_a_facade_has_the_same_names_at_both_of_its_places(facade):
         return set(re.findall(r'"(\w+)"', re.search(r"^__all__ = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)[1]))  # type: ignore[index]
 
     assert names("envherd") == names("executor/facades")
+    assert names("envherd").issuperset(
+        there for where, _, there in (path.partition(".") for path in envherd._ELSEWHERE.values()) if where == facade
+    )
 
 
 @pytest.mark.parametrize(("facade", "package", "extra"), [(facade, *more) for facade, _, *more in FACADES])

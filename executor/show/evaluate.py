@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.batches.arguments import as_count, need_callables
+from envherd.executor.batches.arguments import WRAP_MODEL, as_count, need_callables
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
@@ -353,9 +353,10 @@ def _single(policies: Any, spec: EnvSpec, **of_players: Any) -> Policy:
     if policies is None:
         return RandomActions(spec)
     if isinstance(policies, (Mapping, PerPlayer)) or not callable(policies):
+        advice = f" {WRAP_MODEL}" if hasattr(policies, "predict") else ""
         raise TypeError(
             f"evaluate failed: expected a callable or None as the policy of {spec.family} envs of {kind} (or a dict "
-            f"of them by task), got {policies!r}."
+            f"of them by task), got {policies!r}.{advice}"
         )
     return policies
 

@@ -170,7 +170,7 @@ def _take(
 def _pictures(env: ParallelEnv) -> list[Row]:
     """Return a checksum of each env's picture; nothing for those that draw none."""
     try:
-        pictures = env.render()
+        pictures = env.ask("render", None)
     except EnvError:  # of an env that draws none
         pictures = [None] * env.num_envs
     is_drawn = [isinstance(picture, np.ndarray) for picture in pictures]

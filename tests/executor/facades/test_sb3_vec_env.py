@@ -297,7 +297,7 @@ def test_one_env_twice_is_refused():
     with pytest.raises(ValueError, match="the function to create them returned the same instance"):
         DummyVecEnv([lambda: env] * 2)
     DummyVecEnv([lambda: env]).close()
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="SubprocVecEnv failed: expected at least one function, got an empty list"):
         SubprocVecEnv([])
 
 
