@@ -58,6 +58,9 @@ def test_players_get_what_their_policies_earn():
     assert found.returns.tolist() == [[4.5, 6.0, 6.0]] * 5
     assert found.lengths.tolist() == [3] * 5
     assert found.focal_per_capita.mean == pytest.approx(5.5)
+    assert found.mean_return == found.focal_per_capita
+    measures = "mean_return=5.50 [5.50, 5.50], length=3.00 [3.00, 3.00]"
+    assert repr(found) == f"Evaluation('plain', 5 episodes, 0 failed, {measures})"
     assert found.collective == pytest.approx((16.5, 16.5, 16.5, 5))
     assert found.background_per_capita is None
     assert {key: one.mean for key, one in found.by_role.items()} == {("hunter", True): 4.5, ("gatherer", True): 6.0}
@@ -71,6 +74,7 @@ def test_background_players_do_not_count_as_focal():
     assert found.background_per_capita.mean == 0
     assert found.by_role["gatherer", False].mean == 0
     assert found.by_role["gatherer", True].mean == 3
+    assert found.mean_return.mean == pytest.approx((1.5 + 0 + 3) / 3)
     mixed = evaluate({"*": Always(1)}, Team, 1, background={1: Always(2), "hunter": None}, focal=(2,), num_workers=1)
     assert mixed.returns[0, 1:].tolist() == [6, 3]
 
@@ -118,6 +122,13 @@ def test_an_open_executor_is_used_and_stays_open():
             evaluate(None, env, 1, num_workers=2, options=options)
     with SerialEnv(2, Team, seed=3) as env:
         assert evaluate(policy, env, 3, primer={"count": torch.zeros(2)}, max_steps=2).lengths.tolist() == [2] * 3
+
+
+def test_an_episode_that_may_never_end_is_named(monkeypatch):
+    monkeypatch.setattr("envherd.executor.show.playing._LONG", 4)
+    with pytest.warns(UserWarning, match=r"episode 0 of 'env' has not ended in 4 steps\. .* pass max_steps="):
+        evaluate(None, functools.partial(Team, 9), 1, num_workers=1)
+    evaluate(None, functools.partial(Team, 9), 1, num_workers=1, max_steps=7)
 
 
 def test_it_leaves_torchs_generator_alone():
