@@ -7,7 +7,7 @@ with ParallelEnv(8, make_env, seed=0) as env:
 
 All public names are here; each is imported when it is first used. The facades, which stand for the classes of other
 libraries, are modules: `envherd.torchrl`, `sb3`, `gymnasium`, `pettingzoo`, `rllib` and `cleanrl`. The
-checks for custom envs are in `envherd.workers.testing`.
+checks for custom envs are in `envherd.executor.testing`.
 """
 
 from __future__ import annotations
@@ -145,6 +145,21 @@ _GONE = {
     "OldGymFactory": "wrap the env in the factory: shimmy.GymV21CompatibilityV0(env=env)",
 }
 
+#: Classes of other libraries, by the names that they have there -> those that take their place.
+_ELSEWHERE = {
+    "AsyncVectorEnv": "gymnasium.AsyncVectorEnv",
+    "SyncVectorEnv": "gymnasium.SyncVectorEnv",
+    "VectorEnv": "gymnasium.AsyncVectorEnv",
+    "SubprocVecEnv": "sb3.SubprocVecEnv",
+    "DummyVecEnv": "sb3.DummyVecEnv",
+    "VecEnv": "sb3.SubprocVecEnv",
+    "ParallelVectorEnv": "pettingzoo.ParallelVectorEnv",
+    "concat_vec_envs_v1": "pettingzoo.concat_vec_envs_v1",
+    "OldVectorEnv": "cleanrl.OldVectorEnv",
+    "SingleAgentEnvRunner": "rllib.SingleAgentEnvRunner",
+    "MultiAgentEnvRunner": "rllib.MultiAgentEnvRunner",
+}
+
 #: What `from envherd import *` imports: all names but those of Gymnasium and of TorchRL's specs.
 __all__ = [
     "ActionError",
@@ -215,8 +230,15 @@ if not TYPE_CHECKING:  # to a type checker, unknown names remain unknown
             value = getattr(importlib.import_module(_HOMES[name]), name)
         elif name in _FACADES:
             value = importlib.import_module(f"{__name__}.{name}")
+        # `from envherd import NAME` would replace the text of an AttributeError.
         elif name in _GONE:
-            raise AttributeError(f"envherd has no {name} any more: {_GONE[name]}.", obj=sys.modules[__name__])
+            raise ImportError(f"importing {name} failed: envherd has it no more. Instead: {_GONE[name]}.")
+        elif name in _ELSEWHERE:
+            facade, _, there = _ELSEWHERE[name].partition(".")
+            raise ImportError(
+                f"importing {name} failed: expected a name of envherd, got one of its facades. Write: from "
+                f"envherd.{facade} import {there}."
+            )
         else:
             import difflib
 

@@ -8,9 +8,9 @@ Run: python examples/ctypes_env.py
 import ctypes
 
 from envherd import ParallelEnv
+from envherd.executor.testing import check_env_contract
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers.adapters import Adapter, register
-from envherd.workers.testing import check_env_contract
 
 
 class Drone:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -36,7 +37,7 @@ from envherd.executor.protocol.fast_exchange import compile_exchange
 from envherd.executor.protocol.fast_step import compile_step
 from envherd.executor.rollouts.policy_state import own_leaves
 from envherd.executor.rollouts.rollout import Policy, RolloutRunner
-from envherd.shm.specs import EnvSpec, LeafSpec
+from envherd.shm.specs import EnvSpec, LeafSpec, OneForEach
 from envherd.workers.protocol import Op
 
 
@@ -109,22 +110,22 @@ class BatchedEnv:
     @property
     def observation_spec(self) -> tuple[LeafSpec, ...]:
         """The observation leaves of a reset or step (of env 0)."""
-        return self.spec.observation
+        return OneForEach(self.spec.observation)
 
     @property
     def action_spec(self) -> tuple[LeafSpec, ...]:
         """The action leaves of a step (of env 0)."""
-        return self.spec.action
+        return OneForEach(self.spec.action)
 
     @property
     def reward_spec(self) -> tuple[LeafSpec, ...]:
         """The reward leaves (of env 0)."""
-        return self.spec.reward
+        return OneForEach(self.spec.reward)
 
     @property
     def done_spec(self) -> tuple[LeafSpec, ...]:
         """The done leaves (of env 0): done, terminated, truncated, then nested ones."""
-        return self.spec.done
+        return OneForEach(self.spec.done)
 
     @property
     def batch_size(self) -> torch.Size:
@@ -488,8 +489,17 @@ class BatchedEnv:
         self.ask("set", ids, name=name, args=tuple(values))
 
     def render(self) -> list[Any]:
-        """Return a picture of each env now, uint8 `[H, W, 3]`, or None if an env cannot draw itself."""
-        return self.ask("render", None)
+        """Return a picture of each env now, uint8 `[H, W, 3]`, or None if an env cannot draw itself.
+
+        If none can, there is a warning.
+        """
+        pictures = self.ask("render", None)
+        if all(picture is None for picture in pictures):
+            warnings.warn(
+                "render: no env has a picture. Build them with render_mode='rgb_array', where they have one.",
+                stacklevel=2,
+            )
+        return pictures
 
     def save(self, env_ids: Any = None) -> list[dict[str, Any]]:
         """Return the states of envs now, from which `restore` continues bit for bit.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from envherd.executor.batched import BatchedEnv, Parts
 from envherd.executor.batches.transfer import as_device
@@ -39,6 +39,8 @@ class SerialEnv(BatchedEnv):
         SpecError: envs of one factory have different specs.
     """
 
+    _pool_class: ClassVar[type[SerialPool]] = SerialPool
+
     @names_right_keyword
     def __init__(  # noqa: PLR0913  # the signature that users know from other vector envs
         self,
@@ -63,7 +65,7 @@ class SerialEnv(BatchedEnv):
                 f"SerialEnv failed: expected one env with alone=True, got {len(factories)} in this process."
             )
         blueprint = serial_blueprint(factories, env_kwargs, seed)
-        pool = SerialPool(factories, blueprint, options)
+        pool = self._pool_class(factories, blueprint, options)
         try:
             pool.start()
             check_agreement(pool.specs, factories, blueprint.env_kwargs)

@@ -9,6 +9,7 @@ executor adds `[num_envs]` (and `[num_envs, time]` in a rollout) in front.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,6 +139,19 @@ class LeafSpec:
         )
 
 
+class OneForEach(tuple[LeafSpec, ...]):
+    """The specs of several leaves; refuses the attributes of one leaf with a message that says where they are."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        owners = {} if name.startswith("_") or not self else {".domain": self[0].domain, "": self[0]}
+        place = next((f"[0]{at}.{name}" for at, owner in owners.items() if hasattr(owner, name)), "[0]")
+        raise AttributeError(
+            f"a tuple of specs of leaves has no attribute {name!r}. Index it first, as in env.action_spec{place}."
+        )
+
+
 @dataclass(frozen=True)
 class EnvSpec:
     """All the leaves of one env, in the order in which adapters return and accept them.
@@ -174,6 +188,31 @@ class EnvSpec:
     def episode_keys(self) -> frozenset[Key]:
         """The keys of the observation leaves that are episode statistics and not the env's own observations."""
         return frozenset(tuple(key) for key in self.metadata.get(EPISODE_KEYS, ()))
+
+    def agent_names(self, group: Key, count: int) -> list[str]:
+        """Return the names of the agents of a group: the env's, or else `agent_0`, `agent_1`, ...
+
+        Where there are several rewards, the group's name replaces "agent". One agent without a group has no number.
+
+        Args:
+            group: its key, or the key of what is counted where there is no group.
+            count: of its agents.
+        """
+        of_all = self.metadata.get("agent_names") if len(self.reward) == 1 else None
+        names = self.metadata.get("group_map", {}).get("/".join(group)) or of_all or ()
+        if len(names) == count:
+            return [str(name) for name in names]
+        label = group[-1] if len(self.reward) > 1 else "agent"
+        has_numbers = count > 1 or group in dict(self.groups)
+        return [f"{label}_{i}" for i in range(count)] if has_numbers else [label]
+
+    def reward_names(self) -> list[str]:
+        """Return a name for each number of one env's rewards: that of its agent."""
+        found = []
+        for leaf in self.reward:
+            count = math.prod(leaf.shape[len(self.batch_shape) :])
+            found += self.agent_names(leaf.key[:-1] or leaf.key, count)
+        return found
 
     def leaves(self) -> Iterator[LeafSpec]:
         """Yield every leaf of every group."""

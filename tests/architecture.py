@@ -52,6 +52,7 @@ BOXES = {
     "executor/doctor.py": Box(("executor/doctor.py",), "checks of the installation", 18, (3, 3)),
     "executor/show/": Box(("executor/show/*",), "evaluation, films, loggers", 18, (2, 2)),
     "executor/facades/": Box(("executor/facades/*",), "classes of other libraries", 18, (4, 4)),
+    "executor/testing/": Box(("executor/testing/*",), "contract tests for any env", 18, (1, 1)),
     "executor/cluster/": Box(("executor/cluster/*",), "executors on Ray nodes, as one batch", 17, (1, 1)),
     "executor/parallel.py": Box(
         ("executor/parallel.py", "executor/__init__.py"), 'ParallelEnv, with "auto"', 17, (3, 3)
@@ -82,7 +83,7 @@ BOXES = {
         (1, 1),
     ),
     "workers/process/": Box(("workers/process/*",), "helper process, start, loop", 7, (2, 2)),
-    "workers/testing/": Box(("workers/testing/*",), "contract tests for any env", 6, (3, 3)),
+    "workers/testing/": Box(("workers/testing/*",), "envs for tests", 6, (3, 3)),
     "workers/adapters/hosts/": Box(("workers/adapters/hosts/*",), "TorchRL's half in a worker", 6, (4, 4)),
     "workers/build.py": Box(("workers/build.py",), "from a factory to an adapter", 5, (2, 4)),
     "workers/block/": Box(

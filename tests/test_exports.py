@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,13 @@ ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = (ROOT / "constraints.txt").read_text().splitlines()
 LAYERS = ("shm", "workers", "executor")
-PUBLIC = ("envherd", "envherd.executor", "envherd.workers.adapters", "envherd.workers.testing")
+PUBLIC = (
+    "envherd",
+    "envherd.executor",
+    "envherd.executor.testing",
+    "envherd.workers.adapters",
+    "envherd.workers.testing",
+)
 
 
 def normalized(requirement: str) -> str:
@@ -80,7 +87,7 @@ def test_public_classes_and_functions_have_a_docstring(package):
 
 
 #: Class -> the protocol that documents its methods, where it is not a base class.
-PROTOCOL_OF = {"SlabPool": "RecyclablePool", "BlockBatch": "Batch"}
+PROTOCOL_OF = {"SlabPool": "RecyclablePool", "ExecutorBatch": "Batch"}
 
 
 def _classes() -> dict[str, list[ast.ClassDef]]:
@@ -236,6 +243,23 @@ def test_a_facade_has_the_same_names_at_both_of_its_places(facade):
         return set(re.findall(r'"(\w+)"', re.search(r"^__all__ = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)[1]))  # type: ignore[index]
 
     assert names("envherd") == names("executor/facades")
+    assert names("envherd").issuperset(
+        there for where, _, there in (path.partition(".") for path in envherd._ELSEWHERE.values()) if where == facade
+    )
+
+
+@pytest.mark.parametrize(("facade", "package", "extra"), [(facade, *more) for facade, _, *more in FACADES])
+def test_the_host_is_a_direct_base_of_its_classes(facade, package, extra):
+    """Some libraries look at the direct bases only, such as skrl's `wrap_env`."""
+    extras.skip_without(extra)
+    module = importlib.import_module(f"envherd.{facade}")
+    public = {name: getattr(module, name) for name in module.__all__}
+
+    def of_host(classes: Iterable[type]) -> bool:
+        return any(cls.__module__.startswith(f"{package}.") for cls in classes)
+
+    hosted = [one for one in public.values() if inspect.isclass(one) and of_host(one.__mro__)]
+    assert [cls.__name__ for cls in hosted if not of_host(cls.__bases__)] == []
 
 
 @needs("gymnasium")
@@ -288,6 +312,6 @@ def test_every_dependency_is_pinned():
 
 @pytest.mark.parametrize("name", envherd._GONE)
 def test_names_that_are_gone_say_what_to_use(name):
-    with pytest.raises(AttributeError, match=rf"envherd has no {name} any more: \w+"):
+    with pytest.raises(ImportError, match=rf"importing {name} failed: envherd has it no more. Instead: \w+"):
         getattr(envherd, name)
     assert name not in (*envherd._HOMES, *envherd._FACADES, *envherd.__all__)

@@ -114,7 +114,7 @@ ORDER = {
             "serial",
             "sizing",
         ),
-        *("parallel", "show", "__init__"),
+        *("parallel", "testing", "show", "__init__"),
         *("doctor", "facades", "cluster", "cli"),
     ),
 }

@@ -25,7 +25,8 @@ from envherd.gymnasium import AsyncVectorEnv
 from envherd.pettingzoo import ParallelVectorEnv
 from envherd.sb3 import SubprocVecEnv
 from envherd.torchrl import ParallelEnv as TorchRLParallelEnv
-from envherd.workers.testing import CountingEnv, check_env_contract
+from envherd.executor.testing import check_env_contract
+from envherd.workers.testing import CountingEnv
 from envherd import ParalelEnv  # wrong: a name
 
 make: Callable[[], Any] = CountingEnv

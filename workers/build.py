@@ -29,6 +29,17 @@ from envherd.workers.pickling import captures, dumps, find_culprit
 Factory = Callable[..., Any]
 
 _UNKNOWN_NAMES = {"gymnasium.error.UnregisteredEnv", "gym.error.UnregisteredEnv"}
+#: What Gymnasium writes where a package is missing -> the extra that has it.
+_EXTRAS = {
+    "Namespace ALE not found": "atari",
+    "gymnasium[atari]": "atari",
+    "gymnasium[box2d]": "box2d",
+    "gymnasium[mujoco]": "mujoco",
+    "gymnasium[classic-control]": "gymnasium",
+    "gymnasium[classic_control]": "gymnasium",
+    "gymnasium[toy-text]": "gymnasium",
+    "gymnasium[toy_text]": "gymnasium",
+}
 
 
 def describe(factory: Any) -> str:
@@ -140,6 +151,9 @@ def _hinting() -> Iterator[None]:
             )
         elif isinstance(error, (AttributeError, KeyError)) and "__main__" in str(error):
             note = "Workers do not import the script. Put what is missing into a module that they import."
+        for text, extra in _EXTRAS.items():
+            if text in str(error):
+                note = f'Install what it needs: pip install "envherd[{extra}]". {note}'.strip()
         if note and hasattr(error, "add_note"):  # from Python 3.11: a worker may be older
             error.add_note(note)
         raise

@@ -50,8 +50,9 @@ class InPython:
     def __init__(self, python: str | os.PathLike[str], target: str, kwargs: Mapping[str, Any] | None = None) -> None:
         found = shutil.which(os.path.expanduser(python))  # `Path` has no `which`
         if found is None:
+            advice = f" Did you mean {os.path.join(python, 'bin', 'python')}?" if os.path.isdir(python) else ""
             raise FactoryError(
-                f"InPython failed: expected a Python interpreter, got {os.fspath(python)!r}: no such program."
+                f"InPython failed: expected a Python interpreter, got {os.fspath(python)!r}: no such program.{advice}"
             )
         module, _, name = target.partition(":") if isinstance(target, str) else ("", "", "")
         if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):

@@ -15,6 +15,11 @@ _ADVICE = (
 MASK_ADVICE = (
     "A mask of the envs to reset goes into one: TensorDict({'_reset': mask}, [num_envs]), a bool for each env."
 )
+WRAP = "Wrap it: TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."
+WRAP_MODEL = (
+    "Wrap a model of Stable-Baselines3: "
+    "lambda td: td.set('action', torch.as_tensor(model.predict(td['observation'].numpy())[0]))."
+)
 
 
 def as_count(call: str, name: str, value: Any, *, least: int = 1, or_none: bool = False) -> Any:
@@ -54,7 +59,8 @@ def need_callables(call: str, **functions: Any) -> None:
     """Refuse anything but None and callables."""
     for name, value in functions.items():
         if value is not None and not callable(value):
-            raise TypeError(f"{call} failed: expected {name} to be a callable or None, got {value!r}.")
+            advice = f" {WRAP_MODEL}" if hasattr(value, "predict") else ""
+            raise TypeError(f"{call} failed: expected {name} to be a callable or None, got {value!r}.{advice}")
 
 
 def need_batch(call: str, td: Any, name: str = "a batch") -> None:

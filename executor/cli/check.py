@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -14,13 +10,9 @@ from rich.text import Text
 from envherd.executor.cli.commands import carry_out
 from envherd.executor.cli.exit_codes import EXIT_FAILED
 from envherd.executor.cli.options import Check
+from envherd.executor.testing.compare import ContractViolation
+from envherd.executor.testing.contract import Contract, NoEpisodeEnd
 from envherd.workers.adapters.env_names import factory_for
-from envherd.workers.errors import EnvError, EnvherdError
-from envherd.workers.testing.compare import ContractViolation
-from envherd.workers.testing.contract import Contract, NoEpisodeEnd
-
-Found = TypeVar("Found")
-_PACKAGE = str(Path(__file__).parents[2])
 
 
 def run(options: Check) -> int:
@@ -42,11 +34,11 @@ def run(options: Check) -> int:
 def _check(env: str, contract: Contract) -> int:
     """Check and print every rule; return the exit code."""
     console, num_broken = Console(), 0
-    for rule in sorted(_run(lambda: contract.rules)):
+    for rule in sorted(contract.rules):
         what = f"{rule:2}  {contract.TITLES[rule]}"
         try:
             with console.status(what):
-                _run(functools.partial(contract.check, rule))
+                contract.check(rule)
         except NoEpisodeEnd as error:
             console.print(Text("error: ", "bold red").append(str(error), "default"), soft_wrap=True)
             return EXIT_FAILED
@@ -65,16 +57,3 @@ def _check(env: str, contract: Contract) -> int:
     proof = f"{contract.num_steps} steps of 2 envs, {contract.num_ends} ends of episodes."
     console.print(Text(f"{env} keeps the contract: {proof}", "green"), soft_wrap=True)
     return 0
-
-
-def _run(call: Callable[[], Found]) -> Found:
-    """Run a part of the check; an exception of the factory or the env, which run in this process, is an EnvError."""
-    try:
-        return call()
-    except (ContractViolation, EnvherdError):
-        raise
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        last_own = max(i for i, frame in enumerate(frames) if frame.filename.startswith(_PACKAGE))
-        text = "".join(traceback.format_list(frames[last_own + 1 :])).rstrip()
-        raise EnvError(f"check failed: the env raised {type(error).__name__}: {error}\n{text}") from None

@@ -165,7 +165,7 @@ class Replay(Command):
 class Check(Command):
     """Run an env with random actions and check the rules that training relies on.
 
-    The command builds and steps the env in this process, as a worker would. The exit code is 1 if a rule is broken or
+    The command builds and steps the env in this process and in two workers. The exit code is 1 if a rule is broken or
     no episode ended.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from tensordict import TensorDictBase
 
-from envherd.shm.specs import EnvSpec, Key, LeafSpec
+from envherd.shm.specs import EnvSpec
 
 
 class Returns:
@@ -22,7 +22,7 @@ class Returns:
     """
 
     def __init__(self, spec: EnvSpec, num_envs: int) -> None:
-        self.agents = [name for leaf in spec.reward for name in _column_names(spec, leaf)]
+        self.agents = spec.reward_names()
         self.running = np.zeros((num_envs * int(np.prod(spec.batch_shape, dtype=int)), len(self.agents)))
         self.num_episodes = 0
         self._total = np.zeros(len(self.agents))
@@ -53,19 +53,3 @@ class Returns:
         """Return the mean return of each agent over the episodes that ended; if none did, over the unfinished ones."""
         means = self._total / self.num_episodes if self.num_episodes else self.running.mean(axis=0)
         return dict(zip(self.agents, means.tolist(), strict=True))
-
-
-def _column_names(spec: EnvSpec, leaf: LeafSpec) -> list[str]:
-    inner = len(spec.batch_shape)
-    count = int(np.prod(leaf.shape[inner:], dtype=int))
-    names = spec.metadata.get("agent_names")
-    if isinstance(names, (list, tuple)) and len(names) == count and len(spec.reward) == 1:
-        return [str(name) for name in names]
-    label = _label(leaf.key, has_group=any(key == leaf.key[:-1] for key, _ in spec.groups))
-    return [label] if count == 1 else [f"{label}_{i}" for i in range(count)]
-
-
-def _label(key: Key, *, has_group: bool) -> str:
-    if len(key) == 1:
-        return "agent" if key == ("reward",) else key[0]
-    return key[-2] if has_group or key[-1] == "reward" else "/".join(key)

@@ -19,13 +19,15 @@ def listed(operation: str, env_fns: Any) -> tuple[Any, ...]:
     """Return the factories of a vector env.
 
     Raises:
-        TypeError: one function instead of a list.
+        TypeError: one function instead of a list. ValueError: none.
     """
     if callable(env_fns):
         raise TypeError(
             f"{operation} failed: expected a list of functions, one per env, got one function. Write [make_env] * 8."
         )
-    return tuple(env_fns)
+    if not (found := tuple(env_fns)):
+        raise ValueError(f"{operation} failed: expected at least one function, got an empty list.")
+    return found
 
 
 def as_raised(error: EnvherdError, call: str = "") -> EnvherdError:

@@ -39,6 +39,8 @@ def counted(num_envs: Any, make_env: MakeEnv | None) -> tuple[Any, MakeEnv]:
         FactoryError: the factory came first, or there is none.
     """
     if make_env is None and isinstance(num_envs, (list, tuple)):
+        if not num_envs:
+            raise ValueError("make_env failed: expected at least one factory, got an empty list.")
         return len(num_envs), num_envs
     if callable(num_envs) or isinstance(num_envs, (list, tuple)):
         raise FactoryError(

@@ -89,7 +89,14 @@ class CapsuleWriter:
     def __init__(self, rules: Capsules, pool: Journaled) -> None:
         self._rules, self._pool = rules, pool
         self._directory = Path(rules.directory).absolute()
-        self._directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"capsules failed: expected a folder that exists or can be made, got {str(rules.directory)!r} "
+                f"({error.strerror}). Pass another: ExecutorOptions(capsules=...).",
+            ) from None
         self._reset_options: dict[int, dict[str, Any]] = {}
         self.latest_root: Callable[[int], Mapping[Key, np.ndarray]] | None = None
 

@@ -157,6 +157,7 @@ class SerialPool(SlabPool):
             raise FactoryError(
                 f"make_env failed: the factory raised {raised(fault.type_name, fault.message)} (env {env_id}, phase "
                 f"build).{lacks_arguments(fault.type_name, fault.message)}",
+                remote_traceback=fault.traceback,
                 env_ids=(env_id,),
                 phase="build",
             ) from error

@@ -8,17 +8,22 @@ there is no primer (policies can read `done`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from envherd.executor.batches.arguments import WRAP, WRAP_MODEL
 from envherd.executor.batches.fast_tensordict import get_leaf
 from envherd.shm.specs import Key
 
-_WRAP = "Wrap it: TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."
-_NOTE = f"A policy is called with the batch, a TensorDict, and this one seems to take tensors. {_WRAP}"
+_NOTE = (
+    f"A policy is called with the batch, a TensorDict, and this one seems to take something else. {WRAP} {WRAP_MODEL}"
+)
+#: What an error of a policy that takes tensors or arrays may have.
+_SIGNS = ("TensorDict", "__torch_function__", "generator raised StopIteration")
 #: Root names that belong neither to the envs nor to the policy.
 _NOT_STATE = ("next", "env_ids", "interrupted")
 
@@ -89,9 +94,9 @@ def run_policy(policy: Callable[[TensorDictBase], Any], root: TensorDictBase) ->
     """
     try:
         acted = policy(root)
-    except (TypeError, AttributeError) as error:
-        is_of_batch = "TensorDict" in str(error) or "__torch_function__" in str(error)
-        if is_of_batch and _NOTE not in getattr(error, "__notes__", ()):
+    except (TypeError, AttributeError, AssertionError, RuntimeError) as error:
+        is_of_batch = any(sign in str(error) for sign in _SIGNS)
+        if (is_of_batch or _is_of_call(error)) and _NOTE not in getattr(error, "__notes__", ()):
             error.add_note(_NOTE)
         raise
     except KeyError as error:
@@ -101,9 +106,15 @@ def run_policy(policy: Callable[[TensorDictBase], Any], root: TensorDictBase) ->
     if not isinstance(acted, TensorDictBase):
         raise TypeError(
             f"rollout failed: expected the policy to return a TensorDict with the action, got "
-            f"{type(acted).__name__}. {_WRAP}"
+            f"{type(acted).__name__}. {WRAP}"
         )
     return acted
+
+
+def _is_of_call(error: Exception) -> bool:
+    """Return whether a policy does not take one argument: no code of the policy has begun."""
+    modules = {frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}
+    return "positional argument" in str(error) and modules <= {"envherd", "torch"}
 
 
 def _names(td: TensorDictBase) -> list[str | Key]:

@@ -8,7 +8,6 @@ continued.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.batches.arguments import as_count, need_callables
+from envherd.executor.batches.arguments import WRAP_MODEL, as_count, need_callables
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
@@ -294,11 +293,8 @@ class _Choice:
             cast = Cast(env=title, players=policy.names, roles=policy.roles, is_focal=is_focal)
             primed = None if self._primer is None else policy.primer(1, **self._primer)
             return Part(Placed(policy), primed, [(*policy.group, "reward")]), cast
-        count = sum(math.prod(leaf.shape) for leaf in spec.reward)
-        names = tuple(spec.metadata.get("agent_names") or ())
-        if len(names) != count:  # one agent, or a reward of several numbers
-            names = ("agent",) if count == 1 else tuple(f"agent_{i}" for i in range(count))
-        cast = Cast(env=title, players=names, roles=("default",) * count, is_focal=(True,) * count)
+        names = tuple(spec.reward_names())
+        cast = Cast(env=title, players=names, roles=("default",) * len(names), is_focal=(True,) * len(names))
         primed = None
         if self._primer is not None:
             primed = TensorDict({key: value.unsqueeze(0) for key, value in self._primer.items()}, [1])
@@ -357,9 +353,10 @@ def _single(policies: Any, spec: EnvSpec, **of_players: Any) -> Policy:
     if policies is None:
         return RandomActions(spec)
     if isinstance(policies, (Mapping, PerPlayer)) or not callable(policies):
+        advice = f" {WRAP_MODEL}" if hasattr(policies, "predict") else ""
         raise TypeError(
             f"evaluate failed: expected a callable or None as the policy of {spec.family} envs of {kind} (or a dict "
-            f"of them by task), got {policies!r}."
+            f"of them by task), got {policies!r}.{advice}"
         )
     return policies
 

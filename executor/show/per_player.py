@@ -266,21 +266,16 @@ def _names_and_roles(
     spec: EnvSpec | None, group: Key, roles: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names and the roles of the players; the role "default" if the spec has none."""
-    metadata = {} if spec is None else spec.metadata
     if spec is None:
-        count = len(roles or ())
-    else:
-        shapes = dict(spec.groups)
-        if group not in shapes:
-            raise ValueError(f"PerPlayer failed: expected a group among {sorted(shapes)}, got {group}.")
-        count = shapes[group][-1]
-    names = metadata.get("group_map", {}).get("/".join(group)) or metadata.get("agent_names") or ()
-    if len(names) != count:
-        names = [f"player_{player}" for player in range(count)]
-    found = (metadata.get("agent_roles") or ["default"] * count) if roles is None else roles
+        spec = EnvSpec((), (), groups=((group, (len(roles or ()),)),))
+    shapes = dict(spec.groups)
+    if group not in shapes:
+        raise ValueError(f"PerPlayer failed: expected a group among {sorted(shapes)}, got {group}.")
+    count = shapes[group][-1]
+    found = (spec.metadata.get("agent_roles") or ["default"] * count) if roles is None else roles
     if len(found) != count or not count:
         raise ValueError(f"PerPlayer failed: expected one role for each of {count} players, got {len(found)}.")
-    return tuple(map(str, names)), tuple(map(str, found))
+    return tuple(spec.agent_names(group, count)), tuple(map(str, found))
 
 
 def _num_actions(spec: EnvSpec | None, group: Key) -> int:

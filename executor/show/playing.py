@@ -19,6 +19,7 @@ import contextlib
 import re
 import threading
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,6 +56,8 @@ _LAST_COMMAND_S = 1.0
 #: What ends an episode as failed. All other errors end the evaluation: they are of the policy or of the caller. An env
 #: needs a reset in the middle of an episode if it did not answer in time when another worker of its executor was lost.
 _FAULTS = (EnvError, ResetNeeded, SpecError, WorkerLost, WorkerTimeout)
+#: Steps after which an episode is suspected never to end: some seconds of a fast env.
+_LONG = 10_000
 _SUCCESS_KEYS = ("success", "is_success")
 
 
@@ -452,6 +455,12 @@ class _Session:
                 self._fail(WorkerLost(f"step failed: the worker of env {env_id} was lost.", env_ids=(env_id,)))
                 continue
             episode.length += 1
+            if episode.length == _LONG and self._rules.max_steps is None:
+                warnings.warn(
+                    f"evaluate: episode {episode.number} of {self._name!r} has not ended in {_LONG} steps. If it may "
+                    f"never end, pass max_steps=.",
+                    stacklevel=2,
+                )
             episode.returns = episode.returns + rewards[at]
             if infos is not None:
                 episode.info = infos[env_id]

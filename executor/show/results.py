@@ -121,7 +121,7 @@ def equality_of(returns: np.ndarray) -> np.ndarray:
     return np.asarray(1 - gini)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """Episodes of one task. Those that failed are in `failures`, and are not counted elsewhere, unless stated.
 
@@ -155,6 +155,12 @@ class Evaluation:
         lengths = np.array([one.length for one in ended], np.int64)
         failures = tuple(one for one in records if one.error is not None)
         return cls(cast.env, seed, cast.players, cast.roles, cast.is_focal, returns, lengths, ended, failures)
+
+    def __repr__(self) -> str:
+        """Return the env's name, the numbers of episodes, and their measures."""
+        measures = {"mean_return": self.mean_return, "length": self.length, "success": self.success}
+        shown = "".join(f", {name}={one}" for name, one in measures.items() if one is not None)
+        return f"Evaluation({self.env!r}, {self.num_episodes} episodes, {self.num_failed} failed{shown})"
 
     @property
     def num_episodes(self) -> int:
@@ -194,6 +200,11 @@ class Evaluation:
     def length(self) -> Interval:
         """Mean length of the episodes, in steps."""
         return interval_of(self.lengths.astype(float))
+
+    @cached_property
+    def mean_return(self) -> Interval:
+        """Mean return; of several players, the mean over all of them."""
+        return interval_of(self.returns.mean(1))
 
     @cached_property
     def focal_per_capita(self) -> Interval:
@@ -294,6 +305,11 @@ class Evaluations:
         known = [one for one in rates if one is not None]
         found = (sum(one.num_successes for one in known), sum(one.num_episodes for one in known))
         return rate_of(*found) if known else None
+
+    @cached_property
+    def mean_return(self) -> Interval:
+        """Mean over tasks of `Evaluation.mean_return`."""
+        return interval_of(*(one.returns.mean(1) for one in self.tasks.values()))
 
     @cached_property
     def focal_per_capita(self) -> Interval:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 #: Column -> meaning of its cells, for the legend of the page.
 COLUMNS = {
-    "contract": "the rules of `envherd.workers.testing` that hold: for a block of envs without an executor, for "
-    "`SerialEnv`, and for `ParallelEnv` with its own pool and with the portable pool. Families of which a process can "
+    "contract": "the rules of `envherd.executor.testing` that hold: for `SerialEnv`, and for `ParallelEnv` with "
+    "its own pool and with the portable pool. Families of which a process can "
     "have only one env, or whose envs leave state in their process, are checked with `ParallelEnv` only",
     "plain loop": "the transitions of rollouts and single steps that equal, bit for bit, those of the env driven "
     "directly through its own API, with the same seeds and actions",

@@ -1,4 +1,4 @@
-"""The contract on real envs of every family, through a bare block and through the executors with all pools."""
+"""The contract on real envs of every family, through the executors with all pools."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from envherd.workers.testing import Contract, PartialResetContract
+from envherd.executor.testing import Contract, PartialResetContract
 from tests.contracts.executor_batch import BATCHES
 from tests.contracts.families import FAMILIES, gymnasium_env
 from tests.extras import skip_without
@@ -19,9 +19,8 @@ CASES = [
     (name, how)
     for name, family in FAMILIES.items()
     for how in BATCHES
-    if family.is_ordinary or (how == "block" and not family.is_slow and not family.is_only_in_full)
-    if how in ("block", "serial") or name in IN_PROCESSES
-    if how != "block" or not family.is_slow or IN_FULL
+    if family.is_ordinary or (how == "serial" and not family.is_slow and not family.is_only_in_full)
+    if how == "serial" or name in IN_PROCESSES
 ]
 
 

@@ -17,7 +17,7 @@ import torch
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.batches.random_actions import ActionSampler
-from envherd.workers.testing import Contract
+from envherd.executor.testing import Contract
 from tests.contracts.driving import Driven
 from tests.contracts.executor_batch import BATCHES, PORTABLE, batch_apart
 from tests.contracts.families import FAMILIES

@@ -1,4 +1,4 @@
-"""The contract on envs that are known to be correct, through a bare block and through both executors."""
+"""The contract on envs that are known to be correct, through the executors with all pools."""
 
 from __future__ import annotations
 
@@ -7,16 +7,8 @@ from typing import Any
 
 import pytest
 
-from envherd.workers.testing import (
-    AgentsEnv,
-    Contract,
-    CountingEnv,
-    FlagsEnv,
-    PairEnv,
-    PartialResetContract,
-    TextEnv,
-    check_env_contract,
-)
+from envherd.executor.testing import Contract, PartialResetContract, check_env_contract
+from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv, PairEnv, TextEnv
 from tests.contracts.executor_batch import BATCHES
 from tests.scale import scaled
 

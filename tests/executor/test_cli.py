@@ -371,7 +371,7 @@ def test_a_check_that_proved_nothing_fails():
     assert check("my_envs:Breaks", "--steps", "20").exit_code == 1
     result = check("my_envs:refuses")
     assert result.exit_code == 1
-    assert "error: check failed: the env raised OSError: no such track\n" in result.stderr
+    assert "error: make_env failed: the factory raised OSError: no such track" in result.stderr
     assert "my_envs.py" in result.stderr
     assert "contract.py" not in result.stderr
     assert check("my_envs:refuse").exit_code == 2

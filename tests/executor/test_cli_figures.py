@@ -191,7 +191,7 @@ def _spec(env: object) -> EnvSpec:
     ("spec", "agents", "rows"),
     [
         (_spec(CountingEnv()), ("agent",), 4),
-        (_spec(AgentsEnv()), ("agents_0", "agents_1", "agents_2"), 4),
+        (_spec(AgentsEnv()), ("agent_0", "agent_1", "agent_2"), 4),
         (_spec(PairEnv()), ("agent",), 8),
         (EnvSpec((), (), reward=(LeafSpec(("reward",), (2,)),)), ("agent_0", "agent_1"), 4),
         (
@@ -202,6 +202,17 @@ def _spec(env: object) -> EnvSpec:
         (
             EnvSpec((), (), reward=(LeafSpec(("g", "reward"), (2, 1)),), metadata={"agent_names": ["ann", "bob"]}),
             ("ann", "bob"),
+            4,
+        ),
+        (
+            EnvSpec(
+                (),
+                (),
+                reward=(LeafSpec(("cats", "reward"), (2, 1)), LeafSpec(("dogs", "reward"), (1, 1))),
+                groups=((("cats",), (2,)), (("dogs",), (1,))),
+                metadata={"agent_names": ["ann", "bob"], "group_map": {"cats": [1, 2]}},
+            ),
+            ("1", "2", "dogs_0"),
             4,
         ),
     ],

@@ -152,12 +152,16 @@ def test_the_gymnasium_facade_has_the_infos_of_gymnasiums_wrapper(mode):
 def test_the_sb3_facade_has_the_infos_of_sb3s_monitor():
     import gymnasium
     import numpy as np
-    from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
+    from stable_baselines3.common.monitor import Monitor
+    from stable_baselines3.common.vec_env import DummyVecEnv
 
     from envherd.executor.facades.sb3 import SubprocVecEnv
 
-    makers = [lambda: gymnasium.make("CartPole-v1")] * 3
-    ours, theirs = SubprocVecEnv(makers, num_workers=2, options=ON), VecMonitor(DummyVecEnv(makers))
+    def make():
+        """Rewards whose sums have more than the six digits that Monitor keeps."""
+        return gymnasium.wrappers.TransformReward(gymnasium.make("CartPole-v1"), lambda reward: reward / 1024)
+
+    ours, theirs = SubprocVecEnv([make] * 3, num_workers=2, options=ON), DummyVecEnv([lambda: Monitor(make())] * 3)
     rng, ends = np.random.default_rng(0), 0
     try:
         for env in (ours, theirs):

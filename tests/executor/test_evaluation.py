@@ -58,6 +58,9 @@ def test_players_get_what_their_policies_earn():
     assert found.returns.tolist() == [[4.5, 6.0, 6.0]] * 5
     assert found.lengths.tolist() == [3] * 5
     assert found.focal_per_capita.mean == pytest.approx(5.5)
+    assert found.mean_return == found.focal_per_capita
+    measures = "mean_return=5.50 [5.50, 5.50], length=3.00 [3.00, 3.00]"
+    assert repr(found) == f"Evaluation('plain', 5 episodes, 0 failed, {measures})"
     assert found.collective == pytest.approx((16.5, 16.5, 16.5, 5))
     assert found.background_per_capita is None
     assert {key: one.mean for key, one in found.by_role.items()} == {("hunter", True): 4.5, ("gatherer", True): 6.0}
@@ -65,12 +68,13 @@ def test_players_get_what_their_policies_earn():
 
 
 def test_background_players_do_not_count_as_focal():
-    found = evaluate(Always(1), Team, 2, background=Always(0), focal=["player_0", 2], num_workers=1)
+    found = evaluate(Always(1), Team, 2, background=Always(0), focal=["agent_0", 2], num_workers=1)
     assert found.is_focal == (True, False, True)
     assert found.focal_per_capita.mean == pytest.approx((1.5 + 3) / 2)
     assert found.background_per_capita.mean == 0
     assert found.by_role["gatherer", False].mean == 0
     assert found.by_role["gatherer", True].mean == 3
+    assert found.mean_return.mean == pytest.approx((1.5 + 0 + 3) / 3)
     mixed = evaluate({"*": Always(1)}, Team, 1, background={1: Always(2), "hunter": None}, focal=(2,), num_workers=1)
     assert mixed.returns[0, 1:].tolist() == [6, 3]
 
@@ -120,6 +124,13 @@ def test_an_open_executor_is_used_and_stays_open():
         assert evaluate(policy, env, 3, primer={"count": torch.zeros(2)}, max_steps=2).lengths.tolist() == [2] * 3
 
 
+def test_an_episode_that_may_never_end_is_named(monkeypatch):
+    monkeypatch.setattr("envherd.executor.show.playing._LONG", 4)
+    with pytest.warns(UserWarning, match=r"episode 0 of 'env' has not ended in 4 steps\. .* pass max_steps="):
+        evaluate(None, functools.partial(Team, 9), 1, num_workers=1)
+    evaluate(None, functools.partial(Team, 9), 1, num_workers=1, max_steps=7)
+
+
 def test_it_leaves_torchs_generator_alone():
     torch.manual_seed(5)
     expected = torch.rand(1)
@@ -133,7 +144,7 @@ def test_it_leaves_torchs_generator_alone():
     [
         ({"background": Always(0)}, "got some, and all players are focal. Pass focal="),
         ({"focal": [0]}, "got none. Pass background="),
-        ({"focal": [7]}, "expected focal players among ['player_0', 'player_1', 'player_2'], got [7]"),
+        ({"focal": [7]}, "expected focal players among ['agent_0', 'agent_1', 'agent_2'], got [7]"),
         ({"episodes": 0}, "episodes"),
         ({"max_steps": 2.5}, "evaluate failed: expected max_steps as an int of at least 1 or None, got float 2.5"),
         ({"seed": -1}, "evaluate failed: expected seed as an int of at least 0, got -1"),
@@ -176,7 +187,7 @@ def ones(_env):
 def test_the_command_writes_what_it_found(tmp_path):
     path = tmp_path / "found.json"
     name, here = f"python:{__name__}:make_team", f"{__name__}:ones"
-    command = ["evaluate", name, "--policy", here, "--background", "random", "--focal", "0,player_2", "--episodes", "2"]
+    command = ["evaluate", name, "--policy", here, "--background", "random", "--focal", "0,agent_2", "--episodes", "2"]
     done = CliRunner().invoke(app, [*command, "--workers", "1", "--env-kwargs", '{"length": 2}', "--json", str(path)])
     assert done.exit_code == 0, done.output
     assert "focal return per capita" in done.output

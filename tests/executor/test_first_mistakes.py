@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import time
 import traceback
 from typing import Any
@@ -35,12 +36,15 @@ from envherd import (
     WorkerTimeout,
 )
 from envherd.executor.pools.process_log import without_own_frames
-from envherd.workers.testing import ContractViolation, CountingEnv, check_env_contract
-from tests.extras import needs
+from envherd.executor.testing import ContractViolation, check_env_contract
+from envherd.gymnasium import AsyncVectorEnv
+from envherd.workers.testing import CountingEnv
+from tests.extras import needs, skip_without
 
 serial: Any = SerialEnv  # these calls have wrong types
 collector: Any = Collector
 package: Any = envherd
+vector: Any = AsyncVectorEnv
 make_cartpole = functools.partial(gymnasium.make, "CartPole-v1")
 
 
@@ -97,12 +101,36 @@ def reset_of(kind: Any) -> None:
         env.reset()
 
 
+def lacks_atari() -> Any:
+    raise gymnasium.error.NamespaceNotFound("Namespace ALE not found. Have you installed the proper package for ALE?")
+
+
+def lacks_box2d() -> Any:
+    raise gymnasium.error.DependencyNotInstalled(
+        'Box2D is not installed, you can install it by run `pip install "gymnasium[box2d]"`'
+    )
+
+
+def model() -> Any:
+    """Return a model of Stable-Baselines3."""
+    skip_without("sb3")
+    from stable_baselines3 import PPO
+
+    return PPO("MlpPolicy", make_cartpole(), device="cpu")
+
+
+def sb3_batch() -> Any:
+    skip_without("sb3")
+    return envherd.sb3.DummyVecEnv([make_cartpole])
+
+
 def record(env: Any, folder: Any) -> None:
     with VideoRecorder(env, folder) as recorder:
         env.rollout(2, callback=recorder)
 
 
 WRAP = r"Wrap it: TensorDictModule\(policy, in_keys=\['observation'\], out_keys=\['action'\]\)"
+WRAP_MODEL = r"lambda td: td\.set\('action', torch\.as_tensor\(model\.predict\("
 GPU = "expected policy_device as a device of this machine, got 'cuda', but there is no GPU that torch can use"
 #: What was tried -> (call of an executor of four CartPoles, its error, a part of message and notes).
 MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
@@ -177,6 +205,68 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         EnvError,
         r"raised ValueError \(env 0, .*Envs \[1\] raised too\. The other envs go on; reset these to use them again\.",
     ),
+    "a class of a facade": (
+        lambda _: exec("from envherd import SubprocVecEnv"),
+        ImportError,
+        r"envherd\.sb3 import SubprocVecEnv\.",
+    ),
+    "a base class of SB3": (
+        lambda _: exec("from envherd import VecEnv"),
+        ImportError,
+        r"envherd\.sb3 import SubprocVecEnv\.",
+    ),
+    "a class of Gymnasium": (
+        lambda _: package.AsyncVectorEnv,
+        ImportError,
+        r"envherd\.gymnasium import AsyncVectorEnv\.",
+    ),
+    "workers by another name": (lambda _: vector([make_cartpole], workers=2), TypeError, r"Did you mean num_workers\?"),
+    "nworkers": (lambda _: vector([make_cartpole], nworkers=2), TypeError, r"Did you mean num_workers\?"),
+    "an autoreset mode that there is not": (
+        lambda _: vector([make_cartpole], autoreset_mode="same"),
+        ValueError,
+        r"one of 'NextStep', 'SameStep', 'Disabled', got 'same'\.",
+    ),
+    "Atari without its package": (
+        lambda _: serial(1, lacks_atari),
+        FactoryError,
+        r'pip install "envherd\[atari\]"\. If an',
+    ),
+    "Box2D without its package": (lambda _: serial(1, lacks_box2d), FactoryError, r'pip install "envherd\[box2d\]"\.'),
+    "an executor as an env": (
+        lambda _: serial(1, lambda: serial(1, CountingEnv)),
+        FactoryError,
+        r"expected one env, got a SerialEnv: an executor cannot be an env\.",
+    ),
+    "a vector env of SB3's facade as an env": (
+        lambda _: serial(1, sb3_batch),
+        FactoryError,
+        r"got a DummyVecEnv: an executor cannot be an env\.",
+    ),
+    "no factories": (lambda _: serial([]), ValueError, "at least one factory, got an empty list"),
+    "no functions": (
+        lambda _: vector([]),
+        ValueError,
+        "AsyncVectorEnv failed: .* at least one function, got an empty list",
+    ),
+    "capsules in a folder that cannot be": (
+        lambda _: serial(1, CountingEnv, options=ExecutorOptions(capsules="/proc/nope")),
+        OSError,
+        r"capsules failed: expected a folder .*, got '/proc/nope' .*ExecutorOptions\(capsules=\.\.\.\)\.",
+    ),
+    "the folder of another Python": (
+        lambda _: envherd.InPython(sys.prefix, "a:b"),
+        FactoryError,
+        re.escape(f"Did you mean {sys.prefix}/bin/python?"),
+    ),
+    "the number of actions": (lambda env: env.action_spec.n, AttributeError, r"env\.action_spec\[0\]\.domain\.n\."),
+    "the shape of an observation": (lambda env: env.observation_spec.shape, AttributeError, r"_spec\[0\]\.shape\."),
+    "a policy of two arguments": (lambda env: env.rollout(2, lambda obs, info: 0), TypeError, WRAP),
+    "a network of two arguments": (lambda env: env.rollout(2, nn.Bilinear(4, 4, 2)), TypeError, WRAP),
+    "a model of SB3": (lambda env: env.rollout(2, model()), TypeError, WRAP_MODEL),
+    "the policy of a model of SB3": (lambda env: env.rollout(2, model().policy), AssertionError, WRAP_MODEL),
+    "the method of a model of SB3": (lambda env: env.rollout(2, model().predict), RuntimeError, WRAP_MODEL),
+    "a model of SB3 to evaluate": (lambda _: envherd.evaluate(model(), make_cartpole), TypeError, WRAP_MODEL),
     "a misspelt attribute": (
         lambda env: env.num_env,
         AttributeError,
@@ -215,6 +305,19 @@ def test_a_mistake_is_named_with_what_to_write_instead(env, name):
     whole = "".join(traceback.format_exception_only(caught.value))
     assert re.search(text, whole), whole
     assert whole.count("Did you mean") <= 1
+
+
+@needs("gymnasium")
+def test_a_wrong_call_inside_of_a_policy_has_no_note(env):
+    with pytest.raises(TypeError, match="positional argument") as caught:
+        env.rollout(2, lambda _td: make_cartpole.func())
+    assert not hasattr(caught.value, "__notes__")
+
+
+@needs("gymnasium")
+def test_pictures_that_no_env_has_are_a_warning(env):
+    with pytest.warns(UserWarning, match="no env has a picture.*render_mode='rgb_array'"):
+        assert env.render() == [None] * 4
 
 
 @needs("gymnasium", "media")

@@ -16,9 +16,9 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import EnvError, ExecutorOptions, FactoryError, ParallelEnv, SerialEnv, SpecError
+from envherd.executor.testing import check_env_contract
 from envherd.workers.infos import packer, unpack
 from envherd.workers.options import Infos
-from envherd.workers.testing import check_env_contract
 
 pytestmark = pytest.mark.preloads()
 

@@ -55,7 +55,7 @@ def actions_of(data):
 
 def test_players_take_precedence_over_roles_and_roles_over_all_others(env):
     one, two, three = Always(1), Always(2), Always(3)
-    policy = PerPlayer({"*": one, "gatherer": two, "player_2": three}, env.spec)
+    policy = PerPlayer({"*": one, "gatherer": two, "agent_2": three}, env.spec)
     assert [(part.policy, part.players) for part in policy.parts] == [(one, (0,)), (two, (1,)), (three, (2,))]
     data = env.rollout(3, policy)
     assert (actions_of(data) == torch.tensor([1, 2, 3])).all()
@@ -167,7 +167,7 @@ def test_names_without_a_spec():
 @pytest.mark.parametrize(
     ("policies", "how", "message"),
     [
-        ({"hunter": Always(1)}, {"roles": ROLES}, "got none for player_1 (role 'gatherer')"),
+        ({"hunter": Always(1)}, {"roles": ROLES}, "got none for agent_1 (role 'gatherer')"),
         ({"farmer": None, "*": None}, {"roles": ROLES}, "'gatherer', 'hunter'] and '*', got 'farmer'"),
         ({3: None, "*": None}, {"roles": ROLES}, "got 3"),
         ({"*": None}, {"roles": ROLES}, "expected the spec of envs with discrete actions"),

@@ -33,7 +33,6 @@ UNPICKLES = {
     "workers/adapters/hosts/torchrl_guest.py": "the same",
     "executor/protocol/saving.py": "answers of workers, with options.infos='pickle'",
     "workers/snapshot.py": "states of envs, by a reader that calls only constructors of data",
-    "workers/testing/together.py": "a record of its own child, in the check of a user's env",
     "workers/infos.py": "infos of workers, with options.infos='pickle' (facades of Gymnasium and SB3)",
     "executor/facades/gymnasium/worker.py": "values of spaces that are no arrays (facade of Gymnasium)",
     "executor/cli/rerun.py": "the factory in a crash capsule, with --trust",

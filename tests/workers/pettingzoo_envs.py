@@ -104,7 +104,7 @@ class Village(ParallelEnv):
 
     def _tell(self, agent: str) -> dict[str, Any]:
         info: dict[str, Any] = {"energy": 10.0 - self.num_steps, "name": agent}
-        if agent.startswith("sheep"):
+        if agent.startswith("sheep") and self.num_steps != 4:
             info["action_mask"] = np.array([self.num_steps % 2, 1, 1], np.int8)
         return info
 

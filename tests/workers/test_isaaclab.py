@@ -14,7 +14,7 @@ if not isaacsim_stub.is_there():
 import torch
 
 from envherd.executor import SerialEnv
-from envherd.workers.testing import Contract
+from envherd.executor.testing import Contract
 from tests.contracts.executor_batch import batch_apart
 
 with warnings.catch_warnings():

@@ -130,6 +130,15 @@ def test_how_an_episode_ends(ends, root, keeps_agents):
     assert flags(values, "a") == list(ends)
 
 
+@pytest.mark.parametrize(("place", "end"), [(2, TRUNCATED), (3, TERMINATED)])
+def test_an_agent_with_one_of_the_two_flags_does_not_have_the_other(place, end):
+    values = list(outcome({"a_0": BOTH, "a_1": BOTH}))
+    values[place] = {}
+    driver = Driver(Scripted(answers=[([], tuple(values))]))
+    driver.reset()
+    assert flags(driver.step(), "a") == [end, end]
+
+
 def test_an_agent_gone_without_a_word_has_terminated():
     driver = Driver(
         Scripted(
@@ -204,6 +213,21 @@ def test_infos_are_leaves_where_all_of_a_group_have_them_and_all_of_them_in_info
     values = driver.step()
     assert values["wolf", "info", "energy"].tolist() == [9]
     assert driver.adapter.info["dog"] == {"energy": 9.0, "name": "dog"}
+
+
+@pytest.mark.parametrize("odd", [None, "text", b"1", [[1], [1, 2]], {"energy": 1.0}, object()])
+def test_infos_that_are_no_numbers_are_no_leaves(odd):
+    env = Scripted(["a_0"])
+    env.first = {"a_0": env.zero("a_0")}, {"a_0": {"energy": 1, "odd": odd, 3: 4.0}}
+    spec = Driver(env).spec
+    assert [leaf.key for leaf in spec.observation if "info" in leaf.key] == [("a", "info", "energy")]
+
+
+@pytest.mark.parametrize(("metadata", "name"), [({"name": "village"}, "village"), ({}, "Scripted"), (None, "Scripted")])
+def test_an_env_has_the_name_of_its_metadata_or_of_its_class(metadata, name):
+    env = Scripted()
+    env.metadata = metadata
+    assert Driver(env).spec.metadata["env_id"] == name
 
 
 def test_actions_reach_agents_as_their_spaces_say():

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from envherd import EpisodeLogger, ExecutorOptions, FactoryError, MeltingPotFactory, SerialEnv, SmallPictures, SpecError
+from envherd.executor.testing import check_env_contract
 from envherd.workers.block.pictures import shrunk
-from envherd.workers.testing import check_env_contract
 from tests.executor.team_env import Team
 from tests.extras import needs
 

@@ -7,7 +7,8 @@ import gymnasium
 import numpy as np
 import pytest
 
-from envherd.workers.testing import ContractViolation, check_env_contract
+from envherd.executor.testing import Contract, ContractViolation, check_env_contract
+from envherd.workers.testing import CountingEnv, PlainAdapter
 
 SHARED = np.zeros(2, np.float32)
 CANVAS = np.zeros((4, 4, 3), np.uint8)
@@ -88,7 +89,7 @@ class OwnScreen(Walk):
     [
         (ClassAttribute, r"env 0 gave another observation than alone \(.*\): .*ClassAttribute\.count.*alone=True"),
         (GlobalVariable, r"env 0 gave another observation than alone .*test_together\.TURN.*alone=True"),
-        (GlobalGenerator, r"draws from global generators \(random\)\. ExecutorOptions\(isolate_rng=True\)"),
+        (GlobalGenerator, r"draws from global generators\. ExecutorOptions\(isolate_rng=True\)"),
         (OneCanvas, r"env 0 gave another picture than alone \(the first root\)\. It is that of env 1: .*GL context"),
         (OwnScreen, r"They probably share a variable of a library in C, a file, or a port.*alone=True"),
         (Unseeded, r"nothing was proved, as the seed does not determine the env"),
@@ -112,7 +113,13 @@ def test_the_end_of_a_process_is_reported():
 
         os._exit(5)
 
-    from envherd.workers.testing.contract import Contract
-
-    with pytest.raises(ContractViolation, match=r"a process with env 0 ended with exit code 5"):
+    with pytest.raises(ContractViolation, match=r"rule 10 is broken: .*exit code 5"):
         Contract(make_env, together=2).check(10)
+
+
+class Lonely(PlainAdapter):
+    is_alone = True
+
+
+def test_envs_that_workers_refuse_to_put_together_pass():
+    Contract(lambda: Lonely(CountingEnv()), num_steps=5, together=2).check(10)

@@ -11,9 +11,9 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor.testing import Contract
 from envherd.workers.adapters.simulators.native import IsaacLabAdapter, TorchNativeAdapter
 from envherd.workers.errors import EnvError, FactoryError, ResetNeeded
-from envherd.workers.testing import Contract
 from tests.extras import needs
 from tests.scale import scaled
 from tests.workers import isaaclab_standin as isaac

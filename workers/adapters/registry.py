@@ -104,6 +104,11 @@ def find_adapter(env: Any, env_type: EnvType = "auto") -> type[Adapter]:
         return _load(_GENERIC_TORCH)
     if adapter is not None:
         return _load(adapter)
+    if any(cls.__module__.startswith("envherd.executor.") for cls in type(env).__mro__):
+        raise FactoryError(
+            f"the factory failed: expected one env, got a {type(env).__name__}: an executor cannot be an env. Let the "
+            f"factory return one env, and give the executor a larger num_envs."
+        )
     if _is_old_gym(env):
         raise FactoryError(
             f"the factory failed: expected an env of a known family, got {_qualified_name(type(env))}, which looks "

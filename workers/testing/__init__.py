@@ -1,8 +1,5 @@
-"""Tests for your own envs and adapters: the contract, oracle envs, and envs that break on purpose."""
+"""Oracle envs, and envs that break on purpose. The contract that checks your own: `envherd.executor.testing`."""
 
-from envherd.workers.testing.batch import Batch, BlockBatch, Row
-from envherd.workers.testing.compare import ContractViolation
-from envherd.workers.testing.contract import Contract, ContractReport, check_env_contract
 from envherd.workers.testing.envs import (
     AgentsEnv,
     CountingEnv,
@@ -14,16 +11,10 @@ from envherd.workers.testing.envs import (
     TextEnv,
 )
 from envherd.workers.testing.faults import ChattyEnv, FaultyEnv, HeavyEnv, ParentEnv
-from envherd.workers.testing.suite import PartialResetContract
 
 __all__ = [
     "AgentsEnv",
-    "Batch",
-    "BlockBatch",
     "ChattyEnv",
-    "Contract",
-    "ContractReport",
-    "ContractViolation",
     "CountingEnv",
     "FaultyEnv",
     "FlagsEnv",
@@ -31,10 +22,7 @@ __all__ = [
     "HeavyEnv",
     "PairEnv",
     "ParentEnv",
-    "PartialResetContract",
     "PlainAdapter",
     "PlainEnv",
-    "Row",
     "TextEnv",
-    "check_env_contract",
 ]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import gymnasium.vector
 import numpy as np
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from envherd.executor.facades.cleanrl import worker
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
@@ -24,7 +24,7 @@ from envherd.executor.options import ExecutorOptions
 _FINALS = {"final_info": "final_info", "final_obs": "final_observation"}
 
 
-class OldVectorEnv(AsyncVectorEnv):
+class OldVectorEnv(AsyncVectorEnv, VectorEnv[Any, Any, np.ndarray]):
     """A vector env of Gymnasium 0.29: it resets in the step that ends an episode, and infos are lists.
 
     Args:

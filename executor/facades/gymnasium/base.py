@@ -43,6 +43,8 @@ EnvFns = Sequence[Callable[[], Any]]
 class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     """A Gymnasium vector env over an executor; see `AsyncVectorEnv` and `SyncVectorEnv`.
 
+    Each class that users see names Gymnasium's class as a base once more: some libraries look at the direct bases only.
+
     Attributes:
         executor: the envs' own executor, e.g. for its `statistics()`.
     """
@@ -57,6 +59,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self.env_fns = listed(type(self).__name__, env_fns)
         self.copy = copy
         self.observation_mode = observation_mode
+        modes = [mode.value for mode in AutoresetMode]
+        if autoreset_mode not in (*AutoresetMode, *modes):
+            raise ValueError(
+                f"{type(self).__name__} failed: expected autoreset_mode as an AutoresetMode or one of "
+                f"{', '.join(map(repr, modes))}, got {autoreset_mode!r}."
+            )
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.num_envs = len(self.env_fns)
         check_mode(observation_mode)

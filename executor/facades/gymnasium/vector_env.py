@@ -18,7 +18,7 @@ import gymnasium
 import numpy as np
 from gymnasium import logger
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from envherd.executor.facades.gymnasium.base import EnvFns, HostedVectorEnv, StepResult
 from envherd.executor.facades.gymnasium.errors import CallTimeout, raising_gymnasiums
@@ -51,7 +51,7 @@ class AsyncState(Enum):
     WAITING_CALL = "call"
 
 
-class AsyncVectorEnv(HostedVectorEnv):
+class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
     """Envs in worker processes: `gymnasium.vector.AsyncVectorEnv` with several envs to a process.
 
     Args:
@@ -271,7 +271,7 @@ class AsyncVectorEnv(HostedVectorEnv):
         self.executor.close()
 
 
-class SyncVectorEnv(HostedVectorEnv):
+class SyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
     """Envs in this process, one after the other: `gymnasium.vector.SyncVectorEnv` over `SerialEnv`.
 
     Args:

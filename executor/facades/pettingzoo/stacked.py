@@ -70,10 +70,9 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
         self.adapter = adapter
         spec = adapter.spec
         group, size = _only_group(spec)
-        names = spec.metadata.get("agent_names")
         name = str(spec.metadata.get("name") or spec.family)
         self.metadata = {"name": name, "render_modes": ["rgb_array"], "is_parallelizable": True}
-        self.possible_agents = list(names) if names else [f"agent_{i}" for i in range(size)]
+        self.possible_agents = spec.agent_names(group, size)
         self.agents: list[str] = []
         observed = {
             name_below(leaf.key, (*group, "observation"), group): (index, space_of(leaf, 1))

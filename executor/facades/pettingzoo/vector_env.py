@@ -242,7 +242,7 @@ class ParallelVectorEnv:
 
     def render(self) -> tuple[Any, ...]:
         """Return a picture of each env, uint8 `[H, W, 3]`; None where its render mode is not "rgb_array"."""
-        return tuple(self._envs.executor.render())
+        return tuple(self._envs.executor.ask("render", None))
 
     def state(self) -> np.ndarray:
         """Return the envs' `state()`, stacked `[N, ...]`."""

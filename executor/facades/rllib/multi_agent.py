@@ -214,7 +214,7 @@ class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no 
 
     def render(self) -> tuple[Any, ...]:
         """Return a picture of each env, uint8 `[H, W, 3]`; None where its render mode is not "rgb_array"."""
-        return tuple(self._rows.executor.render())
+        return tuple(self._rows.executor.ask("render", None))
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of each env, or return its attribute of that name."""

@@ -41,7 +41,8 @@ class Writer:
             for own in zip(*(group.spec.action for group in groups), strict=True)
         ]
         self._starts = [_start(leaf) for leaf in leaves]
-        self._is_single = len(self._targets) == 1 and len(groups) == 1 and self._starts[0] is None
+        has_one_target = len(self._targets) == 1 and len(groups) == 1
+        self._is_single = has_one_target and num_agents == 1 and self._starts[0] is None
         self._only = self._targets[0][0][1]
         self._shape = self._only.shape
 

@@ -245,10 +245,8 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
 
     def _drop_step(self) -> None:
         """Wait for a pending step and drop it before a reset."""
-        try:
+        with contextlib.suppress(EnvherdError):  # the reset repairs or reports a failure
             self.step_wait()
-        except EnvherdError:
-            self._was_reset = True  # the reset repairs or reports a failure
 
     def _drop_interrupted(self) -> None:
         """Drop a step whose `step_async` or `step_wait` was broken off."""
@@ -365,7 +363,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             raise as_raised(error, call) from error.__cause__
 
 
-class SubprocVecEnv(ExecutorVecEnv):
+class SubprocVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's types
     """Envs in worker processes, in place of `stable_baselines3.common.vec_env.SubprocVecEnv`.
 
     Args:
@@ -400,7 +398,7 @@ class SubprocVecEnv(ExecutorVecEnv):
         super().__init__(ParallelEnv(len(factories), factories, num_workers=num_workers, options=options))
 
 
-class DummyVecEnv(ExecutorVecEnv):
+class DummyVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's types
     """Envs in this process, in place of `stable_baselines3.common.vec_env.DummyVecEnv`.
 
     Exceptions of envs reach the caller unchanged; attributes are the envs' own objects, not copies.

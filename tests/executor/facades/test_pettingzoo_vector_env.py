@@ -21,7 +21,7 @@ from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
 from pettingzoo import ParallelEnv as PettingZooEnv
 
-from envherd import ActionError, FactoryError, ResetNeeded
+from envherd import ActionError, FactoryError, PerPlayer, ResetNeeded, evaluate
 from envherd.executor import ExecutorOptions, MeltingPotFactory, ParallelEnv
 from envherd.executor.facades.pettingzoo import AgentRowsEnv, ParallelVectorEnv, concat_vec_envs_v1, parallel_env
 from envherd.workers.testing import AgentsEnv
@@ -509,3 +509,10 @@ def test_stacked_agents_need_no_pettingzoo(monkeypatch):
     with pytest.raises(ActionError, match="got one of nobody"):
         env.step(dict.fromkeys([*env.agents, "nobody"], 0))
     env.close()
+
+
+def test_agents_without_names_have_the_same_ones_everywhere():
+    env = parallel_env(AgentsEnv)
+    spec = AgentsEnv().spec
+    assert env.possible_agents == spec.reward_names() == list(PerPlayer({"*": print}, spec).names)
+    assert tuple(env.possible_agents) == evaluate(None, AgentsEnv, 1, num_workers=1).players

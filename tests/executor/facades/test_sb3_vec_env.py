@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 
 from tests.extras import needs, skip_without
 
@@ -18,8 +19,10 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from envherd.executor import Busy, ExecutorOptions
 from envherd.executor.facades.sb3 import DummyVecEnv, ExecutorVecEnv, SubprocVecEnv, installed
+from envherd.executor.facades.sb3.spaces import num_agents
 from envherd.workers.adapters.named import NamedFactory
 from envherd.workers.errors import ActionError, ResetNeeded, SpecError
+from envherd.workers.testing import AgentsEnv
 from tests.executor.facades.sb3_envs import (
     DyingEnv,
     FailingEnv,
@@ -190,6 +193,35 @@ def test_integers_that_do_not_fit_are_refused_and_do_not_wrap_around():
     env.close()
 
 
+#: Functions to create envs, and actions of another shape than one for each row.
+OTHER_SHAPES = {
+    "as many as there are envs of one kind": (
+        [functools.partial(SampledEnv, space) for space in ("discrete", "discrete from 3")],
+        (1,),
+    ),
+    "by env and agent": ([AgentsEnv] * 2, (2, 3)),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", OTHER_SHAPES)
+def test_actions_of_another_shape_are_refused(make, name):
+    env_fns, shape = OTHER_SHAPES[name]
+    env = make(env_fns)
+    env.reset()
+    with pytest.raises(ActionError, match=r"step failed: expected .*actions"):
+        env.step(np.zeros(shape, np.int64))
+    env.close()
+
+
+@pytest.mark.parametrize(
+    "differs", [{"batch_shape": (2,)}, {"groups": ((("a",), (2, 3)),)}, {"groups": ((("a",), (2,)), (("b",), (1,)))}]
+)
+def test_envs_that_have_no_rows_are_refused(differs):
+    with pytest.raises(ValueError, match="expected one env or one group of equal agents"):
+        num_agents(replace(AgentsEnv().spec, **differs))
+
+
 @BOTH
 def test_errors_name_sb3s_calls(make):
     env = make([FailingEnv] * 2)
@@ -265,7 +297,7 @@ def test_one_env_twice_is_refused():
     with pytest.raises(ValueError, match="the function to create them returned the same instance"):
         DummyVecEnv([lambda: env] * 2)
     DummyVecEnv([lambda: env]).close()
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="SubprocVecEnv failed: expected at least one function, got an empty list"):
         SubprocVecEnv([])
 
 

@@ -320,8 +320,6 @@ def _stack(column: tuple[LeafSpec, ...], members: Sequence[AgentSpaces]) -> Leaf
 
 
 def _is_numeric(value: Any) -> bool:
-    if value is None or isinstance(value, (str, bytes, Mapping)):
-        return False
     try:
         return np.asarray(value).dtype.kind in "biuf"
     except ValueError:  # ragged

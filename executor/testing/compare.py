@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from envherd.executor.testing.batch import Row
 from envherd.shm.specs import DONE_KEYS, Box, EnvSpec, Key
-from envherd.workers.testing.batch import Row
 
 _FINITE = "Mend the env; in training, ExecutorOptions(check_finite=True) refuses such a step."
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from envherd.executor.testing.batch import Batch, Row
+from envherd.executor.testing.compare import ContractViolation, demand, has_ended
 from envherd.shm.specs import EnvSpec
+from envherd.workers.errors import ResetNeeded
 from envherd.workers.random_values import draw, draw_masked, mask_key
-from envherd.workers.testing.batch import Batch, Row
-from envherd.workers.testing.compare import ContractViolation, demand, has_ended
 
 #: `(spec, rng) -> values aligned with spec.action and then spec.state`
 DrawAction = Callable[[EnvSpec, np.random.Generator], list[Any]]
@@ -140,6 +141,31 @@ def disturbed(batch: Batch, actions: list[list[Any]], step: int) -> tuple[list[R
         raise ContractViolation(f"rule 7 is broken: a reset changed the mask that it was given ({where}).")
     demand(2, untouched[1], roots[1], f"env 1, {where}", "it changed when env 0 was reset.")
     return nexts, roots
+
+
+def refused(batch: Batch, actions: list[list[Any]], step: int) -> tuple[list[Row], list[Row]]:
+    """Step; where an env has ended, require that the next step is refused, and reset what ended."""
+    nexts, roots = batch.step(actions, resets_ended=False)
+    if ended := tuple(i for i, row in enumerate(nexts) if has_ended(row)):
+        _check_refusal(batch, actions, ended, f"step {step}")
+        roots = batch.reset(np.stack([row[("done",)] for row in nexts]))
+    return nexts, roots
+
+
+def _check_refusal(batch: Batch, actions: list[Any], ended: tuple[int, ...], where: str) -> None:
+    calls = batch.count_calls()
+    try:
+        batch.step(actions, resets_ended=False)
+    except ResetNeeded as error:
+        named = error.env_ids
+    else:
+        raise ContractViolation(f"rule 4 is broken: envs {ended} had ended and were stepped ({where}).")
+    if named != ended:
+        raise ContractViolation(
+            f"rule 4 is broken: expected ResetNeeded for envs {ended}, got it for {named} ({where})."
+        )
+    if batch.count_calls() != calls:
+        raise ContractViolation(f"rule 4 is broken: a refused step has stepped an env ({where}).")
 
 
 def compare(rule: int, one: Trace, other: Trace, why: str, *, env_ids: tuple[int, ...] = (0, 1)) -> None:

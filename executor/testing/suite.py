@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from envherd.executor.testing.batch import MakeBatch
+from envherd.executor.testing.contract import Contract
 from envherd.shm.specs import EnvSpec
 from envherd.workers.random_values import draw
-from envherd.workers.testing.batch import MakeBatch
-from envherd.workers.testing.contract import Contract
 
 
 class PartialResetContract:

@@ -1,6 +1,6 @@
 """The partial-reset contract as tests, for any env of any family.
 
-    from envherd.workers.testing import PartialResetContract, check_env_contract
+    from envherd.executor.testing import PartialResetContract, check_env_contract
 
     check_env_contract(lambda: gymnasium.make("CartPole-v1"), num_steps=100)      # as a function
 
@@ -12,7 +12,7 @@ The rules:
     1   one reported transition is one `env.step`, and a step never resets
     2   a reset touches exactly the envs in its mask
     3   `next` holds the last observation of an episode; the root behind it, the reset's
-    4   an env that has ended is not stepped (the executor's rule: checked where one runs the envs)
+    4   an env that has ended is not stepped
     5   `done` is `terminated | truncated`, everywhere
     6   the same seed and actions give the same data, bit for bit
     7   what was handed out is not changed by a later step or reset, nor is a caller's mask
@@ -34,20 +34,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from envherd.workers.errors import ResetNeeded
-from envherd.workers.testing.batch import Batch, BlockBatch, MakeBatch, MakeEnv, Row
-from envherd.workers.testing.compare import (
+from envherd.executor.testing.batch import Batch, MakeBatch, MakeEnv, Row, in_this_process, in_workers
+from envherd.executor.testing.compare import (
     ContractViolation,
     check_done,
     check_values,
     demand,
     equal,
-    has_ended,
     same,
     show_key,
 )
-from envherd.workers.testing.together import check_together
-from envherd.workers.testing.traces import (
+from envherd.executor.testing.together import check_together
+from envherd.executor.testing.traces import (
     NUM_ENVS,
     Advance,
     DrawAction,
@@ -58,6 +56,7 @@ from envherd.workers.testing.traces import (
     disturbed,
     draw_actions,
     fused,
+    refused,
     separate,
     take_trace,
 )
@@ -95,7 +94,7 @@ class Contract:
         actions: draws one env's action; None draws from the spec, what an action mask allows.
         is_deterministic: whether seeds determine the data; without that, rules 2, 6 and 7 are checked in part.
         ends_where_it_starts: whether a last observation may equal the next episode's first one.
-        make_batch: what runs the envs; None for blocks in this process.
+        make_batch: what runs the envs; None for a `SerialEnv`, and a `ParallelEnv` where there are two workers.
         together: envs that rule 10 puts into one process; below 2, the rule is not checked.
     """
 
@@ -173,11 +172,7 @@ class Contract:
             within = self._take(batch, fused)
             batch.seed(self.seed)
             by_hand = self._take(batch, separate)
-        if within.num_ends == 0:
-            raise NoEpisodeEnd(
-                f"the contract failed: expected at least one episode end, saw none in {self.num_steps} steps of "
-                f"{NUM_ENVS} envs. Nothing was proved: make more steps, cap the episodes, or give better actions."
-            )
+        self._demand_ends(within)
         return within, by_hand
 
     @cached_property
@@ -206,6 +201,13 @@ class Contract:
             batch.restore(saved)
             again = [row for actions in drawn for rows in batch.step(actions, resets_ended=True) for row in rows]
         return first, again
+
+    def _demand_ends(self, trace: Trace) -> None:
+        if trace.num_ends == 0:
+            raise NoEpisodeEnd(
+                f"the contract failed: expected at least one episode end, saw none in {self.num_steps} steps of "
+                f"{NUM_ENVS} envs. Nothing was proved: make more steps, cap the episodes, or give better actions."
+            )
 
     def _take(self, batch: Batch, advance: Advance) -> Trace:
         return take_trace(batch, advance, self.actions, self.num_steps, self.seed)
@@ -247,16 +249,7 @@ class Contract:
 
     def _check_refusal(self) -> None:
         with _Opened(self, num_workers=1) as batch:
-            if not batch.enforces_rule_4:
-                return
-            rng = np.random.default_rng(self.seed)
-            rows = batch.reset(None)
-            for _ in range(self.num_steps):
-                rows, _ = batch.step(self._draw_actions(batch, rng, rows), resets_ended=False)
-                ended = tuple(i for i, row in enumerate(rows) if has_ended(row))
-                if ended:
-                    _check_refused(batch, self._draw_actions(batch, rng, rows), ended)
-                    return
+            self._demand_ends(self._take(batch, refused))
 
     def _check_flags(self) -> None:
         for trace in self._pair:
@@ -267,7 +260,10 @@ class Contract:
     def _check_seeds(self) -> None:
         within, by_hand = self._pair
         if self.is_deterministic:
-            why = "new envs gave other data for the same seed and actions. Draw all randomness from reset's seed."
+            why = (
+                "new envs on two workers gave other data for the same seed and actions. Draw all randomness from "
+                "reset's seed, and let envs of a process share nothing that changes."
+            )
             compare(6, within, self._spread[0], why)
             compare_ends(6, within, self._spread[0], why)
             why = "the same envs, seeded again, gave other data: something of an earlier episode outlives the reset."
@@ -311,7 +307,8 @@ class _Opened:
     """A batch that is closed at the end."""
 
     def __init__(self, contract: Contract, *, num_workers: int) -> None:
-        make: Callable[..., Any] = contract.make_batch or BlockBatch
+        of_executor = in_this_process if num_workers == 1 else in_workers
+        make = contract.make_batch or of_executor
         self._batch = make(contract.make_env, NUM_ENVS, num_workers, contract.seed)
 
     def __enter__(self) -> Batch:
@@ -345,25 +342,11 @@ def _check_that_ends_differ(trace: Trace) -> None:
         )
 
 
-def _check_refused(batch: Batch, actions: list[Any], ended: tuple[int, ...]) -> None:
-    calls = batch.count_calls()
-    try:
-        batch.step(actions, resets_ended=False)
-    except ResetNeeded as error:
-        refused = error.env_ids
-    else:
-        raise ContractViolation(f"rule 4 is broken: envs {ended} had ended and were stepped.")
-    if refused != ended:
-        raise ContractViolation(f"rule 4 is broken: expected ResetNeeded for envs {ended}, got it for {refused}.")
-    if batch.count_calls() != calls:
-        raise ContractViolation("rule 4 is broken: a refused step has stepped an env.")
-
-
 def check_env_contract(make_env: MakeEnv, **options: Any) -> ContractReport:
     """Check that an env keeps the partial-reset contract; see the module for its rules.
 
     Args:
-        make_env: builds one env, of any known family; called several times, in this process.
+        make_env: builds one env, of any known family; called several times, in this process and in two workers.
         **options: `num_steps`, `seed`, `actions`, `is_deterministic`, `ends_where_it_starts`, `together`: see
             `Contract`.
 
@@ -373,5 +356,6 @@ def check_env_contract(make_env: MakeEnv, **options: Any) -> ContractReport:
     Raises:
         ContractViolation: the first rule that is broken, or no episode ended.
         EnvError: the env raised, or broke its own spec.
+        FactoryError: the factory raised, or cannot be sent to a worker.
     """
     return Contract(make_env, **options).check_all()

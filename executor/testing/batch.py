@@ -1,0 +1,164 @@
+"""The batch of envs that the contract drives: N envs in an executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.parallel import ParallelEnv
+from envherd.executor.pools.serial_pool import SerialPool
+from envherd.executor.serial import SerialEnv
+from envherd.shm.specs import EnvSpec, Key, LeafSpec
+from envherd.workers.build import Builder, Factory
+from envherd.workers.errors import EnvError
+
+#: One env's leaves: copies of arrays, and side-channel values.
+Row = dict[Key, Any]
+
+MakeEnv = Callable[[], Any]
+
+
+class Batch(Protocol):
+    """N envs under test, wherever they run.
+
+    Attributes:
+        specs: one for each env.
+    """
+
+    specs: Sequence[EnvSpec]
+
+    def seed(self, root_seed: int) -> None:
+        """Use a new root seed: the next reset of every env begins its episode 0."""
+
+    def reset(self, mask: np.ndarray | None) -> list[Row]:
+        """Reset the envs in `mask` (bool `[N, *batch_shape, 1]`; None for all); return the roots of ALL envs."""
+
+    def step(self, actions: list[list[Any]], *, resets_ended: bool) -> tuple[list[Row], list[Row]]:
+        """Step all envs; return `(next rows, root rows)`: the roots after the step (and reset)."""
+
+    def save(self) -> list[Any] | None:
+        """Return the states of all envs, or None if they cannot be saved."""
+
+    def restore(self, states: list[Any]) -> None:
+        """Put all envs back into the states that `save` has returned."""
+
+    def count_calls(self) -> tuple[int, int] | None:
+        """Return how often the native envs were stepped and reset so far; None if that cannot be counted."""
+
+    def close(self) -> None:
+        """Close the envs."""
+
+
+#: `(make_env, num_envs, num_workers, root seed) -> Batch`
+MakeBatch = Callable[[MakeEnv, int, int, int], Batch]
+
+
+class ExecutorBatch:
+    """The envs of an executor; its own counts stand for calls of the native envs, unless these are counted.
+
+    Args:
+        env: the executor.
+    """
+
+    def __init__(self, env: BatchedEnv) -> None:
+        self.env = env
+        self.specs: Sequence[EnvSpec] = env.specs
+
+    def seed(self, root_seed: int) -> None:
+        self.env.set_seed(root_seed)
+
+    def reset(self, mask: np.ndarray | None) -> list[Row]:
+        td = None if mask is None else TensorDict({"_reset": torch.from_numpy(mask)}, self.env.batch_size)
+        return self._rows(self.env.reset(td), "root")
+
+    def step(self, actions: list[list[Any]], *, resets_ended: bool) -> tuple[list[Row], list[Row]]:
+        td: TensorDictBase = TensorDict({}, self.env.batch_size)
+        for index, leaf in enumerate((*self.specs[0].action, *self.specs[0].state)):
+            td.set(leaf.key, _stacked(leaf, [action[index] for action in actions]))
+        if resets_ended:
+            td, root = self.env.step_and_maybe_reset(td)
+        else:
+            td, root = self.env.step(td), self.env.current()
+        return self._rows(td["next"], "next"), self._rows(root, "root")
+
+    def save(self) -> list[Any] | None:
+        try:
+            return self.env.save()
+        except EnvError as error:
+            if error.context["type_name"] != "NotImplementedError":
+                raise
+            return None
+
+    def restore(self, states: list[Any]) -> None:
+        self.env.restore(states)
+
+    def count_calls(self) -> tuple[int, int] | None:
+        pool = self.env.engine.pool
+        if isinstance(pool, _CountingPool):
+            return pool.totals()
+        return int(pool.slab.words["env_steps"].sum()), int(pool.slab.words["resets"].sum())
+
+    def close(self) -> None:
+        self.env.close()
+
+    def _rows(self, td: TensorDictBase, section: str) -> list[Row]:
+        return [_row(td[i], spec, section) for i, spec in enumerate(self.specs)]
+
+
+def in_this_process(make_env: MakeEnv, num_envs: int, num_workers: int, root_seed: int) -> ExecutorBatch:  # noqa: ARG001  # there are no workers
+    """Run envs in this process, and count the calls of the native ones."""
+    return ExecutorBatch(_CountingEnv(num_envs, make_env, seed=root_seed))
+
+
+def in_workers(
+    make_env: MakeEnv, num_envs: int, num_workers: int, root_seed: int, options: ExecutorOptions | None = None
+) -> ExecutorBatch:
+    """Run envs in worker processes."""
+    return ExecutorBatch(ParallelEnv(num_envs, make_env, num_workers=num_workers, seed=root_seed, options=options))
+
+
+class _CountingPool(SerialPool):
+    """Counts the calls of `step` and `reset` of native envs whose methods can be replaced."""
+
+    def _build(self, builder: Builder, env_id: int, factory: Factory) -> None:
+        self._counts = getattr(self, "_counts", {"step": 0, "reset": 0, "missed": 0})
+        super()._build(builder, env_id, factory)
+        env = self.adapters[env_id].env
+        for name in ("step", "reset"):
+            try:
+                setattr(env, name, self._counted(name, getattr(env, name)))
+            except (AttributeError, TypeError):
+                self._counts["missed"] += 1
+
+    def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._counts[name] += 1
+            return method(*args, **kwargs)
+
+        return counted
+
+    def totals(self) -> tuple[int, int] | None:
+        """Return the counts; None if an env could not be watched, or its adapter calls it in other ways."""
+        steps, resets, missed = self._counts.values()
+        return (steps, resets) if steps and resets and not missed else None
+
+
+class _CountingEnv(SerialEnv):
+    _pool_class: ClassVar[type[SerialPool]] = _CountingPool
+
+
+def _row(td: TensorDictBase, spec: EnvSpec, section: str) -> Row:
+    leaves = (*spec.observation, *spec.done, *(spec.reward if section == "next" else ()))
+    return {leaf.key: td.get(leaf.key).data if leaf.is_side else td.get(leaf.key).numpy().copy() for leaf in leaves}
+
+
+def _stacked(leaf: LeafSpec, values: list[Any]) -> Any:
+    if leaf.is_side:
+        return NonTensorStack(*(NonTensorData(value) for value in values))
+    return torch.from_numpy(np.stack([np.asarray(value, leaf.dtype) for value in values]))

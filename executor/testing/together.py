@@ -1,0 +1,232 @@
+"""Whether envs that share a process disturb each other.
+
+The data of each env are taken twice, with the same seed and actions: alone in a worker, and together with the others
+in one. Pictures are compared too, where the env draws any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import sys
+import types
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.parallel import ParallelEnv
+from envherd.executor.testing.batch import ExecutorBatch, MakeEnv, Row
+from envherd.executor.testing.compare import ContractViolation, equal, show, show_key
+from envherd.executor.testing.traces import DrawAction, draw_actions
+from envherd.workers.adapters.base import Adapter
+from envherd.workers.errors import EnvError, FactoryError, WorkerLost
+
+_RULE = "rule 10 is broken"
+_PICTURE = ("picture",)
+_DEEPEST = 20  # wrappers around an env
+#: Packages whose classes are not suspected.
+_LIBRARIES = ("builtins", "gymnasium", "typing", "abc", "envherd")
+#: Types of attributes and globals that are compared.
+_VALUES = (bool, int, float, str, bytes, list, dict, set, tuple, np.ndarray, np.generic)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What some envs have shown in one worker.
+
+    Attributes:
+        rows: env id -> `(where, row)` in order; a row holds a checksum of the picture instead of the picture.
+        changed: class attributes and module globals of the envs that their steps have changed.
+    """
+
+    rows: dict[int, list[tuple[str, Row]]]
+    changed: tuple[str, ...]
+
+
+def check_together(
+    make_env: MakeEnv, *, num_envs: int = 2, num_steps: int = 100, seed: int = 0, draw_action: DrawAction | None
+) -> None:
+    """Require that envs have the same data in one worker as in a worker each.
+
+    Args:
+        make_env: builds one env; sent to workers.
+        num_envs: envs that share a worker.
+        num_steps: steps of each env.
+        seed: root seed of envs and actions.
+        draw_action: see `Contract.actions`.
+
+    Raises:
+        ContractViolation: names the first difference, what envs probably share, and the remedy.
+        FactoryError: the factory cannot be pickled.
+    """
+    take = functools.partial(_take, _Watched(make_env), num_steps, seed, draw_action)
+    alone = {env_id: take(range(env_id, env_id + 1)) for env_id in range(num_envs)}
+    if found := _first_difference(alone[0], take(range(1)), 0):
+        raise ContractViolation(
+            f"{_RULE}: nothing was proved, as the seed does not determine the env: a second worker gave another "
+            f"{found}. Draw all randomness from reset's seed."
+        )
+    try:
+        together = take(range(num_envs))
+    except FactoryError as error:
+        if "expected one simulator in a process" in error.message:
+            return
+        raise ContractViolation(f"{_RULE}: {error}") from error
+    for env_id in range(num_envs):
+        if found := _first_difference(alone[env_id], together, env_id):
+            cause = _cause(found, alone, together, take)
+            raise ContractViolation(
+                f"{_RULE}: with {num_envs} envs in one worker, env {env_id} gave another {found}. {cause}"
+            )
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """The first difference between two records of an env."""
+
+    index: int
+    where: str
+    key: tuple[str, ...]
+    expected: Any
+    got: Any
+
+    def __str__(self) -> str:
+        if self.key == _PICTURE:
+            return f"picture than alone ({self.where})"
+        return f"{show_key(self.key)} than alone ({self.where}): expected {show(self.expected)}, got {show(self.got)}"
+
+
+def _first_difference(alone: Record, other: Record, env_id: int) -> _Difference | None:
+    for index, ((where, row), (_, its_row)) in enumerate(zip(alone.rows[env_id], other.rows[env_id], strict=True)):
+        for key, value in row.items():
+            if not equal(value, its_row[key]):
+                return _Difference(index, where, key, value, its_row[key])
+    return None
+
+
+def _cause(found: _Difference, alone: dict[int, Record], together: Record, take: Callable[..., Record]) -> str:
+    """Return what the envs probably share, and the remedy."""
+    apart = "Give each env a process: ExecutorOptions(alone=True)."
+    isolated = take(range(len(alone)), isolates=True)
+    own = {env_id: take(range(env_id, env_id + 1), isolates=True) for env_id in alone}
+    if not any(_first_difference(own[env_id], isolated, env_id) for env_id in alone):
+        return "It draws from global generators. ExecutorOptions(isolate_rng=True) is the remedy."
+    for env_id, record in alone.items():
+        row = record.rows[env_id][found.index][1]
+        is_constant = equal(row.get(found.key), found.expected)
+        if not is_constant and equal(row.get(found.key), found.got):
+            what = "a display or a GL context" if found.key == _PICTURE else "one simulator or a buffer of it"
+            return f"It is that of env {env_id}: the envs share {what}. {apart}"
+    if together.changed:
+        return f"Steps change {', '.join(together.changed)}, which the envs share. Keep it in the env, or: {apart}"
+    if found.key == _PICTURE:
+        return f"They probably share a display, a GL context or a pygame surface. {apart}"
+    return f"They probably share a variable of a library in C, a file, or a port. {apart}"
+
+
+def _take(
+    factory: _Watched,
+    num_steps: int,
+    seed: int,
+    drawn_by: DrawAction | None,
+    env_ids: range,
+    *,
+    isolates: bool = False,
+) -> Record:
+    """Return what envs show in one worker of their own.
+
+    Raises:
+        ContractViolation: the worker died.
+    """
+    options = ExecutorOptions(first_env_id=env_ids[0], isolate_rng=isolates)
+    try:
+        with ParallelEnv(len(env_ids), factory, num_workers=1, seed=seed, options=options) as env:
+            batch = ExecutorBatch(env)
+            before = _shared(env)
+            rngs = [np.random.default_rng([seed, env_id]) for env_id in env_ids]
+            rows: dict[int, list[tuple[str, Row]]] = {env_id: [] for env_id in env_ids}
+
+            def note(where: str, its_rows: list[Row], pictures: list[Row] | None = None) -> None:
+                for env_id, row, picture in zip(env_ids, its_rows, pictures or [{}] * len(env_ids), strict=True):
+                    rows[env_id].append((where, {**row, **picture}))
+
+            roots = batch.reset(None)
+            note("the first root", roots, _pictures(env))
+            for step in range(num_steps):
+                nexts, roots = batch.step(draw_actions(drawn_by, batch.specs, rngs, roots), resets_ended=True)
+                note(f"next, step {step}", nexts)
+                note(f"root, step {step}", roots, _pictures(env))
+            after = _shared(env)
+    except WorkerLost as error:
+        raise ContractViolation(f"{_RULE}: {error}") from error
+    return Record(rows, tuple(name for name, value in before.items() if after.get(name) != value))
+
+
+def _pictures(env: ParallelEnv) -> list[Row]:
+    """Return a checksum of each env's picture; nothing for those that draw none."""
+    try:
+        pictures = env.ask("render", None)
+    except EnvError:  # of an env that draws none
+        pictures = [None] * env.num_envs
+    is_drawn = [isinstance(picture, np.ndarray) for picture in pictures]
+    return [
+        {_PICTURE: zlib.crc32(np.ascontiguousarray(picture).tobytes())} if drawn else {}
+        for picture, drawn in zip(pictures, is_drawn, strict=True)
+    ]
+
+
+# ---- in the worker ---------------------------------------------------------------------------------
+
+
+class _Watched:
+    """Builds envs that can tell what they share with others of their process."""
+
+    def __init__(self, make_env: MakeEnv) -> None:
+        self._make_env = make_env
+
+    def __call__(self) -> Any:
+        made = self._make_env()
+        env = made.env if isinstance(made, Adapter) else made
+        with contextlib.suppress(AttributeError, TypeError):
+            env.envherd_shared = functools.partial(_fingerprints, env)
+        return made
+
+
+def _shared(env: ParallelEnv) -> dict[str, int]:
+    """Return a fingerprint of each value that the envs share; none of envs that cannot tell."""
+    try:
+        return {name: value for one in env.call("envherd_shared") for name, value in one.items()}
+    except EnvError:
+        return {}
+
+
+def _fingerprints(env: Any) -> dict[str, int]:
+    """Return fingerprints of plain values: attributes of an env's classes, and globals of their modules."""
+    owners: dict[int, tuple[Any, str]] = {}
+    for _ in range(_DEEPEST):
+        for cls in type(env).__mro__[:-1]:
+            if cls.__module__.partition(".")[0] not in _LIBRARIES:
+                owners[id(cls)] = cls, f"{cls.__qualname__}."
+                module = sys.modules.get(cls.__module__)
+                owners[id(module)] = module, f"{cls.__module__}."
+        env = getattr(env, "env", None)
+    return {name: _fingerprint(value) for owner, label in owners.values() for name, value in _values_of(owner, label)}
+
+
+def _values_of(owner: type | types.ModuleType | None, label: str) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(owner).items() if owner is not None else ():
+        if not name.startswith("__") and isinstance(value, _VALUES):
+            yield f"{label}{name}", value
+
+
+def _fingerprint(value: Any) -> int:
+    """Return a number that changes with a value, as far as it can be written."""
+    try:
+        return zlib.crc32(pickle.dumps(value))
+    except Exception:
+        return zlib.crc32(repr(value).encode(errors="replace"))
