@@ -24,6 +24,7 @@ from envherd.executor.cli.options import Bench
 from envherd.executor.machine.machine import usable_cores
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.serial import SerialEnv
+from envherd.shm.platforms import SIGKILL, send_signal
 from envherd.workers.adapters.env_names import factory_for, full_name
 from envherd.workers.errors import FactoryError
 
@@ -227,7 +228,7 @@ def _end_quietly(end: Callable[[], object]) -> None:
 def _kill_children() -> None:
     """Kill processes that a library has not ended."""
     for child in multiprocessing.active_children():
-        child.kill()
+        send_signal(child.pid or 0, SIGKILL)
         child.join()
 
 
