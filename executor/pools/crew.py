@@ -36,6 +36,7 @@ from envherd.executor.pools.variables import gpus_of, variables_of
 from envherd.executor.pools.worker_process import WorkerProcess, check_descriptors, worker_config
 from envherd.executor.pools.zygote import Zygote, surroundings_of
 from envherd.executor.progress import showing
+from envherd.shm import platforms
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.segment import Segment
 from envherd.shm.slab import SlabPlan, StoragePlan
@@ -169,6 +170,7 @@ class Crew:
         Raises:
             WorkerLost: the system or the helper refuses a process or what it needs.
         """
+        platforms.open_standard_descriptors()
         process = self._make_process(worker_id, generation)
         try:
             self._begin(process)
@@ -177,7 +179,7 @@ class Crew:
             process.kill()
             process.release()
             if isinstance(error, OSError) and error.errno is not None:  # not one that a signal handler has raised
-                raise not_started(process, self.blueprint.blocks[worker_id], error) from error
+                raise not_started(process, self.blueprint.blocks[worker_id], error) from error.with_traceback(None)
             raise
 
     def _begin(self, process: WorkerProcess) -> None:

@@ -86,7 +86,8 @@ def not_started(worker: WorkerProcess, env_ids: Sequence[int], error: OSError) -
     """Return the error for a worker that the system does not let start."""
     return WorkerLost(
         f"starting a worker failed: expected another process and its descriptors for worker {_called(worker)}, got "
-        f"{error} ({_where(worker, env_ids)}, phase start). Use fewer workers, or raise the limit (see ulimit -a).",
+        f"{error} ({_where(worker, env_ids)}, phase start). "
+        "Use fewer workers, or raise the limit (ulimit -n, ulimit -u).",
         **_context(worker, env_ids, "start", None),
     )
 

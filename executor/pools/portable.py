@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing import connection, popen_spawn_posix, process, resource_tracker, spawn
 from typing import Any
@@ -51,10 +52,21 @@ script again. Put what the script does under a guard:
     if __name__ == "__main__":
         main()
 """
-#: Held while `multiprocessing` prepares a start, and by every fork: a child could never acquire it otherwise.
+#: Held while `multiprocessing` prepares a start, while pipes are created that a fork must close, and by every fork: a
+#: child could never acquire it otherwise.
 _start_lock = threading.RLock()
+_processes: weakref.WeakSet[PortableProcess] = weakref.WeakSet()
+
+
+def _let_go_in_fork() -> None:
+    """Close the copies of the pipes that end workers with this process, so that these still work."""
+    _start_lock.release()
+    for worker in list(_processes):
+        worker.let_go()
+
+
 platforms.register_at_fork(
-    before=_start_lock.acquire, after_in_parent=_start_lock.release, after_in_child=_start_lock.release
+    before=_start_lock.acquire, after_in_parent=_start_lock.release, after_in_child=_let_go_in_fork
 )
 
 
@@ -148,8 +160,14 @@ class PortableProcess(WorkerProcess):
     sentinel = -1
 
     def __init__(self, worker_id: int, generation: int) -> None:
-        self._watched, self._watch = _CONTEXT.Pipe(duplex=False)
+        with _start_lock:
+            self._watched, self._watch = _CONTEXT.Pipe(duplex=False)
+            _processes.add(self)
         super().__init__(worker_id, generation)
+
+    def let_go(self) -> None:
+        """Close the end of the pipe whose close ends the worker. Idempotent."""
+        self._watch.close()
 
     def spawn(self, config: dict[str, Any], bells: tuple[SocketBell, SocketBell]) -> None:
         """Start the process; after an error it must be killed and released.
@@ -206,7 +224,7 @@ class PortableProcess(WorkerProcess):
         for is_group in (True, False):  # it has no group before its code begins
             with ignoring_refusals():
                 platforms.send_signal(pid, platforms.SIGKILL, is_group=is_group)
-        self._watch.close()  # ends it where signals are refused
+        self.let_go()  # ends it where signals are refused
 
     def wait_exit(self, timeout_s: float) -> bool:
         """Wait for the process to end, up to `timeout_s`; return whether it has."""
@@ -229,7 +247,7 @@ class PortableProcess(WorkerProcess):
     def release(self) -> None:
         """Close this process's descriptors of it, and reap it if it was killed. Idempotent."""
         super().release()
-        self._watch.close()
+        self.let_go()
         self._watched.close()
         if self._popen is not None:
             self.wait_exit(_REAP_S)

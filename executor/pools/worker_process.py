@@ -53,7 +53,6 @@ class WorkerProcess:
         self._zygote = zygote
         self._exit_code: int | None = None
         self._oom_kills = count_oom_kills()
-        platforms.open_standard_descriptors()
         ours, self._theirs = socket.socketpair()
         self.channel = Channel(ours)
         try:
