@@ -74,18 +74,14 @@ class WorkerProcess:
         Raises:
             WorkerLost: the process has ended already.
         """
-        append = os.open(f"/proc/self/fd/{self.log_fd}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-        try:
-            pid = fork(self._theirs.fileno(), append)
+        with self._theirs, open(f"/proc/self/fd/{self.log_fd}", "a+b", buffering=0) as log:
+            pid = fork(self._theirs.fileno(), log.fileno())
             try:
                 self.pidfd = os.pidfd_open(pid)
             except ProcessLookupError:  # the helper has reaped it
                 message = f"starting worker {self.worker_id} failed: its process (pid {pid}) ended at once."
                 raise WorkerLost(message, remote_traceback=self.log() or None, pid=pid) from None
             self.pid = pid
-        finally:
-            os.close(append)
-            self._theirs.close()
 
     def has_exited(self) -> bool:
         """Return whether the process has ended; never blocks."""

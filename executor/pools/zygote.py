@@ -129,6 +129,8 @@ class Zygote:
         must_import: a module that cannot be imported is an error.
     """
 
+    _log_fd = lifeline_read = _lifeline_write = -1
+
     def __init__(
         self,
         options: ExecutorOptions,
@@ -146,7 +148,6 @@ class Zygote:
         self._environ = environment_of(options)
         self._set_by_imports: dict[str, str] = {}
         self._owner = os.getpid()
-        self._log_fd = self.lifeline_read = self._lifeline_write = -1
         path = import_path()
         open_standard_descriptors()
         try:
@@ -349,6 +350,10 @@ class Zygote:
             os.close(fd)
         with _fork_lock:
             _zygotes.discard(self)
+
+    def __del__(self) -> None:
+        """Make its process end, if a failure inside `close` has lost it."""
+        self._release()
 
     def let_go(self) -> None:
         """In a forked copy of the owner, close descriptors that would keep workers alive after the owner's death."""
