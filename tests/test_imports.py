@@ -77,6 +77,7 @@ ORDER = {
     "shm": (
         "platforms",
         "interrupts",
+        "finalizer",
         "specs",
         "layout",
         "sync",
