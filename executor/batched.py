@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
@@ -37,6 +36,7 @@ from envherd.executor.protocol.fast_exchange import compile_exchange
 from envherd.executor.protocol.fast_step import compile_step
 from envherd.executor.rollouts.policy_state import own_leaves
 from envherd.executor.rollouts.rollout import Policy, RolloutRunner
+from envherd.shm.finalizer import Finalizer
 from envherd.shm.specs import EnvSpec, LeafSpec, OneForEach
 from envherd.workers.protocol import Op
 
@@ -81,7 +81,7 @@ class BatchedEnv:
         parts: Parts = Parts(),  # noqa: B008  # a tuple
     ) -> None:
         self._pool = pool
-        self._finalizer = weakref.finalize(self, _close_pool, pool, os.getpid())
+        self._finalizer = Finalizer(self, _close_pool, pool, os.getpid())
         self._engine: Engine = parts.engine(pool, seed=seed, device=device, copy=copy, options=options)
         self._guard = self._engine.guard
         # At the interpreter's exit it runs before the pool is closed, so a thread that is in a call gets `Closed`.

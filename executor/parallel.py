@@ -80,9 +80,9 @@ class ParallelEnv(BatchedEnv):
         fewest = num_runs([interpreter_of(factory) for factory in factories])
         blueprint = draw(factories, env_kwargs, choose_workers(count, num_workers, fewest=fewest), seed, options)
         pool = make_pool(blueprint, options)
-        pool.start()
-        self._branch_pool = pool
         try:
+            pool.start()
+            self._branch_pool = pool
             check_agreement(pool.specs, factories, blueprint.env_kwargs)
             super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options)
         except BaseException:

@@ -191,7 +191,8 @@ def detach(log_fd: int, *, is_captured: bool) -> None:
         signal.signal(number, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    os.close(null)
+    if null:
+        os.close(null)
     if is_captured:
         os.dup2(log_fd, 1)
         os.dup2(log_fd, 2)
@@ -200,22 +201,98 @@ def detach(log_fd: int, *, is_captured: bool) -> None:
             file.write(text)
 
 
-def kill_group(pid: int) -> None:
-    """Kill the process group of a worker that has called `detach`, where there are groups."""
-    if hasattr(os, "killpg"):
-        os.killpg(pid, SIGKILL)
+def send_signal(pid: int, number: int, *, is_group: bool = False, pidfd: int | None = None) -> None:
+    """Send a signal to another process, or to a process group that this process is not in.
+
+    The program sends every signal with this function: the system takes 0 for the caller's process group, and both -1
+    and group 1 for all processes.
+
+    Args:
+        pid: of the process, or of the group.
+        number: of the signal.
+        is_group: send it to the group.
+        pidfd: of the process, to send it by.
+
+    Raises:
+        ProcessLookupError: there is no such process or group, or `pid` is not that of another one.
+        OSError: the system refuses it, or has no groups.
+    """
+    if pid <= 1 or pid == os.getpid() or (is_group and pid == getattr(os, "getpgrp", os.getpid)()):
+        raise ProcessLookupError(errno.ESRCH, f"a signal failed: expected the id of another process, got {pid}")
+    if pidfd is not None:
+        signal.pidfd_send_signal(pidfd, number)
+    elif not is_group:
+        os.kill(pid, number)
+    elif hasattr(os, "killpg"):
+        os.killpg(pid, number)
+    else:
+        raise OSError(errno.ENOSYS, "this system has no process groups")
+
+
+def kill_rest_of_group(pid: int) -> None:
+    """Kill the processes that are left of the group of a worker which was reaped.
+
+    A process with that id is another one, and shows that the group has ended: no new process gets the id of a group.
+
+    Raises:
+        OSError: there is none, or the system refuses it.
+    """
+    try:
+        send_signal(pid, 0)
+    except ProcessLookupError:
+        send_signal(pid, SIGKILL, is_group=True)
+
+
+def end_own_group() -> None:
+    """Kill this process with its group, which is that of a worker; do nothing unless `detach` has made that group."""
+    if hasattr(os, "killpg") and os.getpgrp() == os.getpid() > 1:
+        os.killpg(os.getpid(), SIGKILL)
+
+
+def has_ended(popen: Any) -> bool:
+    """Return whether a process that `multiprocessing` has started has ended; never blocks.
+
+    Its `returncode` remains None if it was not reaped here: the kernel does that in a program that ignores SIGCHLD, and
+    a program can do it in a handler. `multiprocessing` itself never notices such an end.
+    """
+    if not hasattr(os, "WNOHANG"):  # the handle of a process is the only source
+        return popen.poll() is not None
+    if popen.returncode is None:
+        try:
+            pid, status = os.waitpid(popen.pid, os.WNOHANG)
+        except ChildProcessError:
+            return True
+        if not pid:
+            return False
+        popen.returncode = os.waitstatus_to_exitcode(status)
+    return True
+
+
+def open_standard_descriptors() -> None:
+    """Open descriptors 0, 1 and 2 on the null device where they are closed, as in some daemons.
+
+    Otherwise the next socket or shared memory would get one of them. What a library then prints would go there, and a
+    new process would take it for its input or output.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number, which is this one
 
 
 def arm_lifeline(fd: int, pid: int) -> None:
-    """Ask the kernel to kill a process, or the group of a negative number, when the other end of a pipe is closed.
+    """Ask the kernel to kill this process, or with its id negated its group, when the other end of a pipe is closed.
 
     A message through the pipe kills, too: without `SIGUSR2` the pipe carries the requests for stacks.
 
     Raises:
-        OSError, AttributeError: this system cannot do so.
+        OSError, AttributeError: this system cannot do so, or this process does not lead its group.
     """
     if not IS_LINUX or SIGUSR2 is None:
         raise OSError(errno.ENOSYS, "this system has no F_SETSIG")
+    if pid not in (os.getpid(), -os.getpgrp()) or abs(pid) != os.getpid():
+        raise ProcessLookupError(errno.ESRCH, f"a lifeline failed: expected the id of this process, got {pid}")
     fcntl.fcntl(fd, fcntl.F_SETOWN, pid)
     fcntl.fcntl(fd, F_SETSIG, SIGKILL)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
@@ -245,7 +322,7 @@ def listen_for_stack_requests(log_fd: int) -> None:
 def request_stacks(pid: int) -> bool:
     """Make a process that listens for requests write its stacks; False where there is no such signal."""
     if SIGUSR2 is not None:
-        os.kill(pid, SIGUSR2)
+        send_signal(pid, SIGUSR2)
     return SIGUSR2 is not None
 
 

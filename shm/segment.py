@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from envherd.shm.cgroups import read_memory
+from envherd.shm.finalizer import Finalizer
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.platforms import HAS_MEMFD as HAS_MEMFD  # noqa: PLC0414  # re-exported
 from envherd.shm.platforms import MAP_SHARED, fcntl, libc, reserve
@@ -63,6 +64,14 @@ _mapped: dict[weakref.ref[Any], tuple[int, int]] = {}
 class _NamedMemory(shared_memory.SharedMemory):
     """Memory with a name. Arrays over `bytes` keep the mapping after `close`, which frees the descriptor."""
 
+    def __init__(self, name: str, *, create: bool = False, size: int = 0) -> None:
+        try:
+            super().__init__(name, create, size)
+        except BaseException:  # as when the resource tracker cannot be started
+            if create:
+                self.remove()
+            raise
+
     def bytes(self) -> Any:
         """Return its bytes; where that is possible, by a mapping that keeps no descriptor (see `_map`)."""
         with contextlib.suppress(AttributeError, OSError):
@@ -82,6 +91,12 @@ class _NamedMemory(shared_memory.SharedMemory):
         self._buf = self._mmap = None
         super().close()
 
+    def remove(self) -> None:
+        """Let go of it, and remove its name. Idempotent."""
+        self.close()
+        with ignoring_refusals():  # it may be gone
+            self.unlink()
+
 
 class Segment:
     """A mapped piece of shared memory; call `create` or `attach`.
@@ -99,13 +114,12 @@ class Segment:
         self.fd = fd
         self.name = None if named is None else named.name
         self._mapping = mapping
-        self._is_closed = False
         self._private_view: PrivateView | None = None
         #: Also runs if an interrupt drops the segment without `close`.
         self._release: Callable[[], Any] = (
             weakref.finalize(self, os.close, fd)
             if named is None
-            else weakref.finalize(self, _release_named, named, os.getpid() if is_owner else None)
+            else Finalizer(self, _release_named, named, os.getpid() if is_owner else None)
         )
 
     @classmethod
@@ -149,14 +163,15 @@ class Segment:
             memory = _NamedMemory(f"{NAMES}{os.getpid()}-{secrets.token_hex(4)}", create=True, size=size)
             try:
                 memory.reserve()
-            except OSError as error:
-                memory.close()
-                memory.unlink()
-                raise MemoryError(
-                    f"shared memory failed: expected {size / 2**20:.0f} MiB, got {error}. Use fewer envs or shorter "
-                    f"rollouts, or a larger /dev/shm (docker --shm-size=1g)."
-                ) from None
-            return cls(size, memory.bytes(), named=memory, is_owner=True)
+                return cls(size, memory.bytes(), named=memory, is_owner=True)
+            except BaseException as error:
+                memory.remove()
+                if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                    raise MemoryError(
+                        f"shared memory failed: expected {size / 2**20:.0f} MiB, got {error}. Use fewer envs or "
+                        f"shorter rollouts, or a larger /dev/shm (docker --shm-size=1g)."
+                    ) from None
+                raise
 
     @classmethod
     def attach(cls, nbytes: int, *, fd: int = -1, name: str | None = None) -> Segment:
@@ -181,9 +196,6 @@ class Segment:
 
     def close(self) -> None:
         """Release this process's handle; views keep the memory alive. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
         if self._private_view is not None:
             self._private_view.close()
         self._release()
@@ -193,10 +205,10 @@ class Segment:
 
 def _release_named(memory: _NamedMemory, owner: int | None) -> None:
     """Let go of named memory; remove its name in the process that owns it, not in a fork of that."""
-    memory.close()
     if os.getpid() == owner:
-        with ignoring_refusals():  # it may be gone
-            memory.unlink()
+        memory.remove()
+    else:
+        memory.close()
 
 
 def admit(nbytes: int) -> None:

@@ -66,6 +66,7 @@ ORDER = {
     "shm": (
         "platforms",
         "interrupts",
+        "finalizer",
         "specs",
         "layout",
         "sync",

@@ -25,6 +25,7 @@ from envherd.executor.pools.slab_plate import LABEL, SCHEMA, namespace
 from envherd.shm import nameplate
 from envherd.shm.interrupts import ignoring_refusals
 from envherd.shm.nameplate import Plate
+from envherd.shm.platforms import send_signal
 
 
 def plates() -> list[Plate]:
@@ -131,7 +132,7 @@ def stack_of(pid: int) -> str:
     if path is None:
         return "(the worker has ended, or belongs to another user)"
     with ignoring_refusals(), open(path, "rb") as file:
-        return request_stacks(file.fileno(), lambda: os.kill(pid, signal.SIGUSR2))
+        return request_stacks(file.fileno(), lambda: send_signal(pid, signal.SIGUSR2))
     return "(the worker has ended)"
 
 

@@ -10,6 +10,7 @@ all; `close` is bounded by one deadline and never raises.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from envherd.executor.pools.error_messages import (
     log,
     log_close_fault,
     not_forked,
+    not_started,
     numbering,
     worker_late,
     worker_lost,
@@ -34,6 +36,7 @@ from envherd.executor.pools.variables import gpus_of, variables_of
 from envherd.executor.pools.worker_process import WorkerProcess, check_descriptors, worker_config
 from envherd.executor.pools.zygote import Zygote, surroundings_of
 from envherd.executor.progress import showing
+from envherd.shm import platforms
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.segment import Segment
 from envherd.shm.slab import SlabPlan, StoragePlan
@@ -112,7 +115,8 @@ class Crew:
         self._inbox: list[list[Frame]] = [[] for _ in blueprint.blocks]
         self._zygote: Zygote | None = None
         self._num_forks = 0
-        self.is_closing = self._has_left = False
+        self.is_closing = self._has_left = self._has_ended = False
+        self._owner = os.getpid()
         self._plan: SlabPlan | None = None
         self._segment: Segment | None = None
         self._wake_worker: Callable[[int], None] = lambda _: None
@@ -132,7 +136,8 @@ class Crew:
         self._log_ready(0)
         self._get_helper()
         for worker_id in range(len(self.blueprint.blocks)):
-            self.workers.append(self._launch(worker_id, generation=0))
+            with uninterrupted():  # or no one would end it
+                self.workers.append(self._launch(worker_id, generation=0))
         specs = []
         with showing("workers ready", len(self.workers)) as shown:
             for worker_id in range(len(self.workers)):
@@ -151,18 +156,34 @@ class Crew:
         if self._zygote.num_threads > 1 and self.options.start_method != "spawn":
             log.info("a preloaded module started threads: workers are exec'd instead of forked")
 
-    def _start_process(self, worker_id: int, generation: int, config: dict[str, Any]) -> WorkerProcess:
+    def _make_process(self, worker_id: int, generation: int) -> WorkerProcess:
+        return WorkerProcess(worker_id, generation, self._zygote)
+
+    def _start_process(self, worker: WorkerProcess, config: dict[str, Any]) -> None:
         zygote = self._zygote
         assert zygote is not None
-        process = WorkerProcess(worker_id, generation, zygote)
-        try:
-            process.start(lambda sock, log: zygote.fork(config, [sock, zygote.lifeline_read, log]))
-        except BaseException:
-            process.release()
-            raise
-        return process
+        worker.start(lambda sock, log: zygote.fork(config, [sock, zygote.lifeline_read, log]))
 
     def _launch(self, worker_id: int, generation: int) -> WorkerProcess:
+        """Start a worker and make it build its envs, without waiting for them; after an error it has ended.
+
+        Raises:
+            WorkerLost: the system or the helper refuses a process or what it needs.
+        """
+        platforms.open_standard_descriptors()
+        process = self._make_process(worker_id, generation)
+        try:
+            self._begin(process)
+            return process
+        except BaseException as error:
+            process.kill()
+            process.release()
+            if isinstance(error, OSError) and error.errno is not None:  # not one that a signal handler has raised
+                raise not_started(process, self.blueprint.blocks[worker_id], error) from error.with_traceback(None)
+            raise
+
+    def _begin(self, process: WorkerProcess) -> None:
+        worker_id = process.worker_id
         index = worker_id % len(self._variables)
         environ = {**self._surroundings["environ"], **self._variables[index]}
         env_ids = self.blueprint.blocks[worker_id]
@@ -171,11 +192,11 @@ class Crew:
         if python is not None:
             config["python"], environ = start_of(python), environment_for(environ)
         config["caller"] = {**self._surroundings, "environ": environ}
-        process = self._start_process(worker_id, generation, config)
+        self._start_process(process, config)
         process.gpu = self._gpus[index]
         build = messages.Build(
             worker=WorkerInfo(
-                worker_id=worker_id, generation=generation, num_workers=len(self._variables), env_ids=env_ids
+                worker_id=worker_id, generation=process.generation, num_workers=len(self._variables), env_ids=env_ids
             ),
             first_worker_id=numbering.first_worker_id,
             factories=tuple(self.blueprint.factories[i] for i in env_ids),
@@ -189,7 +210,6 @@ class Crew:
         process.channel.queue_message(build)
         with contextlib.suppress(ConnectionError):  # the thread that waits for the worker notices its death
             process.channel.flush_nowait()  # the rest is sent while waiting for the answer
-        return process
 
     def _log_ready(self, num_ready: int) -> None:
         """Log the progress of a start; the record has both numbers, for progress bars (docs/logging.md)."""
@@ -386,15 +406,22 @@ class Crew:
     def close(self, timeout_s: float) -> None:
         """Close the envs and end the workers within `timeout_s` in all, then by force. Idempotent.
 
-        Ctrl-C ends them at once. Raises nothing else.
+        Ctrl-C ends them at once. Raises nothing else, unless memory is short. Does nothing in a fork of this process,
+        which may end inside any call.
         """
+        if self._owner != os.getpid() or self._has_ended:
+            return
         self.is_closing = True
         try:
             if timeout_s > 0:
                 self._ask_to_close(time.monotonic() + timeout_s, self.workers)
         finally:
             with uninterrupted():
-                self._end()
+                try:
+                    self._end()
+                except BaseException:
+                    self._end()  # what is left: each part may be repeated
+                    raise
 
     def _end(self) -> None:
         """Kill the workers, and release all that the crew holds."""
@@ -410,6 +437,7 @@ class Crew:
             segment.close()
         if self._segment is not None:
             self._segment.close()
+        self._has_ended = True
 
     def dismiss(self, worker_id: int, timeout_s: float) -> None:
         """Close the envs of one worker and end it within `timeout_s`, before `replace`."""

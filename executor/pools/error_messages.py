@@ -82,6 +82,16 @@ def worker_lost(
     )
 
 
+def not_started(worker: WorkerProcess, env_ids: Sequence[int], error: OSError) -> WorkerLost:
+    """Return the error for a worker that the system does not let start."""
+    return WorkerLost(
+        f"starting a worker failed: expected another process and its descriptors for worker {_called(worker)}, got "
+        f"{error} ({_where(worker, env_ids)}, phase start). "
+        "Use fewer workers, or raise the limit (ulimit -n, ulimit -u).",
+        **_context(worker, env_ids, "start", None),
+    )
+
+
 def not_replaced(error: EnvherdError, options: ExecutorOptions) -> EnvherdError:
     """Return the loss of a worker or node that is not replaced after too many restarts; says so before its output."""
     return with_sentence(
@@ -287,7 +297,8 @@ def _in_words(phase: str, env_id: int | None) -> str:
 def _where(worker: WorkerProcess, env_ids: Sequence[int]) -> str:
     first = numbering.first_env_id
     span = f"envs {first + env_ids[0]}-{first + env_ids[-1]}" if len(env_ids) > 1 else f"env {first + env_ids[0]}"
-    return f"{span}, pid {worker.pid}, generation {worker.generation}{_gpu(worker.gpu)}{_place()}"
+    pid = f", pid {worker.pid}" if worker.pid else ""
+    return f"{span}{pid}, generation {worker.generation}{_gpu(worker.gpu)}{_place()}"
 
 
 def _gpu(gpu: str | None) -> str:

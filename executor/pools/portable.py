@@ -14,11 +14,13 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from multiprocessing import connection, process, spawn
+from multiprocessing import connection, popen_spawn_posix, process, resource_tracker, spawn
 from typing import Any
 
 import numpy as np
@@ -30,23 +32,42 @@ from envherd.executor.pools.crew import Blueprint, Crew
 from envherd.executor.pools.error_messages import log
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.pools.worker_process import WorkerProcess
+from envherd.executor.pools.zygote import import_path
 from envherd.shm import platforms
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.segment import Segment
 from envherd.shm.socket_bells import Bell, SocketBell
-from envherd.workers.errors import WorkerLost
 from envherd.workers.process.portable import main
 
+#: Imported before a limit or a deleted folder prevents it, as `multiprocessing` imports them at the first start.
+_NEEDED = popen_spawn_posix, resource_tracker
+_CONTEXT = multiprocessing.get_context("spawn")
 _NAME = "envherd-worker"
-_SOON_S = 0.001  # between attempts to send the rest of a message, and looks whether a process has ended
+_SOON_S = 0.001  # between attempts to send the rest of a message, and looks whether a killed process has ended
+_LOOK_S = 0.3  # between looks whether a process has ended, if one that it has started keeps its descriptors open
+_REAP_S = 1.0  # for the end of a killed process
 _GUARD = """starting workers failed: this process is itself being started by multiprocessing, and has run the program's
 script again. Put what the script does under a guard:
 
     if __name__ == "__main__":
         main()
 """
-#: Held while `multiprocessing` prepares a start.
-_start_lock = threading.Lock()
+#: Held while `multiprocessing` prepares a start, while pipes are created that a fork must close, and by every fork: a
+#: child could never acquire it otherwise.
+_start_lock = threading.RLock()
+_processes: weakref.WeakSet[PortableProcess] = weakref.WeakSet()
+
+
+def _let_go_in_fork() -> None:
+    """Close the copies of the pipes that end workers with this process, so that these still work."""
+    _start_lock.release()
+    for worker in list(_processes):
+        worker.let_go()
+
+
+platforms.register_at_fork(
+    before=_start_lock.acquire, after_in_parent=_start_lock.release, after_in_child=_let_go_in_fork
+)
 
 
 def make_pool(blueprint: Blueprint, options: ExecutorOptions) -> WorkerPool:
@@ -89,26 +110,35 @@ def _refuse(blueprint: Blueprint, options: ExecutorOptions) -> None:
             )
 
 
-def _prepare_without_script(prepare: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return `multiprocessing`'s preparation of a process; without the caller's script for a worker."""
-    data = prepare(name)
-    if name.startswith(_NAME):
-        data = {key: value for key, value in data.items() if not key.startswith("init_main")}
-    return data
+def _prepare(prepare: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
+    """Return `multiprocessing`'s preparation of a process; for a worker without the caller's script and folder.
+
+    A worker finds its folder in its settings. The caller's may have been deleted.
+    """
+    if not name.startswith(_NAME):
+        return prepare(name)
+    return {
+        "name": name,
+        "authkey": process.current_process().authkey,
+        "sys_path": import_path(),
+        "sys_argv": sys.argv,
+        "start_method": multiprocessing.get_start_method(allow_none=True),
+        "orig_dir": process.ORIGINAL_DIR,  # type: ignore[attr-defined]
+    }
 
 
-def _start(one: process.BaseProcess) -> None:
-    """Start a process that does not run the caller's script, and that Ctrl-C does not reach meanwhile."""
+def _launch(one: Any) -> Any:
+    """Start a process that does not run the caller's script, and return its Popen; Ctrl-C does not reach it meanwhile.
+
+    `multiprocessing` itself does not know of it, so the handler that it runs at the exit of a program, or of a fork of
+    the program, does not end the process. A daemon of `multiprocessing` may start it.
+    """
     with _start_lock, uninterrupted():
         prepare, let_in = spawn.get_preparation_data, platforms.without_signals()
-        spawn.get_preparation_data = functools.partial(_prepare_without_script, prepare)
-        own: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001
-        is_daemon = own.pop("daemon", None)  # `multiprocessing` refuses daemons' children, which might outlive them
         try:
-            one.start()
+            spawn.get_preparation_data = functools.partial(_prepare, prepare)
+            return one._Popen(one)  # noqa: SLF001
         finally:
-            if is_daemon is not None:
-                own["daemon"] = is_daemon
             spawn.get_preparation_data = prepare
             let_in()
 
@@ -119,63 +149,64 @@ class PortableProcess(WorkerProcess):
     Args:
         worker_id: see `WorkerProcess`.
         generation: see `WorkerProcess`.
-        config: see `worker_config`.
-        bells: `go` and `done` of the worker.
 
     Attributes:
         sentinel: for `multiprocessing.connection.wait`: ready when the process has ended.
     """
 
+    _popen: Any = None
     _has_ended = False
     _log_path: str | None = None
+    sentinel = -1
 
-    def __init__(
-        self, worker_id: int, generation: int, config: dict[str, Any], bells: tuple[SocketBell, SocketBell]
-    ) -> None:
-        context = multiprocessing.get_context("spawn")
-        watched, self._watch = context.Pipe(duplex=False)
+    def __init__(self, worker_id: int, generation: int) -> None:
+        with _start_lock:
+            self._watched, self._watch = _CONTEXT.Pipe(duplex=False)
+            _processes.add(self)
         super().__init__(worker_id, generation)
-        self._process = context.Process(
-            target=main,
-            args=(self._theirs, (bells[0].reader, bells[1].writer), watched, self._log_path, config),
-            name=f"{_NAME}-{worker_id}",
-            daemon=True,
-        )
-        try:
-            _start(self._process)
-        except BaseException as error:
-            self.release()
-            if isinstance(error, BlockingIOError):  # at a limit
-                raise WorkerLost(f"starting a worker failed: {error}.", phase="start") from error
-            raise
-        finally:
-            self._theirs.close()
-            watched.close()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-        self.sentinel = self._process.sentinel
 
-    def _open_log(self) -> int:
-        fd, self._log_path = tempfile.mkstemp(prefix="envherd-log-")
+    def let_go(self) -> None:
+        """Close the end of the pipe whose close ends the worker. Idempotent."""
+        self._watch.close()
+
+    def spawn(self, config: dict[str, Any], bells: tuple[SocketBell, SocketBell]) -> None:
+        """Start the process; after an error it must be killed and released.
+
+        Args:
+            config: see `worker_config`.
+            bells: `go` and `done` of the worker.
+        """
+        args = self._theirs, (bells[0].reader, bells[1].writer), self._watched, self._log_path, config
+        self._popen = _launch(_CONTEXT.Process(target=main, args=args, name=f"{_NAME}-{self.worker_id}", daemon=False))
+        self.pid, self.sentinel = self._popen.pid, self._popen.sentinel
+        self._theirs.close()
+        self._watched.close()
+
+    def _open_log(self) -> None:
+        self.log_fd, self._log_path = tempfile.mkstemp(prefix="envherd-log-")
         if platforms.O_TEMPORARY:
-            os.close(fd)
-            fd = os.open(self._log_path, os.O_RDWR | platforms.O_TEMPORARY | platforms.O_BINARY)
-        return fd
+            os.close(vars(self).pop("log_fd"))
+            self.log_fd = os.open(self._log_path, os.O_RDWR | platforms.O_TEMPORARY | platforms.O_BINARY)
 
     def has_exited(self) -> bool:
         """Return whether the process has ended; never blocks."""
-        with uninterrupted():  # the system reports an end once, and `multiprocessing` would lose it
-            if not self._has_ended and not self._process.is_alive():
+        if self._popen is None:
+            return True
+        with uninterrupted():  # the system reports an end once
+            if not self._has_ended and platforms.has_ended(self._popen):
                 self._has_ended = True
                 with ignoring_refusals():
-                    platforms.kill_group(self.pid)  # what its envs had started
+                    platforms.kill_rest_of_group(self._popen.pid)  # what its envs had started
         return self._has_ended
 
     def exit_code(self) -> int | None:
-        """Return the exit code, negative for a signal; None if the process lives."""
-        if self._exit_code is None and self.has_exited():
-            self._exit_code = self._process.exitcode
-        return self._exit_code
+        """Return the exit code, negative for a signal; None if the process lives or its exit code is unknown."""
+        return self._popen.returncode if self._popen is not None and self.has_exited() else None
+
+    def exit_description(self) -> str:
+        if self.has_exited() and self.exit_code() is None:
+            return "an unknown exit code, because this program ignores SIGCHLD or reaps its children,"
+        return super().exit_description()
 
     def _request_stacks(self) -> None:
         if not platforms.request_stacks(self.pid):
@@ -185,19 +216,21 @@ class PortableProcess(WorkerProcess):
         """Kill the worker and its envs' processes; safe if it is dead."""
         if self.has_exited():
             return
+        pid = self._popen.pid
         with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(self.pid).children(recursive=True):
-                child.kill()
-        with ignoring_refusals():
-            platforms.kill_group(self.pid)
-        self._process.kill()
+            for child in psutil.Process(pid).children(recursive=True):
+                with ignoring_refusals():
+                    platforms.send_signal(child.pid, platforms.SIGKILL)
+        for is_group in (True, False):  # it has no group before its code begins
+            with ignoring_refusals():
+                platforms.send_signal(pid, platforms.SIGKILL, is_group=is_group)
+        self.let_go()  # ends it where signals are refused
 
     def wait_exit(self, timeout_s: float) -> bool:
         """Wait for the process to end, up to `timeout_s`; return whether it has."""
         end = time.monotonic() + timeout_s
-        while not self.has_exited() and (left_s := end - time.monotonic()) > 0:
-            if connection.wait([self.sentinel], left_s):  # its end follows, or an env has closed all descriptors
-                time.sleep(_SOON_S)
+        while not self.has_exited() and time.monotonic() < end:
+            time.sleep(_SOON_S)  # the sentinel is no help: its envs' processes and envs that close descriptors have it
         return self.has_exited()
 
     @staticmethod
@@ -205,24 +238,24 @@ class PortableProcess(WorkerProcess):
         """Wait until a worker has written, has ended, or can be sent the rest of a message; False after `timeout_s`."""
         ready: list[Any] = [worker.channel.sock for worker in workers]
         ready += [worker.sentinel for worker in workers if isinstance(worker, PortableProcess)]
-        is_sending = any(worker.channel.has_unsent for worker in workers)
-        left_s = timeout_s if timeout_s is None else max(0.0, timeout_s)
-        if is_sending and (left_s is None or left_s > _SOON_S):
-            connection.wait(ready, _SOON_S)
+        most_s = _SOON_S if any(worker.channel.has_unsent for worker in workers) else _LOOK_S
+        if timeout_s is None or timeout_s > most_s:
+            connection.wait(ready, most_s)
             return True
-        return bool(connection.wait(ready, left_s))
+        return bool(connection.wait(ready, max(0.0, timeout_s)))
 
     def release(self) -> None:
-        """Close this process's descriptors of it. Idempotent."""
+        """Close this process's descriptors of it, and reap it if it was killed. Idempotent."""
         super().release()
-        self._watch.close()
-        with contextlib.suppress(AttributeError, ValueError):  # it was not created, it still runs, or it is closed
-            self.exit_code()
-            self._process.close()
+        self.let_go()
+        self._watched.close()
+        if self._popen is not None:
+            self.wait_exit(_REAP_S)
+            self._popen.close()
         if self._log_path is not None:
-            path, self._log_path = self._log_path, None
-            with ignoring_refusals():  # the system has removed it
-                os.unlink(path)
+            with ignoring_refusals():  # the worker has removed it, or the system
+                os.unlink(self._log_path)
+            self._log_path = None
 
 
 class PortableCrew(Crew):
@@ -236,6 +269,7 @@ class PortableCrew(Crew):
         self, blueprint: Blueprint, options: ExecutorOptions, on_row_frame: Callable[[dict[str, Any]], None]
     ) -> None:
         super().__init__(blueprint, options, on_row_frame)
+        platforms.open_standard_descriptors()
         with uninterrupted():
             self.bells = [SocketBell.create() for _ in blueprint.blocks], SocketBell.create()
 
@@ -244,9 +278,13 @@ class PortableCrew(Crew):
         if getattr(process.current_process(), "_inheriting", False):
             raise RuntimeError(_GUARD)
 
-    def _start_process(self, worker_id: int, generation: int, config: dict[str, Any]) -> WorkerProcess:
+    def _make_process(self, worker_id: int, generation: int) -> WorkerProcess:
+        return PortableProcess(worker_id, generation)
+
+    def _start_process(self, worker: WorkerProcess, config: dict[str, Any]) -> None:
+        assert isinstance(worker, PortableProcess)
         go, done = self.bells
-        return PortableProcess(worker_id, generation, config, (go[worker_id], done))
+        worker.spawn(config, (go[worker.worker_id], done))
 
     def _end(self) -> None:
         super()._end()

@@ -45,7 +45,7 @@ class WorkerProcess:
     gpu: str | None = None
     root_seed: int | None = None
     is_attached = False
-    pid, pidfd = 0, -1
+    pid, pidfd, log_fd = 0, -1, -1
 
     def __init__(self, worker_id: int, generation: int, zygote: Zygote | None = None) -> None:
         self.worker_id = worker_id
@@ -53,18 +53,17 @@ class WorkerProcess:
         self._zygote = zygote
         self._exit_code: int | None = None
         self._oom_kills = count_oom_kills()
-        self.log_fd = -1
         ours, self._theirs = socket.socketpair()
         self.channel = Channel(ours)
         try:
             with uninterrupted():
-                self.log_fd = self._open_log()
+                self._open_log()
         except BaseException:
             self.release()
             raise
 
-    def _open_log(self) -> int:
-        return os.memfd_create(f"envherd-log-{self.worker_id}", os.MFD_CLOEXEC)
+    def _open_log(self) -> None:
+        self.log_fd = os.memfd_create(f"envherd-log-{self.worker_id}", os.MFD_CLOEXEC)
 
     def start(self, fork: Callable[[int, int], int]) -> None:
         """Start the process; after an error it must be released.
@@ -75,18 +74,14 @@ class WorkerProcess:
         Raises:
             WorkerLost: the process has ended already.
         """
-        append = os.open(f"/proc/self/fd/{self.log_fd}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-        try:
-            pid = fork(self._theirs.fileno(), append)
+        with self._theirs, open(f"/proc/self/fd/{self.log_fd}", "a+b", buffering=0) as log:
+            pid = fork(self._theirs.fileno(), log.fileno())
             try:
                 self.pidfd = os.pidfd_open(pid)
             except ProcessLookupError:  # the helper has reaped it
                 message = f"starting worker {self.worker_id} failed: its process (pid {pid}) ended at once."
                 raise WorkerLost(message, remote_traceback=self.log() or None, pid=pid) from None
             self.pid = pid
-        finally:
-            os.close(append)
-            self._theirs.close()
 
     def has_exited(self) -> bool:
         """Return whether the process has ended; never blocks."""
@@ -134,12 +129,12 @@ class WorkerProcess:
         return "(the worker has gone)"
 
     def _request_stacks(self) -> None:
-        signal.pidfd_send_signal(self.pidfd, signal.SIGUSR2)
+        platforms.send_signal(self.pid, signal.SIGUSR2, pidfd=self.pidfd)
 
     def kill(self) -> None:
         """Kill the worker and its envs' processes; safe if it is dead."""
         with ignoring_refusals():
-            os.killpg(self.pid, signal.SIGKILL) if not self.has_exited() else None
+            platforms.send_signal(self.pid, signal.SIGKILL, is_group=True) if not self.has_exited() else None
 
     @staticmethod
     def wait_for_any(workers: Sequence[WorkerProcess], timeout_s: float | None = None) -> bool:
@@ -163,10 +158,8 @@ class WorkerProcess:
         self.channel.close()
         self._theirs.close()
         for name in ("pidfd", "log_fd"):
-            fd = getattr(self, name)
-            if fd >= 0:
-                setattr(self, name, -1)  # first: after an interrupt it must not be closed twice
-                os.close(fd)
+            if name in vars(self):
+                os.close(vars(self).pop(name))  # one line: an interrupt must not have it closed twice or never
 
 
 def describe_exit(code: int | None) -> str:

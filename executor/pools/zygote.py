@@ -31,7 +31,7 @@ from envherd.executor.pools.process_log import read_log, request_stacks
 from envherd.executor.pools.variables import common_variables
 from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
-from envherd.shm.platforms import register_at_fork
+from envherd.shm.platforms import open_standard_descriptors, register_at_fork, send_signal
 from envherd.workers.errors import InternalError, WorkerLost, WorkerTimeout
 from envherd.workers.process.zygote import in_file, send_request
 
@@ -129,6 +129,8 @@ class Zygote:
         must_import: a module that cannot be imported is an error.
     """
 
+    _log_fd = lifeline_read = _lifeline_write = -1
+
     def __init__(
         self,
         options: ExecutorOptions,
@@ -146,8 +148,8 @@ class Zygote:
         self._environ = environment_of(options)
         self._set_by_imports: dict[str, str] = {}
         self._owner = os.getpid()
-        self._log_fd = self.lifeline_read = self._lifeline_write = -1
         path = import_path()
+        open_standard_descriptors()
         try:
             with _fork_lock:
                 _zygotes.add(self)
@@ -250,7 +252,7 @@ class Zygote:
 
     def _late(self) -> WorkerTimeout:
         """Read the helper's stack, kill it, and return the error."""
-        stack = request_stacks(self._log_fd, lambda: self._process.send_signal(signal.SIGUSR2))
+        stack = request_stacks(self._log_fd, lambda: send_signal(self.pid, signal.SIGUSR2))
         self._kill()
         return WorkerTimeout(
             f"starting workers failed: their helper process had not imported its modules within "
@@ -265,7 +267,7 @@ class Zygote:
         """Kill the helper and its imports' processes, and wait for its end."""
         if self._process.returncode is None:  # not reaped yet, so the id was not reused
             with ignoring_refusals():
-                os.killpg(self.pid, signal.SIGKILL)
+                send_signal(self.pid, signal.SIGKILL, is_group=True)
         self._process.wait()
 
     def fork(self, config: dict[str, Any], fds: list[int]) -> int:
@@ -348,6 +350,10 @@ class Zygote:
             os.close(fd)
         with _fork_lock:
             _zygotes.discard(self)
+
+    def __del__(self) -> None:
+        """Make its process end, if a failure inside `close` has lost it."""
+        self._release()
 
     def let_go(self) -> None:
         """In a forked copy of the owner, close descriptors that would keep workers alive after the owner's death."""

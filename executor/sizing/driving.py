@@ -76,8 +76,8 @@ class Subject:
         factories = as_factories(setting.num_envs, self.make_env)
         blueprint = draw(factories, self.env_kwargs, setting.num_workers, 0, options)
         pool = make_pool(blueprint, options)
-        pool.start()
         try:
+            pool.start()
             return BatchedEnv(pool, seed=0, device=None, copy=True, options=options)
         except BaseException:
             pool.close(timeout_s=0)

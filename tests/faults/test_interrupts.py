@@ -1,9 +1,14 @@
-"""Ctrl-C at every line of the executor: afterwards no data are stale or silently skipped, and nothing hangs."""
+"""Ctrl-C at every line of the executor: afterwards no data are stale or silently skipped, and nothing hangs.
+
+The same for errors at lines of a start, a restart and a close: afterwards nothing is left, and the owner continues.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import gc
 import itertools
 import linecache
 import os
@@ -21,10 +26,14 @@ import torch
 from tensordict import TensorDict
 
 import envherd.executor
+import envherd.shm
 import envherd.workers.messages
-from envherd.executor import AsyncCollector, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
+from envherd.executor import AsyncCollector, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
+from envherd.executor.pools.zygote import end_idle
 from envherd.executor.rollouts import storage
 from envherd.workers.testing import CountingEnv
+from tests.conftest import Possessions
+from tests.gates import wait_for
 from tests.scale import scaled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -331,3 +340,82 @@ def _check(env: Any, where: str) -> None:
         assert torch.equal(td["next", "observation"], expected), where
         root = after
     assert time.monotonic() - began < 20, where
+
+
+#: Raised in turn: a limit on files, no memory, Ctrl-C.
+FAILURES = (functools.partial(OSError, errno.EMFILE, "on purpose"), MemoryError, KeyboardInterrupt)
+PARTS = (EXECUTOR, MESSAGES, str(Path(envherd.shm.__file__).parent))
+DEFERRING = "interrupts.py"  # the only file whose lines no failure reaches: it defers signals
+
+
+class Failure:
+    """A trace function that notes the lines that are reached, and raises an error at one of them."""
+
+    def __init__(self, place: tuple[str, int] | None = None, kind: Callable[[], BaseException] = MemoryError) -> None:
+        self.place, self._kind = place, kind
+        self.places: dict[tuple[str, int], None] = {}
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        place = frame.f_code.co_filename, frame.f_lineno
+        if not place[0].startswith(PARTS) or place[0].endswith(DEFERRING):
+            return None
+        is_new = event == "line" and place not in self.places
+        if is_new and linecache.getline(*place).strip() != "try:" and not is_finalizing(frame):
+            self.places[place] = None
+            if place == self.place:
+                sys.settrace(None)
+                raise self._kind()  # made here: one that is kept would keep the frames
+        return self
+
+
+def fail(make: Callable[[], Any], when: str, failure: Failure) -> None:
+    """Start, restart or close an executor under the trace function; require that nothing is left in the end."""
+    before = Possessions()
+    env: Any = None
+    if when != "start":
+        env = make()
+        env.reset()
+    if when == "restart":
+        os.kill(env._pool.pid_of(1), signal.SIGKILL)
+    sys.settrace(failure)
+    try:
+        if when == "start":
+            env = make()
+        elif when == "restart":
+            env.step(actions()[:2])
+        else:
+            env.close()
+    except (OSError, MemoryError, KeyboardInterrupt, WorkerLost):
+        assert failure.place is not None
+    finally:
+        sys.settrace(None)
+    if env is not None:
+        if when != "close":
+            with contextlib.suppress(WorkerLost):  # of the worker that was killed
+                env.reset()
+            env.reset()
+            assert env.step(actions()[:2])["next", "observation"][:, 1].tolist() == [1, 1]
+        env.close()
+        del env
+    gc.collect()
+    end_idle()
+    try:
+        wait_for(lambda: not before.gained())
+    except AssertionError:
+        pytest.fail(f"{failure.place}: left {before.gained()}")
+
+
+@pytest.mark.broken_pool
+@pytest.mark.usefixtures("own_helper")
+@pytest.mark.timeout(scaled(300, full=3 * 3600))
+@pytest.mark.parametrize("start_method", ["zygote", "portable"])
+@pytest.mark.parametrize("when", ["start", "restart", "close"])
+def test_a_failure_at_any_line(when, start_method):
+    options = ExecutorOptions(start_method=start_method, on_worker_loss="restart", close_timeout_s=2.0)
+    make = functools.partial(ParallelEnv, 2, functools.partial(CountingEnv, 9), num_workers=2, options=options)
+    noted = Failure()
+    fail(make, when, noted)
+    places = list(noted.places)
+    assert len(places) > 100
+    for number, place in enumerate(places[:: scaled(len(places) // 9, full=1)]):
+        fail(make, when, Failure(place, FAILURES[number % 3]))

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -46,6 +47,12 @@ pytestmark = [
 ]
 
 make = functools.partial(ParallelEnv, num_workers=2, seed=0)
+METHODS = ["zygote", "portable"]
+
+
+def make_by(start_method: Any, on_worker_loss: Any = "raise") -> Any:
+    """Return an executor of two envs; the pool that forks workers has the start method "zygote"."""
+    return make(2, ENDLESS, options=ExecutorOptions(start_method=start_method, on_worker_loss=on_worker_loss))
 
 
 def actions(value: Any = 1, count: int = 2, dtype: Any = torch.int64) -> TensorDict:
@@ -89,12 +96,55 @@ def few_files() -> str:
     )
 
 
-def few_processes(num_allowed: int) -> str:
+def few_files_at_a_restart(start_method: str) -> str:
+    """Without room the worker is lost, and with room it is replaced."""
+    before = _held()
+    assert np.ma  # imported at its first use
+    with make_by(start_method, "restart") as env:
+        env.reset()
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        for worker_id in range(2):
+            os.kill(env._pool.pid_of(worker_id), signal.SIGKILL)
+        num_open = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_open - 1, limits[1]))
+        with pytest.raises(WorkerLost, match=r"starting a worker failed: .*Too many open files.*ulimit -n") as caught:
+            env.step(actions())
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        with contextlib.suppress(WorkerLost):  # of a worker that was lost before
+            env.reset()
+        works(env)
+    assert not _left(before)
+    return said(caught.value)
+
+
+def deleted_folder(start_method: str, folder: str) -> str:
+    os.chdir(folder)
+    os.rmdir(folder)
+    before = _held()
+    with make_by(start_method) as env:
+        works(env)
+    assert not _left(before)
+    return "works"
+
+
+def closed_descriptors(start_method: str) -> str:
+    os.closerange(0, 3)
+    with make_by(start_method, "restart") as env:
+        works(env)
+        os.closerange(0, 3)  # as a program that becomes a daemon later
+        os.kill(env._pool.pid_of(1), signal.SIGKILL)
+        env.step(actions())
+        works(env)
+        held = {os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)}
+    return f"works; 0, 1 and 2 are {', '.join(held)}"
+
+
+def few_processes(num_allowed: int, start_method: str) -> str:
     be_bound_by_process_limits()
     before = _held()
     resource.setrlimit(resource.RLIMIT_NPROC, (num_allowed, num_allowed))
     with pytest.raises(WorkerLost, match=r"starting a worker failed.*ulimit -u") as caught:
-        make(2, ENDLESS)
+        make_by(start_method)
     assert not _left(before)
     return said(caught.value)
 
@@ -174,9 +224,52 @@ def test_few_files():
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="the limit counts all processes of a user: needs one without any")
-@pytest.mark.parametrize("num_allowed", [1, 2], ids=["no helper", "no worker"])
-def test_few_processes(num_allowed):
-    record(f"few processes {num_allowed}", what="RLIMIT_NPROC too low", seen=in_child(few_processes, num_allowed))
+@pytest.mark.parametrize(
+    ("num_allowed", "start_method"),
+    [(1, "zygote"), (2, "zygote"), (1, "portable"), (2, "portable")],
+    ids=["no helper", "no worker", "no tracker", "one worker"],
+)
+def test_few_processes(num_allowed, start_method):
+    seen = in_child(few_processes, num_allowed, start_method)
+    record(f"few processes {num_allowed} {start_method}", what="RLIMIT_NPROC too low", seen=seen)
+
+
+@pytest.mark.parametrize("start_method", METHODS)
+@pytest.mark.parametrize("body", [few_files_at_a_restart, deleted_folder, closed_descriptors], ids=lambda b: b.__name__)
+def test_a_start_in_odd_surroundings(body, start_method, tmp_path):
+    seen = in_child(body, start_method, *([str(tmp_path)] if body is deleted_folder else []))
+    record(f"{body.__name__} {start_method}", what=f"{body.__name__.replace('_', ' ')} ({start_method})", seen=seen)
+
+
+def _reap_all(*_: object) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+@pytest.mark.parametrize("start_method", METHODS)
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, _reap_all], ids=["ignored", "reaped"])
+def test_a_death_is_noticed_where_the_program_ignores_its_children_or_reaps_them(handler, start_method):
+    def body() -> bool:
+        before, handlers = _held(), signal.signal(signal.SIGCHLD, handler)
+        with make_by(start_method) as env:
+            env.reset()
+            began, used_s = time.monotonic(), time.process_time()
+            os.kill(env._pool.pid_of(1), signal.SIGKILL)
+            expected = "SIGKILL" if start_method == "zygote" else "unknown exit code"
+            with pytest.raises(WorkerLost, match=expected):
+                env.step(actions())
+            assert time.process_time() - used_s < 1.0
+        with make_by(start_method, "restart") as env:
+            env.reset()
+            os.kill(env._pool.pid_of(1), signal.SIGKILL)
+            env.step(actions())
+            works(env)
+        assert time.monotonic() - began < 30
+        signal.signal(signal.SIGCHLD, handlers)
+        return not _left(before)
+
+    assert in_child(body)
 
 
 @pytest.mark.parametrize(
@@ -208,13 +301,14 @@ def test_full_temporary_folder(tmp_path):
 # ---- the owner ---------------------------------------------------------------------------------
 
 
-def _end(how: str, state: str, write: int) -> None:
+def _end(how: str, state: str, start_method: str, write: int) -> None:
     """Run as an owner that ends in a state, with a hanging worker and a fork that survives."""
     hung = functools.partial(FaultyEnv, "gil", at="construct" if state == "build" else "step", step=1)
+    options = ExecutorOptions(start_method=start_method)  # type: ignore[arg-type]
     if state == "build":
         threading.Timer(1.0, functools.partial(_leave, how)).start()
-        make(2, [ENDLESS, hung])
-    env = make(2, [ENDLESS, hung])
+        make(2, [ENDLESS, hung], options=options)
+    env = make(2, [ENDLESS, hung], options=options)
     env.reset()
     if os.fork() == 0:
         os.close(write)
@@ -237,15 +331,16 @@ def _leave(how: str) -> None:
 
 
 ENDS = [
-    (how, state)
+    (how, state, start_method)
+    for start_method in METHODS
     for how in ("is killed", "exits", "gets SIGTERM")
     for state in ("build", "idle", "step", "sent", "rollout")
 ]
-QUICK_ENDS = [("is killed", "build"), ("exits", "sent")]
+QUICK_ENDS = [("is killed", "build", "zygote"), ("exits", "sent", "zygote"), ("is killed", "step", "portable")]
 
 
-@pytest.mark.parametrize(("how", "state"), ENDS if IS_FULL else QUICK_ENDS)
-def test_an_owner_that_ends(how, state):
+@pytest.mark.parametrize(("how", "state", "start_method"), ENDS if IS_FULL else QUICK_ENDS)
+def test_an_owner_that_ends(how, state, start_method):
     """Its workers end with it, also one stuck in C, although a process that it had forked survives."""
     before = _held()
     read, write = os.pipe()
@@ -253,7 +348,7 @@ def test_an_owner_that_ends(how, state):
     if pid == 0:
         os.close(read)
         try:
-            _end(how, state, write)
+            _end(how, state, start_method, write)
         finally:
             os._exit(1)
     os.close(write)
@@ -269,7 +364,8 @@ def test_an_owner_that_ends(how, state):
         os.kill(one, signal.SIGKILL)
         os.waitpid(one, 0)
     assert not _left(before)
-    record(f"owner {how} {state}", what=f"the owner {how} in state {state}, a worker hung", seen="nothing is left")
+    what = f"the owner {how} in state {state}, a worker hung ({start_method})"
+    record(f"owner {how} {state} {start_method}", what=what, seen="nothing is left")
 
 
 def _is_copy_of_this(pid: str) -> bool:

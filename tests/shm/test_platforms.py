@@ -69,6 +69,55 @@ def test_a_name_that_the_forked_pool_needs_is_missed(module, name, expected, mon
         platforms.missing.cache_clear()
 
 
+@pytest.mark.parametrize("more", [{}, {"is_group": True}, {"pidfd": 3}], ids=["process", "group", "pidfd"])
+def test_no_signal_goes_to_this_process_its_group_or_all_processes(more, monkeypatch):
+    sent = []
+    for module, name in ((os, "kill"), (os, "killpg"), (signal, "pidfd_send_signal")):
+        monkeypatch.setattr(module, name, lambda *signal: sent.append(signal))
+    monkeypatch.setattr(os, "getpgrp", lambda: 4711)
+    own = [4711] if "is_group" in more else []  # a process with that id may be another one
+    for pid in (0, -1, 1, -2, -4711, os.getpid(), -os.getpid(), *own):
+        with pytest.raises(ProcessLookupError, match=f"expected the id of another process, got {pid}"):
+            platforms.send_signal(pid, signal.SIGKILL, **more)
+    platforms.end_own_group()  # this process does not lead it
+    assert sent == []
+    platforms.send_signal(4712, signal.SIGKILL, **more)
+    assert len(sent) == 1
+
+
+def test_a_lifeline_kills_this_process_or_its_group_only():
+    read, write = os.pipe()
+    try:
+        for pid in (0, -1, 1, os.getppid(), -os.getppid()):
+            with pytest.raises(ProcessLookupError, match="expected the id of this process"):
+                platforms.arm_lifeline(read, pid)
+        assert not platforms.fcntl.fcntl(read, platforms.fcntl.F_GETOWN)
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+#: Names of what sends signals; and the uses that are not: the one function, actors of Ray, and workers' own method.
+SENDING = {"kill", "killpg", "pidfd_send_signal", "pthread_kill", "send_signal", "terminate", "F_SETOWN", "tgkill"}
+ALLOWED = re.compile(
+    r"platforms\.send_signal|ray\.kill|(worker|copy|old|process|self[.\w]*\.workers\[worker_id\])\.kill"
+)
+
+
+def test_one_file_sends_signals():
+    files = [path for layer in ("shm", "workers", "executor") for path in (ROOT / layer).rglob("*.py")]
+    found = set()
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in ("os", "signal"):
+                found |= {path.name for alias in node.names if alias.name in SENDING}
+            elif isinstance(node, ast.Attribute) and node.attr in SENDING and not ALLOWED.fullmatch(ast.unparse(node)):
+                found.add(path.name)
+    assert found == {"platforms.py"}
+    sources = [path for layer in ("workers", "executor") for path in (ROOT / layer).rglob("*.[ch]")]
+    assert not [path for path in sources if re.search(r"\b(t?g?kill|killpg|raise|sigqueue)\(", path.read_text())]
+
+
 @pytest.mark.parametrize("error", [AttributeError, OSError])
 def test_a_semaphore_that_raises_is_missed(error, monkeypatch):
     """The probe itself does not raise."""

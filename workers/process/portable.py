@@ -16,7 +16,6 @@ import faulthandler
 import os
 import socket
 import threading
-from multiprocessing import process
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -55,7 +54,6 @@ def main(
     parent = platforms.parent_id()
     threading.Thread(target=_watch, args=(watch, log_fd, parent), name="envherd-watch", daemon=True).start()
     take_over(config["caller"])
-    process.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]  # noqa: SLF001  # envs start some
     from envherd.workers.adapters.registry import install_import_hooks
     from envherd.workers.process.entry import run  # imports numpy
 
@@ -71,5 +69,5 @@ def _watch(watch: Connection, log_fd: int, parent: int) -> None:
                 watch.recv_bytes()
                 faulthandler.dump_traceback(log_fd, all_threads=True)
     with contextlib.suppress(OSError):
-        platforms.kill_group(os.getpid())
+        platforms.end_own_group()
     os._exit(1)

@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from envherd.shm.platforms import arm_lifeline, fcntl, parent_id, termios
+from envherd.shm.platforms import arm_lifeline, fcntl, parent_id, send_signal, termios
 from envherd.workers.current import MARK, mark_of
 
 _PACKET = 1 << 15  # bytes of the largest packet; a socket's buffer has 208 KiB by default
@@ -292,7 +292,8 @@ class Zygote:
                 pid = ended.si_pid
                 if pid in self._alive:
                     with contextlib.suppress(OSError):
-                        os.killpg(pid, signal.SIGKILL)  # its envs' processes; before `waitpid`, which frees the id
+                        # its envs' processes; before `waitpid`, which frees the id
+                        send_signal(pid, signal.SIGKILL, is_group=True)
                 _, status = os.waitpid(pid, 0)
                 if pid in self._alive:
                     self._alive.discard(pid)
@@ -302,7 +303,7 @@ class Zygote:
         """Kill the workers with their process groups, then processes outside these, which this process adopts."""
         for pid in self._alive:
             with contextlib.suppress(OSError):
-                os.killpg(pid, signal.SIGKILL)
+                send_signal(pid, signal.SIGKILL, is_group=True)
         self._alive.clear()
         self._sweep(lambda _: True)
 
@@ -318,7 +319,7 @@ class Zygote:
                 return
             for pid in killed:
                 with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+                    send_signal(pid, signal.SIGKILL)
             time.sleep(0.001)
             self._reap()
 

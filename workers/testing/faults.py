@@ -61,7 +61,7 @@ def _segfault() -> None:
 
 
 def _signal(number: int) -> None:
-    os.kill(os.getpid(), number)
+    signal.raise_signal(number)
     time.sleep(60)  # until it arrives
 
 

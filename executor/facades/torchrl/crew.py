@@ -7,7 +7,6 @@ Guarantees: an env that raises is an `EnvError` after all others have answered; 
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -24,6 +23,7 @@ from envherd.executor.pools.portable import make_pool
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.fast_step import FastStep, compile_step
+from envherd.shm.finalizer import Finalizer
 from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
 from envherd.workers.adapters.hosts.torchrl_guest import GuestFactory
 from envherd.workers.build import describe, modules_of, pickle_factory
@@ -86,7 +86,7 @@ class Crew:
     ) -> None:
         blueprint = draw(guests, env_kwargs, num_workers, None, options)
         self.pool = pool = make_pool(blueprint, options)
-        self._finalizer = weakref.finalize(self, _close, pool, os.getpid())
+        self._finalizer = Finalizer(self, _close, pool, os.getpid())
         pool.start()
         try:
             self._engine = Engine(pool, seed=blueprint.root_seed, device=None, copy=True, options=options)
