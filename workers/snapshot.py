@@ -19,13 +19,13 @@ import enum
 import functools
 import io
 import pickle
-import re
 import sys
-import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
+
+from envherd.workers.env_graph import Graph, is_fixed, is_picture, is_python, name_of, simulator_of
 
 
 class Unsaveable(NotImplementedError):
@@ -38,7 +38,7 @@ def save(env: Any) -> dict[str, Any]:
     Raises:
         Unsaveable: names the attribute that cannot be saved.
     """
-    graph = _Graph(env)
+    graph = Graph(env)
     owners = graph.owners
     try:
         held = _dump(graph, {path: vars(owner) for path, owner in owners.items()})
@@ -46,7 +46,7 @@ def save(env: Any) -> dict[str, Any]:
         raise Unsaveable(_first_unsaveable(graph) or f"{type(error).__name__}: {error}") from error
     simulators = {path: _SIMULATORS[kind][0](one) for path, (kind, one) in graph.simulators.items()}
     return {
-        "classes": {path: _name(type(owner)) for path, owner in owners.items()},
+        "classes": {path: name_of(type(owner)) for path, owner in owners.items()},
         "held": held,
         "simulators": simulators,
     }
@@ -60,7 +60,7 @@ def restore(env: Any, state: Any) -> None:
     """
     if not (isinstance(state, Mapping) and {"classes", "held", "simulators"} <= state.keys()):
         raise ValueError(f"expected what state_dict() or save() returned of this env, got a {type(state).__name__}.")
-    graph = _Graph(env)
+    graph = Graph(env)
     owners = {path: _owner(graph, path, name) for path, name in state["classes"].items()}
     missing = sorted(state["simulators"].keys() ^ graph.simulators.keys())
     if missing:
@@ -68,7 +68,7 @@ def restore(env: Any, state: Any) -> None:
     held = _Unpickler(io.BytesIO(state["held"]), graph, owners).load()
     for path, attributes in held.items():
         present = vars(owners[path])
-        pictures = {name: value for name, value in present.items() if _is_picture(value)}
+        pictures = {name: value for name, value in present.items() if is_picture(value)}
         present.clear()
         present.update({**attributes, **pictures})
     for path, values in state["simulators"].items():
@@ -76,144 +76,14 @@ def restore(env: Any, state: Any) -> None:
         _SIMULATORS[kind][1](one, values)
 
 
-def _owner(graph: _Graph, path: str, name: str) -> Any:
+def _owner(graph: Graph, path: str, name: str) -> Any:
     """Return the object at a path, or a new one where the env holds none of this class now."""
     live = graph.owners.get(path)
-    if live is not None and _name(type(live)) == name:
+    if live is not None and name_of(type(live)) == name:
         return live
     if path == "" or hasattr(live, "step"):
         raise ValueError(f"expected the state of a {_words(live)}, got one of a {name.replace(':', '.')}.")
     return object.__new__(graph.find_class(name))
-
-
-# ---- what an env holds -------------------------------------------------------------------------
-
-#: Types of objects that only draw.
-_DRAWING = (
-    "gymnasium.envs.mujoco.mujoco_rendering.",
-    *(f"pygame.{name}." for name in ("surface", "time", "font", "freetype", "display", "mixer", "event")),
-)
-#: Types whose objects stay as they are, by the start of `module.QualName` of a class or of one of its bases.
-_FIXED = (
-    "gymnasium.spaces.",
-    "gymnasium.envs.registration.EnvSpec",
-    "gym.spaces.",
-    "mujoco.",
-    "dm_env.specs.",
-    "envherd.shm.",
-    "logging.",
-    *_DRAWING,
-)
-_FUNCTIONS = (
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    types.MethodWrapperType,
-    property,
-    staticmethod,
-    classmethod,
-)
-_CONTAINERS = (dict, list, tuple, set, frozenset)
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.ndarray, np.generic)
-#: Packages that a state may name besides those of the env's own objects; of numpy, the classes.
-_PACKAGES = frozenset(
-    {"numpy", "collections", "enum", "random", "torch", "pathlib", "datetime", "decimal", "fractions"}
-)
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class is not one of C's static types
-
-
-class _Graph:
-    """The objects that can be reached from an env, by the path that leads to each.
-
-    Attributes:
-        owners: path -> object that is reached by attributes alone, "" for the env.
-        simulators: path -> kind and object.
-        packages: of the classes of all objects.
-    """
-
-    def __init__(self, env: Any) -> None:
-        self.owners: dict[str, Any] = {}
-        self.simulators: dict[str, tuple[str, Any]] = {}
-        self.fixed: dict[str, Any] = {}
-        self.paths: dict[int, str] = {}
-        self.packages = set(_PACKAGES)
-        self._classes: dict[str, type] = {}
-        queue = [("", env, True)]
-        seen = {id(env)}
-        for path, one, is_owned in queue:  # grows: breadth first, so that a path is the shortest
-            self._note(path, one, is_owned=is_owned)
-            if path and (_simulator_of(type(one)) is not None or is_fixed(one) or isinstance(one, enum.Enum)):
-                continue
-            for name, value, by_attribute in self._members(one):
-                if id(value) not in seen and not isinstance(value, _PLAIN):
-                    seen.add(id(value))
-                    queue.append((f"{path}{name}", value, is_owned and by_attribute))
-        self._alive = [one for _, one, _ in queue]  # ids are unique only among objects that live
-
-    def _note(self, path: str, one: Any, *, is_owned: bool) -> None:
-        cls = type(one)
-        name = _name(cls)
-        self._classes.setdefault(name, cls)
-        if (package := re.split(r"[.:]", name)[0]) not in sys.stdlib_module_names:
-            self.packages.add(package)
-        if (kind := _simulator_of(cls)) is not None:
-            self.simulators[path], self.paths[id(one)] = (kind, one), path
-        elif isinstance(one, type):
-            self._classes.setdefault(_name(one), one)
-        elif path and is_fixed(one):
-            self.fixed[path], self.paths[id(one)] = one, path
-        elif is_owned and _is_python(cls) and not isinstance(one, enum.Enum):
-            self.owners[path], self.paths[id(one)] = one, path
-
-    def _members(self, one: Any) -> Iterator[tuple[str, Any, bool]]:
-        """Yield what an object holds: the step from its path, the value, and whether it is an attribute."""
-        if isinstance(one, dict):
-            yield from ((f"[{key!r}]", value, False) for key, value in one.items())
-        elif isinstance(one, _CONTAINERS) or type(one).__name__ == "deque":
-            yield from ((f"[{position}]", value, False) for position, value in enumerate(one))
-        if hasattr(one, "__dict__"):
-            yield from ((f".{name}", value, True) for name, value in vars(one).items())
-
-    def find_class(self, name: str) -> type:
-        """Return a class that a state names: of an object that the env holds, or of one of their packages.
-
-        Raises:
-            ValueError: it is of another package, or no class.
-        """
-        if name in self._classes:
-            return self._classes[name]
-        module, _, qualname = name.partition(":")
-        found: Any = sys.modules.get(module) if module.partition(".")[0] in self.packages else None
-        for part in qualname.split("."):
-            found = getattr(found, part, None)
-        if not isinstance(found, type) or _name(found) != name:
-            raise ValueError(f"expected a state with objects of {sorted(self.packages)}, got one with {name}.")
-        return found
-
-
-def is_fixed(one: Any) -> bool:
-    """Return whether an object is no state: a function, class, module, space, model or renderer."""
-    if isinstance(one, (*_FUNCTIONS, type)):
-        return True
-    return any(_name(base).replace(":", ".").startswith(_FIXED) for base in type(one).__mro__[:-1])
-
-
-def _is_picture(one: Any) -> bool:
-    """Return whether an object only draws: an env makes it when it is first needed."""
-    return _name(type(one)).replace(":", ".").startswith(_DRAWING)
-
-
-def _is_python(cls: type) -> bool:
-    """Return whether the objects of a class consist of their attributes, so that C code holds nothing of them."""
-    return all(base.__flags__ & _HEAP_TYPE for base in cls.__mro__[:-1]) and (
-        cls.__basicsize__ <= object.__basicsize__ + 2 * np.dtype(np.intp).itemsize  # for `__dict__` and weak references
-        and cls.__dictoffset__ != 0
-    )
-
-
-def _name(cls: type) -> str:
-    return f"{getattr(cls, '__module__', '')}:{cls.__qualname__}"  # SWIG's types have no module
 
 
 # ---- values ------------------------------------------------------------------------------------
@@ -229,15 +99,15 @@ def _as_tensor(array: np.ndarray) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, graph: _Graph) -> None:
+    def __init__(self, file: io.BytesIO, graph: Graph) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._graph = graph
 
     def persistent_id(self, obj: Any) -> str | None:
         if (path := self._graph.paths.get(id(obj))) is not None:
-            return f"{'picture' if _is_picture(obj) else 'at'} {path}"
+            return f"{'picture' if is_picture(obj) else 'at'} {path}"
         if isinstance(obj, type) and obj.__module__ != "builtins":
-            return f"class {_name(obj)}"
+            return f"class {name_of(obj)}"
         return None
 
     def reducer_override(self, obj: Any) -> Any:
@@ -245,16 +115,16 @@ class _Pickler(pickle.Pickler):
             if obj in _MAKERS.values():
                 return NotImplemented
             raise Unsaveable(f"a {_words(obj)}")
-        if _name(type(obj)) == "torch:Tensor":
+        if name_of(type(obj)) == "torch:Tensor":
             return _as_tensor, (obj.detach().cpu().numpy(),)
         if isinstance(obj, enum.Enum):
             return type(obj), (obj.value,)
-        if _is_python(type(obj)):
+        if is_python(type(obj)):
             return copyreg.__newobj__, (type(obj),), vars(obj), None, None, _put  # type: ignore[attr-defined]
         return NotImplemented
 
 
-def _dump(graph: _Graph, value: Any) -> bytes:
+def _dump(graph: Graph, value: Any) -> bytes:
     file = io.BytesIO()
     _Pickler(file, graph).dump(value)
     return file.getvalue()
@@ -268,13 +138,13 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001  # the one in C cannot refu
 
     def _call(self, load: Callable[[Any], None]) -> None:
         called = self.stack[-2]
-        is_data = isinstance(called, type) and (issubclass(called, enum.Enum) or _name(called) in _DATA)
+        is_data = isinstance(called, type) and (issubclass(called, enum.Enum) or name_of(called) in _DATA)
         if not is_data and not any(called is maker for maker in _MAKERS.values()):
             raise ValueError(f"expected a state that consists of data, got one that calls {called!r:.80}.")
         load(self)
 
     def _build(self, load: Callable[[Any], None]) -> None:
-        if _is_python(type(self.stack[-2])):  # a `__setstate__` might build an env
+        if is_python(type(self.stack[-2])):  # a `__setstate__` might build an env
             raise ValueError(f"expected a state that consists of data, got one that builds {self.stack[-2]!r:.80}.")
         load(self)
 
@@ -283,7 +153,7 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001  # the one in C cannot refu
     for _code in (pickle.OBJ, pickle.INST, pickle.NEWOBJ_EX):
         del dispatch[_code[0]]
 
-    def __init__(self, file: io.BytesIO, graph: _Graph, owners: Mapping[str, Any]) -> None:
+    def __init__(self, file: io.BytesIO, graph: Graph, owners: Mapping[str, Any]) -> None:
         super().__init__(file)
         self._graph, self._owners = graph, owners
 
@@ -305,7 +175,7 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001  # the one in C cannot refu
         """Return one of the functions that make values; a state may name no others."""
         if (module, name) in _MAKERS:
             return _MAKERS[module, name]
-        if module == "torch" and _name(type(found := getattr(sys.modules["torch"], name, None))) == "torch:dtype":
+        if module == "torch" and name_of(type(found := getattr(sys.modules["torch"], name, None))) == "torch:dtype":
             return found
         raise ValueError(f"expected a state that consists of data, got one that calls {module}.{name}.")
 
@@ -342,7 +212,7 @@ _DATA = frozenset(
 )
 
 
-def _first_unsaveable(graph: _Graph) -> str | None:
+def _first_unsaveable(graph: Graph) -> str | None:
     """Return which attribute cannot be saved, in words."""
     for owner in graph.owners.values():
         for name, value in vars(owner).items():
@@ -355,7 +225,7 @@ def _first_unsaveable(graph: _Graph) -> str | None:
 
 
 def _words(value: Any) -> str:
-    name = _name(type(value)).removeprefix("builtins:").replace(":", ".")
+    name = name_of(type(value)).removeprefix("builtins:").replace(":", ".")
     return "C++ object, wrapped by SWIG" if name == ".SwigPyObject" else name
 
 
@@ -447,7 +317,7 @@ def _parts_of(space: Any) -> list[Any]:
     held = list(vars(space).values())
     parts = getattr(space, "spaces", ())
     held += parts.values() if isinstance(parts, Mapping) else parts
-    return [one for one in held if _simulator_of(type(one)) == "gymnasium.spaces.space:Space"]
+    return [one for one in held if simulator_of(type(one)) == "gymnasium.spaces.space:Space"]
 
 
 #: Class -> how its state is read and put back.
@@ -457,7 +327,3 @@ _SIMULATORS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] 
     "dm_control.mujoco.engine:Physics": (_save_physics, _restore_physics),
     "ale_py._ale_py:ALEInterface": (_save_ale, _restore_ale),
 }
-
-
-def _simulator_of(cls: type) -> str | None:
-    return next((name for base in cls.__mro__ if (name := _name(base)) in _SIMULATORS), None)
