@@ -5,10 +5,13 @@ Guarantees: looking changes nothing and calls no code of the env, except for pro
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import functools
 import re
 import sys
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,11 +44,9 @@ _FUNCTIONS = (
     classmethod,
 )
 _CONTAINERS = (dict, list, tuple, set, frozenset)
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.ndarray, np.generic)
-#: Packages that a state may name besides those of the env's own objects; of numpy, the classes.
-_PACKAGES = frozenset(
-    {"numpy", "collections", "enum", "random", "torch", "pathlib", "datetime", "decimal", "fractions"}
-)
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+#: Packages of which a state names no classes, unless the env has an object of the class now.
+_NOT_OF_ENVS = frozenset({*sys.stdlib_module_names, "numpy", "torch"})
 #: Classes of C whose objects have a state that functions of `snapshot.py` read and put back.
 _SIMULATORS = frozenset(
     {
@@ -64,7 +65,7 @@ class Graph:
     Attributes:
         owners: path -> object that is reached by attributes alone, "" for the env.
         simulators: path -> kind and object.
-        packages: of the classes of all objects.
+        packages: of the classes of all objects, without those of `_NOT_OF_ENVS`.
     """
 
     def __init__(self, env: Any) -> None:
@@ -72,7 +73,7 @@ class Graph:
         self.simulators: dict[str, tuple[str, Any]] = {}
         self.fixed: dict[str, Any] = {}
         self.paths: dict[int, str] = {}
-        self.packages = set(_PACKAGES)
+        self.packages: set[str] = set()
         self._classes: dict[str, type] = {}
         queue = [("", env, True)]
         seen = {id(env)}
@@ -81,7 +82,7 @@ class Graph:
             if path and (simulator_of(type(one)) is not None or is_fixed(one) or isinstance(one, enum.Enum)):
                 continue
             for name, value, by_attribute in self._members(one):
-                if id(value) not in seen and not isinstance(value, _PLAIN):
+                if id(value) not in seen and not is_plain(value):
                     seen.add(id(value))
                     queue.append((f"{path}{name}", value, is_owned and by_attribute))
         self._alive = [one for _, one, _ in queue]  # ids are unique only among objects that live
@@ -90,12 +91,9 @@ class Graph:
         cls = type(one)
         name = name_of(cls)
         self._classes.setdefault(name, cls)
-        if (package := re.split(r"[.:]", name)[0]) not in sys.stdlib_module_names:
-            self.packages.add(package)
+        self.packages |= {re.split(r"[.:]", name)[0]} - _NOT_OF_ENVS
         if (kind := simulator_of(cls)) is not None:
             self.simulators[path], self.paths[id(one)] = (kind, one), path
-        elif isinstance(one, type):
-            self._classes.setdefault(name_of(one), one)
         elif path and is_fixed(one):
             self.fixed[path], self.paths[id(one)] = one, path
         elif is_owned and is_python(cls) and not isinstance(one, enum.Enum):
@@ -105,25 +103,42 @@ class Graph:
         """Yield what an object holds: the step from its path, the value, and whether it is an attribute."""
         if isinstance(one, dict):
             yield from ((f"[{key!r}]", value, False) for key, value in one.items())
-        elif isinstance(one, _CONTAINERS) or type(one).__name__ == "deque":
-            yield from ((f"[{position}]", value, False) for position, value in enumerate(one))
+        elif isinstance(one, (*_CONTAINERS, np.ndarray)) or type(one).__name__ == "deque":
+            items = one.reshape(-1) if isinstance(one, np.ndarray) else one
+            yield from ((f"[{position}]", value, False) for position, value in enumerate(items))
         if hasattr(one, "__dict__"):
             yield from ((f".{name}", value, True) for name, value in vars(one).items())
+        for name, member in slots_of(type(one)).items():
+            with contextlib.suppress(AttributeError):  # one that was never set
+                yield f".{name}", member.__get__(one), False
 
     def find_class(self, name: str) -> type:
-        """Return a class that a state names: of an object that the env holds, or of one of their packages.
+        """Return the class of a name: of an object that the env has, or one that a package of theirs defines.
 
         Raises:
-            ValueError: it is of another package, or no class.
+            ValueError: there is none, or it would run code when an object of it is removed.
         """
-        if name in self._classes:
-            return self._classes[name]
-        module, _, qualname = name.partition(":")
-        found: Any = sys.modules.get(module) if module.partition(".")[0] in self.packages else None
-        for part in qualname.split("."):
-            found = getattr(found, part, None)
-        if not isinstance(found, type) or name_of(found) != name:
-            raise ValueError(f"expected a state with objects of {sorted(self.packages)}, got one with {name}.")
+        found = self._classes.get(name) or self._defined.get(name)
+        if found is None:
+            raise ValueError(
+                f"an object of {name!r:.80}, which no package of the env defines ({sorted(self.packages)})"
+            )
+        if hasattr(found, "__del__") and name not in self._classes:
+            raise ValueError(f"an object of {name}, which has a finalizer")
+        return found
+
+    @functools.cached_property
+    def _defined(self) -> dict[str, type]:
+        """The classes that the packages of the env's objects define, by name; of the modules that are loaded."""
+        found: dict[str, type] = {}
+        for module_name, module in list(sys.modules.items()):
+            if module_name.partition(".")[0] in self.packages:
+                values = list(vars(module).values())
+                for value in values:  # grows: classes in classes
+                    is_new = isinstance(value, type) and value.__module__ == module_name
+                    if is_new and name_of(value) not in found:
+                        found[name_of(value)] = value
+                        values += vars(value).values()
         return found
 
 
@@ -139,6 +154,11 @@ def is_fixed(one: Any) -> bool:
     return any(name_of(base).replace(":", ".").startswith(_FIXED) for base in type(one).__mro__[:-1])
 
 
+def is_plain(one: Any) -> bool:
+    """Return whether a value refers to no others, and has no class of the env."""
+    return type(one) in _PLAIN or isinstance(one, np.generic) or (type(one) is np.ndarray and one.dtype != object)
+
+
 def is_picture(one: Any) -> bool:
     """Return whether an object only draws: an env makes it when it is first needed."""
     return name_of(type(one)).replace(":", ".").startswith(_DRAWING)
@@ -150,6 +170,28 @@ def is_python(cls: type) -> bool:
         cls.__basicsize__ <= object.__basicsize__ + 2 * np.dtype(np.intp).itemsize  # for `__dict__` and weak references
         and cls.__dictoffset__ != 0
     )
+
+
+_SLOTS: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def slots_of(cls: type) -> dict[str, Any]:
+    """Return what `__slots__` of a class and its bases in Python have declared, by name."""
+    found = _SLOTS.get(cls)
+    if found is None:
+        found = _SLOTS[cls] = {}
+        for base in cls.__mro__:
+            is_python = base.__flags__ & _HEAP_TYPE
+            own = vars(base).items() if is_python else ()
+            found |= {name: one for name, one in own if isinstance(one, types.MemberDescriptorType)}
+    return found
+
+
+def is_made_of_attributes(cls: type) -> bool:
+    """Return whether the objects of a class consist of attributes and slots, so that C code holds nothing of them."""
+    pointer = np.dtype(np.intp).itemsize
+    most = object.__basicsize__ + pointer * (2 + len(slots_of(cls)))  # also `__dict__` and weak references
+    return all(base.__flags__ & _HEAP_TYPE for base in cls.__mro__[:-1]) and cls.__basicsize__ <= most
 
 
 def name_of(cls: type) -> str:

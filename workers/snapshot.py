@@ -1,35 +1,32 @@
 """Save and restore the state of an env that is written in Python: its attributes, wrappers and generators.
 
 Guarantees:
-- A state is data: `restore` imports nothing, and makes only objects of numpy, of the standard containers, and of
-  classes of the packages that the env's own objects come from.
-- `restore` changes nothing if the state is of another env.
+- A state is data: `read` imports nothing, and calls nothing that a state names; see `env_values.py`.
+- `read` changes nothing. It refuses what is damaged and what is of another env, and returns what restores the rest.
 - What one name refers to by two attributes is one object again afterwards.
 
 How: objects that are reached by attributes alone (the env, its wrappers, a task) are changed in place, because others
 may hold them. What they hold is copied by value. Functions, classes, modules, models, spaces and renderers stay as they
 are: a state refers to them by the path that leads to them, e.g. `env.unwrapped.model`. Simulators in C are saved by
-functions of their own (`_SIMULATORS`); any other object of an extension refuses.
+separate functions (`_SIMULATORS`); any other object of an extension refuses.
 """
 
 from __future__ import annotations
 
-import copyreg
-import enum
 import functools
-import io
-import pickle
+import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from envherd.workers.env_graph import Graph, is_fixed, is_picture, is_python, name_of, simulator_of
+from envherd.workers import plain, seeding
+from envherd.workers.env_graph import Graph, is_picture, simulator_of
+from envherd.workers.env_values import Reader, Unsaveable, Writer, pack, unpack, words_for
 
-
-class Unsaveable(NotImplementedError):
-    """An env that holds an object whose state cannot be read."""
+#: Of states; those of another version are refused.
+VERSION = 2
 
 
 def save(env: Any) -> dict[str, Any]:
@@ -39,241 +36,149 @@ def save(env: Any) -> dict[str, Any]:
         Unsaveable: names the attribute that cannot be saved.
     """
     graph = Graph(env)
-    owners = graph.owners
     try:
-        held = _dump(graph, {path: vars(owner) for path, owner in owners.items()})
+        writer = Writer(graph)
+        for owner in graph.owners.values():
+            writer.value(owner)
+        writer.finish()
+        simulators = {path: _SIMULATORS[kind].save(one) for path, (kind, one) in graph.simulators.items()}
+        held = plain.encode([writer.nodes, simulators])
     except Exception as error:
         raise Unsaveable(_first_unsaveable(graph) or f"{type(error).__name__}: {error}") from error
-    simulators = {path: _SIMULATORS[kind][0](one) for path, (kind, one) in graph.simulators.items()}
-    return {
-        "classes": {path: name_of(type(owner)) for path, owner in owners.items()},
-        "held": held,
-        "simulators": simulators,
-    }
+    return {"version": VERSION, "held": held, "digest": _digest(held)}
 
 
 def restore(env: Any, state: Any) -> None:
-    """Restore a state from `save`, of this env or of another one that an equal call has built.
+    """Restore a state from `save`, of this env or of another one that an equal call has built; see `read`."""
+    read(env, state)()
+
+
+def read(env: Any, state: Any) -> Callable[[], None]:
+    """Check a state, and return the function that restores it. Until it is called, nothing is changed.
 
     Raises:
-        ValueError: the state is of another env, or no state.
+        ValueError: the state is of another env, or damaged, or no state.
     """
-    if not (isinstance(state, Mapping) and {"classes", "held", "simulators"} <= state.keys()):
-        raise ValueError(f"expected what state_dict() or save() returned of this env, got a {type(state).__name__}.")
+    expected = "expected what state_dict() or save() returned of this env"
+    if not (isinstance(state, Mapping) and {"version", "held", "digest"} <= state.keys()):
+        raise ValueError(f"{expected}, got a {type(state).__name__} without a state of this form.")
+    if state["version"] != VERSION:
+        raise ValueError(f"{expected} with version {VERSION} of the format, got version {state['version']!r:.80}.")
+    held = state["held"]
+    if not isinstance(held, bytes) or state["digest"] != _digest(held):
+        raise ValueError(f"{expected}, got one that is damaged.")
     graph = Graph(env)
-    owners = {path: _owner(graph, path, name) for path, name in state["classes"].items()}
-    missing = sorted(state["simulators"].keys() ^ graph.simulators.keys())
-    if missing:
-        raise ValueError(f"expected the state of an env with equal simulators, got another one of env{missing[0]}.")
-    held = _Unpickler(io.BytesIO(state["held"]), graph, owners).load()
-    for path, attributes in held.items():
-        present = vars(owners[path])
-        pictures = {name: value for name, value in present.items() if is_picture(value)}
-        present.clear()
-        present.update({**attributes, **pictures})
-    for path, values in state["simulators"].items():
-        kind, one = graph.simulators[path]
-        _SIMULATORS[kind][1](one, values)
+    try:
+        nodes, simulators = plain.decode(held)
+        reader = Reader(graph, nodes)
+        reader.read()
+        loads = [_SIMULATORS[kind].read(one, simulators.pop(path)) for path, (kind, one) in graph.simulators.items()]
+    except Exception as error:  # whatever the bytes are
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{expected}, got {why:.400}.") from None
+    if simulators or "" not in reader.changes:
+        raise ValueError(f"{expected}, got one of an env with a simulator at {[*simulators]!r:.80}, or of none.")
+
+    def put() -> None:
+        for one, attributes in reader.changes.values():
+            present = vars(one)
+            pictures = {name: value for name, value in present.items() if is_picture(value)}
+            present.clear()
+            present.update({**attributes, **pictures})
+        for load in loads:
+            load()
+
+    return put
 
 
-def _owner(graph: Graph, path: str, name: str) -> Any:
-    """Return the object at a path, or a new one where the env holds none of this class now."""
-    live = graph.owners.get(path)
-    if live is not None and name_of(type(live)) == name:
-        return live
-    if path == "" or hasattr(live, "step"):
-        raise ValueError(f"expected the state of a {_words(live)}, got one of a {name.replace(':', '.')}.")
-    return object.__new__(graph.find_class(name))
-
-
-# ---- values ------------------------------------------------------------------------------------
-
-
-def _put(one: Any, attributes: dict[str, Any]) -> None:
-    """Set all attributes of a new object, without a `__setstate__`, which might build an env."""
-    vars(one).update(attributes)
-
-
-def _as_tensor(array: np.ndarray) -> Any:
-    return sys.modules["torch"].from_numpy(array)
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, graph: Graph) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._graph = graph
-
-    def persistent_id(self, obj: Any) -> str | None:
-        if (path := self._graph.paths.get(id(obj))) is not None:
-            return f"{'picture' if is_picture(obj) else 'at'} {path}"
-        if isinstance(obj, type) and obj.__module__ != "builtins":
-            return f"class {name_of(obj)}"
-        return None
-
-    def reducer_override(self, obj: Any) -> Any:
-        if is_fixed(obj) or type(obj).__name__ == "SwigPyObject":
-            if obj in _MAKERS.values():
-                return NotImplemented
-            raise Unsaveable(f"a {_words(obj)}")
-        if name_of(type(obj)) == "torch:Tensor":
-            return _as_tensor, (obj.detach().cpu().numpy(),)
-        if isinstance(obj, enum.Enum):
-            return type(obj), (obj.value,)
-        if is_python(type(obj)):
-            return copyreg.__newobj__, (type(obj),), vars(obj), None, None, _put  # type: ignore[attr-defined]
-        return NotImplemented
-
-
-def _dump(graph: Graph, value: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, graph).dump(value)
-    return file.getvalue()
-
-
-class _Unpickler(pickle._Unpickler):  # noqa: SLF001  # the one in C cannot refuse calls
-    """Reads a state; it calls nothing but constructors of data."""
-
-    stack: list[Any]
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)  # noqa: SLF001
-
-    def _call(self, load: Callable[[Any], None]) -> None:
-        called = self.stack[-2]
-        is_data = isinstance(called, type) and (issubclass(called, enum.Enum) or name_of(called) in _DATA)
-        if not is_data and not any(called is maker for maker in _MAKERS.values()):
-            raise ValueError(f"expected a state that consists of data, got one that calls {called!r:.80}.")
-        load(self)
-
-    def _build(self, load: Callable[[Any], None]) -> None:
-        if is_python(type(self.stack[-2])):  # a `__setstate__` might build an env
-            raise ValueError(f"expected a state that consists of data, got one that builds {self.stack[-2]!r:.80}.")
-        load(self)
-
-    dispatch[pickle.REDUCE[0]] = functools.partial(_call, load=dispatch[pickle.REDUCE[0]])
-    dispatch[pickle.BUILD[0]] = functools.partial(_build, load=dispatch[pickle.BUILD[0]])
-    for _code in (pickle.OBJ, pickle.INST, pickle.NEWOBJ_EX):
-        del dispatch[_code[0]]
-
-    def __init__(self, file: io.BytesIO, graph: Graph, owners: Mapping[str, Any]) -> None:
-        super().__init__(file)
-        self._graph, self._owners = graph, owners
-
-    def persistent_load(self, pid: str) -> Any:
-        kind, _, name = pid.partition(" ")
-        if kind == "class":
-            return self._graph.find_class(name)
-        if name in self._owners:
-            return self._owners[name]
-        if name in self._graph.simulators:
-            return self._graph.simulators[name][1]
-        if name not in self._graph.fixed:
-            if kind == "picture":
-                return None
-            raise ValueError(f"expected an env that holds an equal object at env{name}, got one without.")
-        return self._graph.fixed[name]
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return one of the functions that make values; a state may name no others."""
-        if (module, name) in _MAKERS:
-            return _MAKERS[module, name]
-        if module == "torch" and name_of(type(found := getattr(sys.modules["torch"], name, None))) == "torch:dtype":
-            return found
-        raise ValueError(f"expected a state that consists of data, got one that calls {module}.{name}.")
-
-
-def _makers() -> dict[tuple[str, str], Callable[..., Any]]:
-    """Return what pickles of numpy's and the standard library's values call, by module and name."""
-    found: list[Any] = [_put, _as_tensor, set, frozenset, bytearray, complex, slice, range]
-    array, number = np.zeros(1), np.float64(0)
-    found += [array.__reduce__()[0], number.__reduce__()[0], array.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[0]]
-    for bits in (np.random.PCG64(), np.random.MT19937()):
-        found += [bits.__reduce__()[0], np.random.Generator(bits).__reduce__()[0]]
-    found += [np.random.RandomState().__reduce__()[0], np.random.SeedSequence(0).__reduce__()[0]]
-    return {(one.__module__, one.__qualname__): one for one in found}
-
-
-_MAKERS = _makers()
-#: Classes that a state may call.
-_DATA = frozenset(
-    f"{module}:{name}"
-    for module, names in (
-        ("numpy", "dtype ndarray"),
-        ("collections", "OrderedDict Counter deque defaultdict"),
-        ("random", "Random"),
-        ("torch", "device Size"),
-        ("pygame.rect", "Rect FRect"),
-        ("pygame.math", "Vector2 Vector3"),
-        ("pygame.color", "Color"),
-        ("pathlib", "PosixPath PurePosixPath"),
-        ("datetime", "datetime timedelta date"),
-        ("decimal", "Decimal"),
-        ("fractions", "Fraction"),
-    )
-    for name in names.split()
-)
+def _digest(held: bytes) -> bytes:
+    """Return a hash that shows damage; who changes a state on purpose can also change it."""
+    return hashlib.blake2b(held, digest_size=16).digest()
 
 
 def _first_unsaveable(graph: Graph) -> str | None:
     """Return which attribute cannot be saved, in words."""
     for owner in graph.owners.values():
         for name, value in vars(owner).items():
+            writer = Writer(graph)
             try:
-                _dump(graph, value)
+                writer.value(value)
+                writer.finish(with_owners=False)
+                plain.encode(writer.nodes)
             except Exception as error:  # of any object
                 why = str(error) if isinstance(error, Unsaveable) else f"{type(error).__name__}: {error}"
-                return f"its attribute {type(owner).__name__}.{name} is a {_words(value)} ({why})"
+                return f"its attribute {type(owner).__name__}.{name} is a {words_for(value)} ({why})"
     return None
-
-
-def _words(value: Any) -> str:
-    name = name_of(type(value)).removeprefix("builtins:").replace(":", ".")
-    return "C++ object, wrapped by SWIG" if name == ".SwigPyObject" else name
 
 
 # ---- simulators in C ---------------------------------------------------------------------------
 
 
-def _save_mujoco(data: Any) -> dict[str, Any]:
-    """Return all that the next steps read: the integrator's state, and the arrays that the last step has computed."""
+#: Integers of a MuJoCo model that a task may change, by the end of their names: bit masks and switches. All others are
+#: indices and sizes, which the simulator does not check.
+_MASKS = ("_contype", "_conaffinity", "_group", "_limited", "_priority", "eq_active0")
+
+
+def _save_mujoco(data: Any) -> list[Any]:
+    """Return all that the next steps read: the integrator's state, and the arrays that the last step has computed.
+
+    MuJoCo computes the integers among them again; those of the model are parts of its structure.
+    """
     mujoco = sys.modules["mujoco"]
     kind = mujoco.mjtState.mjSTATE_INTEGRATION
     state = np.empty(mujoco.mj_stateSize(data.model, kind))
     mujoco.mj_getState(data.model, data, state, kind)
-    computed = {name: _packed(array) for name, array in _arrays(data)}
-    model = {name: _packed(array) for name, array in _arrays(data.model)}  # tasks move targets and change masses in it
-    return {"state": _packed(state), "computed": computed, "model": model}
+    computed = {name: pack(array) for name, array in _arrays(data).items() if array.dtype.kind == "f"}
+    model = {name: pack(array) for name, array in _arrays(data.model).items()}  # tasks change targets and masses in it
+    return [pack(state), computed, model]
 
 
-def _restore_mujoco(data: Any, saved: Mapping[str, Any]) -> None:
+def _read_mujoco(data: Any, saved: Any) -> Callable[[], None]:
     mujoco = sys.modules["mujoco"]
-    _copy(saved["model"], data.model)
-    mujoco.mj_setState(data.model, data, _unpacked(saved["state"]), mujoco.mjtState.mjSTATE_INTEGRATION)
-    mujoco.mj_forward(data.model, data)  # contacts and constraints
-    _copy(saved["computed"], data)
+    kind = mujoco.mjtState.mjSTATE_INTEGRATION
+    packed, computed, model = saved
+    state = unpack(packed)
+    if state.shape != (mujoco.mj_stateSize(data.model, kind),) or state.dtype != float or not np.isfinite(state).all():
+        raise ValueError(f"a simulation of {state.dtype} {state.shape}, or one that is not finite")
+    to_data = _pairs(_arrays(data), computed)
+    to_model = _pairs(_arrays(data.model), model)
+    for name, before in model.items():
+        array = getattr(data.model, name)
+        if array.dtype.kind != "f" and not name.endswith(_MASKS) and (array != unpack(before)).any():
+            raise ValueError(f"a model with another {name}")
+
+    def put() -> None:
+        _copy(to_model)
+        mujoco.mj_setState(data.model, data, state, kind)
+        mujoco.mj_forward(data.model, data)  # contacts and constraints
+        _copy(to_data)
+
+    return put
 
 
-def _copy(saved: Mapping[str, list[Any]], to: Any) -> None:
-    for name, array in _arrays(to):
-        if (before := saved.get(name)) is not None and tuple(before[1]) == array.shape:
-            array[...] = _unpacked(before)
+def _pairs(arrays: Mapping[str, np.ndarray], saved: Mapping[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the arrays of a simulator, each with the one that was saved of it."""
+    pairs = [(arrays[name], unpack(packed)) for name, packed in saved.items()]
+    for array, before in pairs:
+        if (array.shape, array.dtype) != (before.shape, before.dtype):
+            raise ValueError(f"an array {before.dtype} {before.shape} of a simulation, not {array.dtype} {array.shape}")
+    return pairs
 
 
-def _packed(array: np.ndarray) -> list[Any]:
-    """Return an array as dtype, shape and bytes, which `torch.load` reads without pickles."""
-    return [array.dtype.str, list(array.shape), array.tobytes()]
+def _copy(pairs: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    for array, before in pairs:
+        array[...] = before
 
 
-def _unpacked(packed: list[Any]) -> np.ndarray:
-    dtype, shape, data = packed
-    return np.frombuffer(data, dtype).reshape(shape)
-
-
-def _arrays(one: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the arrays of fixed size of an `MjData` or `MjModel` by name, without meshes and textures."""
-    for name in dir(one):
-        if not name.startswith(("_", "efc_", "contact", "iefc_", "island", "mesh_", "tex_", "skin_", "bvh_", "names")):
-            value = getattr(one, name)
-            if isinstance(value, np.ndarray) and value.flags.writeable and value.size:
-                yield name, value
+def _arrays(one: Any) -> dict[str, np.ndarray]:
+    """Return the arrays of fixed size of an `MjData` or `MjModel` by name, without meshes and textures."""
+    left_out = ("_", "efc_", "contact", "iefc_", "island", "mesh_", "tex_", "skin_", "bvh_", "names")
+    values = ((name, getattr(one, name)) for name in dir(one) if not name.startswith(left_out))
+    return {
+        name: value
+        for name, value in values
+        if isinstance(value, np.ndarray) and value.flags.writeable and value.size and value.dtype.kind in "biuf"
+    }
 
 
 def _save_ale(ale: Any) -> bytes:
@@ -285,16 +190,14 @@ def _save_ale(ale: Any) -> bytes:
     return state
 
 
-def _restore_ale(ale: Any, state: bytes) -> None:
-    ale.restoreState(sys.modules["ale_py"].ALEState(state))
-
-
-def _save_physics(physics: Any) -> dict[str, Any]:
-    return _save_mujoco(physics.data.ptr)
-
-
-def _restore_physics(physics: Any, saved: Mapping[str, Any]) -> None:
-    _restore_mujoco(physics.data.ptr, saved)
+def _read_ale(ale: Any, saved: Any) -> Callable[[], None]:
+    """Restore a state and then the present one: only the emulator can read a state."""
+    state, before = sys.modules["ale_py"].ALEState(saved), ale.cloneState(include_rng=True)
+    try:
+        ale.restoreState(state)
+    finally:
+        ale.restoreState(before)
+    return functools.partial(ale.restoreState, state)
 
 
 def _save_space(space: Any) -> list[Any]:
@@ -303,14 +206,22 @@ def _save_space(space: Any) -> list[Any]:
     return [None if own is None else own.bit_generator.state, [_save_space(part) for part in _parts_of(space)]]
 
 
-def _restore_space(space: Any, saved: list[Any]) -> None:
+def _read_space(space: Any, saved: Any) -> Callable[[], None]:
     own, parts = saved
-    if own is None:
-        space._np_random = None  # noqa: SLF001
-    else:
-        space.np_random.bit_generator.state = own
-    for part, state in zip(_parts_of(space), parts, strict=True):
-        _restore_space(part, state)
+    bits = None if own is None else seeding.bits_of(own)
+    loads = [_read_space(part, state) for part, state in zip(_parts_of(space), parts, strict=True)]
+
+    def put() -> None:
+        if bits is None:
+            space._np_random = None  # noqa: SLF001  # `np_random` would make one
+        else:
+            space.np_random.bit_generator.state = bits.state
+        for load in loads:
+            load()
+
+    if bits is not None and type(space.np_random.bit_generator) is not type(bits):
+        raise ValueError(f"a generator {type(bits).__name__} of a space")
+    return put
 
 
 def _parts_of(space: Any) -> list[Any]:
@@ -320,10 +231,19 @@ def _parts_of(space: Any) -> list[Any]:
     return [one for one in held if simulator_of(type(one)) == "gymnasium.spaces.space:Space"]
 
 
-#: Class -> how its state is read and put back.
-_SIMULATORS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
-    "gymnasium.spaces.space:Space": (_save_space, _restore_space),
-    "mujoco._structs:MjData": (_save_mujoco, _restore_mujoco),
-    "dm_control.mujoco.engine:Physics": (_save_physics, _restore_physics),
-    "ale_py._ale_py:ALEInterface": (_save_ale, _restore_ale),
+class _Simulator(NamedTuple):
+    """How the state of a simulator is saved, and read: `read` checks it and returns what puts it back."""
+
+    save: Callable[[Any], Any]
+    read: Callable[[Any, Any], Callable[[], None]]
+
+
+#: Class -> its functions.
+_SIMULATORS = {
+    "gymnasium.spaces.space:Space": _Simulator(_save_space, _read_space),
+    "mujoco._structs:MjData": _Simulator(_save_mujoco, _read_mujoco),
+    "dm_control.mujoco.engine:Physics": _Simulator(
+        lambda physics: _save_mujoco(physics.data.ptr), lambda physics, saved: _read_mujoco(physics.data.ptr, saved)
+    ),
+    "ale_py._ale_py:ALEInterface": _Simulator(_save_ale, _read_ale),
 }

@@ -29,9 +29,10 @@ import numpy as np
 import torch
 
 from envherd.shm.specs import Box, Discrete, Domain, EnvSpec, Key, LeafSpec, MultiDiscrete, Unbounded, done_leaves
-from envherd.workers import snapshot
+from envherd.workers import seeding, snapshot
 from envherd.workers.adapters.common.tree import interval, nested
 from envherd.workers.adapters.simulators.batch import Leaves, Stepped, TorchBatchAdapter, torch_dtype_name
+from envherd.workers.env_values import Unsaveable
 from envherd.workers.errors import SpecError
 
 #: Agent index -> what VMAS gave for that agent.
@@ -112,16 +113,26 @@ class VmasAdapter(TorchBatchAdapter):
         state.generators = self._generators.state
         try:
             return snapshot.save(state)
-        except snapshot.Unsaveable as error:
+        except Unsaveable as error:
             raise self._without_state(str(error)) from None
 
     def load_state_dict(self, state: Any) -> None:
         """Restore a state that `state_dict` returned."""
+        self.read_state(state)()
+
+    def read_state(self, state: Any) -> Callable[[], None]:
+        """Check a state that `state_dict` returned; return what restores it."""
         restored = _State()
         restored.env = self.env
-        snapshot.restore(restored, state)
-        self._latest, self._random_state = restored.latest, restored.random_state
-        self._generators.state = restored.generators
+        put = snapshot.read(restored, state)
+
+        def put_all() -> None:
+            put()
+            seeding.legacy_of(restored.generators[1])  # numpy does not check it
+            self._latest, self._random_state = restored.latest, restored.random_state
+            self._generators.state = restored.generators
+
+        return put_all
 
     def render(self) -> Any:
         """Return VMAS's picture of row 0, uint8 `[H, W, 3]`; VMAS needs a display (or a virtual one)."""
