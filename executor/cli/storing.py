@@ -20,7 +20,7 @@ from typing import Any
 
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
 
-from envherd.executor.pools.capsule_file import is_count, is_line
+from envherd.executor.pools.capsule_file import is_count, is_line, is_root_seed
 from envherd.workers.adapters.env_names import is_only_looked_up
 
 SCHEMA = "envherd.stored/1"
@@ -145,7 +145,7 @@ _FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "env": ("a printable text", is_line),
     "env_kwargs": ("an object", lambda value: isinstance(value, dict)),
     "max_steps": ("an integer of at least 1 or null", lambda value: value is None or is_count(value, 1)),
-    "seed": ("an integer of at least 0", is_count),
+    "seed": ("an integer of at least 0", is_root_seed),
 }
 
 
