@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import json
 import os
 import pickle
 import re
@@ -16,7 +17,7 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 from envherd.executor import EnvError, ParallelEnv
-from envherd.executor.cli.storing import RolloutStore
+from envherd.executor.cli.storing import RolloutStore, StoreError, load_rollout
 from envherd.workers.testing import CountingEnv
 from tests.conftest import is_of_others
 from tests.extras import needs
@@ -32,7 +33,6 @@ UNPICKLES = {
     "executor/facades/sb3/factory.py": "the same",
     "workers/adapters/hosts/torchrl_guest.py": "the same",
     "executor/protocol/saving.py": "answers of workers, with options.infos='pickle'",
-    "workers/snapshot.py": "states of envs, by a reader that calls only constructors of data",
     "workers/testing/together.py": "a record of its own child, in the check of a user's env",
     "workers/infos.py": "infos of workers, with options.infos='pickle' (facades of Gymnasium and SB3)",
     "executor/facades/gymnasium/worker.py": "values of spaces that are no arrays (facade of Gymnasium)",
@@ -216,6 +216,38 @@ def test_a_stored_rollout_is_loaded_without_unpickling(tmp_path):
     with pytest.raises(Exception, match=r"[Pp]ickle"):
         TensorDict.load_memmap(tmp_path / "evil", allow_pickle=False)
     assert not (tmp_path / "ran").exists()
+
+
+GROWING: dict[str, tuple[str, Any]] = {
+    "a larger leaf": ("rollout/meta.json", {"shape": [3, 2, 10**6]}),
+    "a leaf of a negative size": ("rollout/meta.json", {"shape": [-3, 2, 4]}),
+    "a leaf of another type": ("rollout/meta.json", {"dtype": "torch.int64"}),
+    "no type": ("rollout/meta.json", {"dtype": "torch.load"}),
+    "an inner leaf": ("rollout/next/meta.json", {"shape": [3, 2, 10**6]}),
+    "a link": ("rollout/meta.json", {}),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_stored_rollout_makes_no_file_grow(tmp_path, name):
+    place, changes = GROWING[name]
+    store = RolloutStore(tmp_path / "rollout", 2)
+    for _ in range(2):
+        leaf = torch.ones(3, 4)
+        store.add(TensorDict({"observation": leaf, "next": TensorDict({"observation": leaf}, [3])}, [3]))
+    store.finish({"env": "gymnasium:CartPole-v1", "env_kwargs": {}, "max_steps": None, "seed": 0})
+    assert (load_rollout(tmp_path / "rollout")[0]["next", "observation"] == 1).all()
+    if name == "a link":
+        (tmp_path / "mine").write_text("mine")
+        (tmp_path / "rollout/observation.memmap").unlink()
+        (tmp_path / "rollout/observation.memmap").symlink_to(tmp_path / "mine")
+    meta = json.loads((tmp_path / place).read_text())
+    meta["observation"] |= changes
+    (tmp_path / place).write_text(json.dumps(meta))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(StoreError, match="expected a memory-mapped TensorDict"):
+        load_rollout(tmp_path / "rollout")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 @needs("cli")
