@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from envherd.workers import seeding
-from envherd.workers.env_graph import Graph, is_fixed, is_made_of_attributes, is_picture, name_of, slots_of
+from envherd.workers.env_graph import Graph, is_fixed, is_made_of_attributes, is_picture, is_python, name_of, slots_of
 
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 #: Names of dtypes whose values are numbers, text, times or bools, as `dtype.str` gives them.
@@ -308,7 +308,10 @@ def _make_owner(reader: Reader, _: Any, content: Any) -> Any:
         return live
     if path == "" or hasattr(live, "step"):
         raise ValueError(f"one of a {str(name).replace(':', '.')} for a {words_for(live)}")
-    return _make_object(reader, reader.class_of(name, object), None)
+    cls = reader.class_of(name, object)
+    if not is_python(cls):
+        raise ValueError(f"an object of {name} as a part of the env")
+    return object.__new__(cls)
 
 
 def _make_object(_: Reader, cls: Any, __: Any) -> Any:
@@ -435,6 +438,8 @@ def _make_data(reader: Reader, _: Any, content: Any) -> Any:
         raise ValueError(f"a {name}")
     found = vars(sys.modules[module])[qualname]
     values = [reader.value(one) for one in arguments]
+    if name == "builtins:bytearray" and type(values[0]) is not bytes:  # a number is a size
+        raise ValueError("a bytearray without bytes")
     if not all(type(one) in _SCALARS or name_of(type(one)).startswith("datetime:") for one in values):
         raise ValueError(f"a {name} of {arguments!r:.80}")
     return found(values) if name == "torch:Size" else found(*values)

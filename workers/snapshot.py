@@ -140,34 +140,30 @@ def _read_mujoco(data: Any, saved: Any) -> Callable[[], None]:
     state = unpack(packed)
     if state.shape != (mujoco.mj_stateSize(data.model, kind),) or state.dtype != float or not np.isfinite(state).all():
         raise ValueError(f"a simulation of {state.dtype} {state.shape}, or one that is not finite")
-    to_data = _pairs(_arrays(data), computed)
-    to_model = _pairs(_arrays(data.model), model)
-    for name, before in model.items():
-        array = getattr(data.model, name)
-        if array.dtype.kind != "f" and not name.endswith(_MASKS) and (array != unpack(before)).any():
+    before = {name: unpack(one) for name, one in computed.items()}
+    structure = {name: unpack(one) for name, one in model.items()}
+    for name, array in _arrays(data.model).items():
+        saved_one = structure[name]
+        is_free = array.dtype.kind == "f" or name.endswith(_MASKS)
+        is_equal = (array.shape, array.dtype) == (saved_one.shape, saved_one.dtype)
+        if not is_equal or not (is_free or (array == saved_one).all()):
             raise ValueError(f"a model with another {name}")
 
     def put() -> None:
-        _copy(to_model)
+        _copy(structure, data.model)
         mujoco.mj_setState(data.model, data, state, kind)
-        mujoco.mj_forward(data.model, data)  # contacts and constraints
-        _copy(to_data)
+        mujoco.mj_forward(data.model, data)  # contacts and constraints, in memory that is new afterwards
+        _copy(before, data)
 
     return put
 
 
-def _pairs(arrays: Mapping[str, np.ndarray], saved: Mapping[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the arrays of a simulator, each with the one that was saved of it."""
-    pairs = [(arrays[name], unpack(packed)) for name, packed in saved.items()]
-    for array, before in pairs:
-        if (array.shape, array.dtype) != (before.shape, before.dtype):
-            raise ValueError(f"an array {before.dtype} {before.shape} of a simulation, not {array.dtype} {array.shape}")
-    return pairs
-
-
-def _copy(pairs: list[tuple[np.ndarray, np.ndarray]]) -> None:
-    for array, before in pairs:
-        array[...] = before
+def _copy(saved: Mapping[str, np.ndarray], to: Any) -> None:
+    """Copy arrays to those of a simulator, except for those whose size follows from its present state."""
+    for name, array in _arrays(to).items():
+        before = saved.get(name)
+        if before is not None and (before.shape, before.dtype) == (array.shape, array.dtype):
+            array[...] = before
 
 
 def _arrays(one: Any) -> dict[str, np.ndarray]:
