@@ -96,7 +96,7 @@ class Graph:
             self.simulators[path], self.paths[id(one)] = (kind, one), path
         elif path and is_fixed(one):
             self.fixed[path], self.paths[id(one)] = one, path
-        elif is_owned and is_python(cls) and not isinstance(one, enum.Enum):
+        elif is_owned and is_python(cls) and not (isinstance(one, enum.Enum) or is_closing(cls)):
             self.owners[path], self.paths[id(one)] = one, path
 
     def _members(self, one: Any) -> Iterator[tuple[str, Any, bool]]:
@@ -123,7 +123,7 @@ class Graph:
             raise ValueError(
                 f"an object of {name!r:.80}, which no package of the env defines ({sorted(self.packages)})"
             )
-        if hasattr(found, "__del__") and name not in self._classes:
+        if hasattr(found, "__del__") and (name not in self._classes or is_closing(found)):
             raise ValueError(f"an object of {name}, which has a finalizer")
         return found
 
@@ -152,6 +152,11 @@ def is_fixed(one: Any) -> bool:
     if isinstance(one, (*_FUNCTIONS, type)):
         return True
     return any(name_of(base).replace(":", ".").startswith(_FIXED) for base in type(one).__mro__[:-1])
+
+
+def is_closing(cls: type) -> bool:
+    """Return whether objects of a class of the standard library do something when they are removed: delete a file."""
+    return hasattr(cls, "__del__") and cls.__module__.partition(".")[0] in sys.stdlib_module_names
 
 
 def is_plain(one: Any) -> bool:

@@ -28,7 +28,16 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from envherd.workers import seeding
-from envherd.workers.env_graph import Graph, is_fixed, is_made_of_attributes, is_picture, is_python, name_of, slots_of
+from envherd.workers.env_graph import (
+    Graph,
+    is_closing,
+    is_fixed,
+    is_made_of_attributes,
+    is_picture,
+    is_python,
+    name_of,
+    slots_of,
+)
 
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 #: Names of dtypes whose values are numbers, text, times or bools, as `dtype.str` gives them.
@@ -145,7 +154,7 @@ class Writer:
             return "owner" if self.graph.paths[id(one)] in self.graph.owners else "at"
         if isinstance(one, type) and _CLASSES.get(name_of(one)) is one:
             return "class"
-        if is_fixed(one):
+        if is_fixed(one) or is_closing(cls):
             raise Unsaveable(f"a {words_for(one)}")
         if cls not in self._kinds:
             own = (kind for kind, entry in _KINDS.items() if entry.has is not None and entry.has(cls))

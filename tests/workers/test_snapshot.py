@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import random
 import subprocess
+import tempfile
 import threading
 
 import gymnasium
@@ -146,6 +147,10 @@ class Held(Room):
 
 UNSAVEABLE = {
     "a lock": (threading.Lock, "Held.held is a _thread.lock"),
+    "a file that is removed": (
+        lambda: tempfile._TemporaryFileCloser(None, "x", delete=False),
+        "Held.held is a tempfile._TemporaryFileCloser",
+    ),
     "a generator": (lambda: (i for i in range(3)), "Held.held is a generator"),
     "in a container": (lambda: {"a": [threading.Lock()]}, "Held.held is a dict"),
 }
@@ -195,6 +200,12 @@ REFUSED = {
     "a huge array of objects": (with_node("objects", None, [[2**40], []]), "0 objects for"),
     "a finalizer": (with_node("object", f"{__name__}:Removed", []), "Removed, which has a finalizer"),
     "a class that the env refers to": (with_node("object", "subprocess:Popen", []), "subprocess:Popen"),
+    "a file that is removed": (
+        with_node(
+            "owner", None, [f"{PLACE}.task.kept", "tempfile:_TemporaryFileCloser"], {"name": "x", "delete": True}
+        ),
+        "an object of .tempfile:_TemporaryFileCloser",
+    ),
     "a class as a value": (with_node("class", None, "subprocess:Popen"), "Popen"),
     "a class of C": (with_node("object", "numpy:ndarray", []), "ndarray"),
     "a list as a dict": (with_node("dict", f"{__name__}:Ball", []), "which is no dict"),
