@@ -65,6 +65,7 @@ class Graph:
     Attributes:
         owners: path -> object that is reached by attributes alone, "" for the env.
         simulators: path -> kind and object.
+        held_classes: name -> class that is itself a value, e.g. a key.
         packages: of the classes of all objects, without those of `_NOT_OF_ENVS`.
     """
 
@@ -72,6 +73,7 @@ class Graph:
         self.owners: dict[str, Any] = {}
         self.simulators: dict[str, tuple[str, Any]] = {}
         self.fixed: dict[str, Any] = {}
+        self.held_classes: dict[str, type] = {}
         self.paths: dict[int, str] = {}
         self.packages: set[str] = set()
         self._classes: dict[str, type] = {}
@@ -94,6 +96,8 @@ class Graph:
         self.packages |= {re.split(r"[.:]", name)[0]} - _NOT_OF_ENVS
         if (kind := simulator_of(cls)) is not None:
             self.simulators[path], self.paths[id(one)] = (kind, one), path
+        elif isinstance(one, type):
+            self.held_classes[name_of(one)] = one
         elif path and is_fixed(one):
             self.fixed[path], self.paths[id(one)] = one, path
         elif is_owned and is_python(cls) and not (isinstance(one, enum.Enum) or is_closing(cls)):
@@ -103,6 +107,7 @@ class Graph:
         """Yield what an object holds: the step from its path, the value, and whether it is an attribute."""
         if isinstance(one, dict):
             yield from ((f"[{key!r}]", value, False) for key, value in one.items())
+            yield from ((f".keys()[{position}]", key, False) for position, key in enumerate(one))
         elif isinstance(one, (*_CONTAINERS, np.ndarray)) or type(one).__name__ == "deque":
             items = one.reshape(-1) if isinstance(one, np.ndarray) else one
             yield from ((f"[{position}]", value, False) for position, value in enumerate(items))

@@ -152,7 +152,7 @@ class Writer:
         cls = type(one)
         if id(one) in self.graph.paths:
             return "owner" if self.graph.paths[id(one)] in self.graph.owners else "at"
-        if isinstance(one, type) and _CLASSES.get(name_of(one)) is one:
+        if isinstance(one, type) and one in (_CLASSES.get(name_of(one)), self.graph.held_classes.get(name_of(one))):
             return "class"
         if is_fixed(one) or is_closing(cls):
             raise Unsaveable(f"a {words_for(one)}")
@@ -504,7 +504,10 @@ def _make_generator(reader: Reader, _: Any, content: Any) -> Any:
 _KINDS: dict[str, _Kind] = {
     "owner": _Kind(take=_take_owner, make=_make_owner, fill=_nothing),
     "at": _Kind(take=lambda writer, one: [writer.graph.paths[id(one)], is_picture(one)], make=_make_at),
-    "class": _Kind(take=lambda _, one: name_of(one), make=lambda _, __, name: _CLASSES[name]),
+    "class": _Kind(
+        take=lambda _, one: name_of(one),
+        make=lambda reader, _, name: {**reader.graph.held_classes, **_CLASSES}[name],
+    ),
     "data": _Kind(take=_take_data, make=_make_data),
     "enum": _Kind(take=_take_enum, make=_make_enum, has=_below(enum.Enum)),
     "scalar": _Kind(
