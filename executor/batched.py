@@ -534,8 +534,9 @@ class BatchedEnv:
             env_ids: the envs, in the order of `states`; default: all.
 
         Raises:
-            ValueError: another number of states, or a root is not of these envs; nothing was restored.
-            EnvError: an env refused its state; the envs that were to be restored need a reset.
+            ValueError: a state is damaged or of another env, or there are more or fewer states than envs; nothing was
+                restored.
+            EnvError: `load_state_dict` of an env raised; the envs that were to be restored need a reset.
             Busy: one of the envs was sent and not received, or a rollout is in progress.
         """
         with self._guard:
@@ -550,10 +551,10 @@ class BatchedEnv:
                 raises then.
 
         Returns:
-            `{"env0": ..., ..., "executor": {"seed": ..., "episodes": [...], "actions": ..., "roots": [...], "ended":
-            [...], "generators": [...]}}`: the envs' states; the root seed; the episode that the next reset of each env
-            begins; the state of the generator of `rand_action`; and each env's entries of `save`. `torch.save` can
-            save it.
+            `{"env0": ..., ..., "executor": {"version": ..., "seed": ..., "episodes": [...], "actions": ..., "roots":
+            [...], "ended": [...], "generators": [...]}}`: the envs' states; the version of this form; the root seed;
+            the episode that the next reset of each env begins; the state of the generator of `rand_action`; and each
+            env's entries of `save`. `torch.save` can save it.
 
         Raises:
             EnvError: an env cannot be saved, and `with_envs` is True.
@@ -572,8 +573,8 @@ class BatchedEnv:
         yourself.
 
         Raises:
-            ValueError: the state of an env is missing, or a root is not of these envs; nothing was loaded.
-            EnvError: an env refused its state; all envs must be reset.
+            ValueError: the state is damaged, or of other envs or another number of envs; nothing was loaded.
+            EnvError: `load_state_dict` of an env raised; all envs must be reset.
             Busy: an env was sent and not received, or a rollout is in progress.
         """
         with self._guard:

@@ -96,7 +96,7 @@ ORDER = {
             "reply",
             "seeding",
         ),
-        *("random_values", "snapshot", "processes", "writers"),
+        *("random_values", "env_graph", "env_values", "snapshot", "processes", "writers"),
         *("adapters.base", "adapters.registry", "adapters.common"),
         *("adapters.gymnasium", "adapters.gymnasium_vector", "adapters.envpool", "adapters.dm_env"),
         *("adapters.meltingpot", "adapters.pettingzoo", "adapters.torchrl", "adapters.simulators"),

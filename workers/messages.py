@@ -113,7 +113,7 @@ class Prepare:
 
 
 #: The values of `what` for which `args` holds one item per env.
-PER_ENV = frozenset({"set", "each", "restore"})
+PER_ENV = frozenset({"set", "each", "check", "restore"})
 #: The values of `what` that may change an env.
 CHANGES = frozenset({"call", "each", "set", "restore"})
 #: The values of `what` after which a worker steps envs even if they need a reset, which the facade then checks.
@@ -125,9 +125,10 @@ class Ask:
     """Request something other than a step from envs; the answer holds one value per env.
 
     `what` is "call", "each" (a call with one argument, a different one for each env), "get", "has" (whether "get" would
-    succeed), "set", "layers" (the classes of an env and its wrappers), "render", "save", "restore" or
-    "allow_steps" (let envs be stepped that were never reset). The answer repeats `number`, so that a late answer to an
-    interrupted request is not mistaken for the next one. A request with `is_silent` gets no answer.
+    succeed), "set", "layers" (the classes of an env and its wrappers), "render", "save", "check" (why an env cannot
+    have a state, as text), "restore" or "allow_steps" (let envs be stepped that were never reset). The answer repeats
+    `number`, so that a late answer to an interrupted request is not mistaken for the next one. A request with
+    `is_silent` gets no answer.
     """
 
     what: str

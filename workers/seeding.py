@@ -12,7 +12,7 @@ import operator
 import random
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -180,6 +180,51 @@ def _generators(env: Any) -> list[Any]:
     return list(found.values())
 
 
+_BITS = {
+    kind.__name__: kind
+    for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
+}
+#: Where the generators read from a block of words next; numpy does not check it.
+_MOST = {"pos": 624, "buffer_pos": 4}
+
+
+def bits_of(state: Mapping[str, Any], seeds: Any = None) -> np.random.BitGenerator:
+    """Return a bit generator in a state that `BitGenerator.state` returned.
+
+    Args:
+        state: of the generator.
+        seeds: its `SeedSequence`; None if it has none.
+
+    Raises:
+        Exception: of any type, if it is no such state.
+    """
+    if seeds is not None and type(seeds) is not np.random.SeedSequence:
+        raise TypeError(f"seeds of {type(seeds)}")
+    for name, place in {**state, **state["state"]}.items():
+        if name in _MOST and not (type(place) is int and 0 <= place <= _MOST[name]):
+            raise ValueError(f"{name}={place!r:.80}")
+    bits: Any = _BITS[state["bit_generator"]](np.random.SeedSequence(0) if seeds is None else seeds)
+    bits.state = state
+    found: np.random.BitGenerator = bits
+    return found
+
+
+def legacy_of(state: Mapping[str, Any]) -> np.random.RandomState:
+    """Return a generator in a state that `RandomState.get_state(legacy=False)` returned; raises as `bits_of`."""
+    found = np.random.RandomState(bits_of(state))
+    found.set_state(dict(state))
+    return found
+
+
+def python_of(version: int, words: Sequence[int], gauss: float | None) -> random.Random:
+    """Return a generator in a state that `random.Random.getstate` returned; raises as `bits_of`."""
+    found = random.Random()
+    if type(gauss) not in (float, type(None)):
+        raise TypeError(f"gauss={gauss!r:.80}")
+    found.setstate((version, tuple(words), gauss))
+    return found
+
+
 def globals_state() -> tuple[Any, ...]:
     """Return the state of python's and numpy's global generators, comparable with `same_state`."""
     return random.getstate(), np.random.get_state(legacy=False)
@@ -192,15 +237,22 @@ def restore_globals(state: tuple[Any, ...]) -> None:
 
 
 def as_plain(state: tuple[Any, ...]) -> dict[str, Any]:
-    """Return a state from `globals_state` as plain data."""
-    version, words, gauss = state[0]
-    return {"python": [version, np.array(words, np.uint32), gauss], "numpy": state[1]}
+    """Return a state from `globals_state` as plain data without arrays."""
+    (version, words, gauss), legacy = state
+    key = legacy["state"]["key"].astype("<u4").tobytes()
+    numpy = {**legacy, "state": {**legacy["state"], "key": key}}
+    return {"python": [version, np.array(words, "<u4").tobytes(), gauss], "numpy": numpy}
 
 
 def from_plain(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the state that `as_plain` was given."""
+    """Return the state that `as_plain` was given; raises as `bits_of`, if it was given none."""
     version, words, gauss = state["python"]
-    return (version, tuple(words.tolist()), gauss), state["numpy"]
+    legacy = dict(state["numpy"])
+    legacy["state"] = {**legacy["state"], "key": np.frombuffer(legacy["state"]["key"], "<u4")}
+    if legacy["bit_generator"] != "MT19937":
+        raise ValueError(f"the global generator {legacy['bit_generator']!r:.80}")
+    python = python_of(version, np.frombuffer(words, "<u4").tolist(), gauss)
+    return python.getstate(), legacy_of(legacy).get_state(legacy=False)
 
 
 def drawn_between(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:

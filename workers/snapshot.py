@@ -1,35 +1,32 @@
 """Save and restore the state of an env that is written in Python: its attributes, wrappers and generators.
 
 Guarantees:
-- A state is data: `restore` imports nothing, and makes only objects of numpy, of the standard containers, and of
-  classes of the packages that the env's own objects come from.
-- `restore` changes nothing if the state is of another env.
+- A state is data: `read` imports nothing, and calls nothing that a state names; see `env_values.py`.
+- `read` changes nothing. It refuses what is damaged and what is of another env, and returns what restores the rest.
 - What one name refers to by two attributes is one object again afterwards.
 
 How: objects that are reached by attributes alone (the env, its wrappers, a task) are changed in place, because others
 may hold them. What they hold is copied by value. Functions, classes, modules, models, spaces and renderers stay as they
 are: a state refers to them by the path that leads to them, e.g. `env.unwrapped.model`. Simulators in C are saved by
-functions of their own (`_SIMULATORS`); any other object of an extension refuses.
+separate functions (`_SIMULATORS`); any other object of an extension refuses.
 """
 
 from __future__ import annotations
 
-import copyreg
-import enum
 import functools
-import io
-import pickle
-import re
+import hashlib
 import sys
-import types
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from envherd.workers import plain, seeding
+from envherd.workers.env_graph import Graph, is_picture, simulator_of
+from envherd.workers.env_values import Reader, Unsaveable, Writer, pack, unpack, words_for
 
-class Unsaveable(NotImplementedError):
-    """An env that holds an object whose state cannot be read."""
+#: Of states; those of another version are refused.
+VERSION = 2
 
 
 def save(env: Any) -> dict[str, Any]:
@@ -38,372 +35,146 @@ def save(env: Any) -> dict[str, Any]:
     Raises:
         Unsaveable: names the attribute that cannot be saved.
     """
-    graph = _Graph(env)
-    owners = graph.owners
+    graph = Graph(env)
     try:
-        held = _dump(graph, {path: vars(owner) for path, owner in owners.items()})
+        writer = Writer(graph)
+        for owner in graph.owners.values():
+            writer.value(owner)
+        writer.finish()
+        simulators = {path: _SIMULATORS[kind].save(one) for path, (kind, one) in graph.simulators.items()}
+        held = plain.encode([writer.nodes, simulators])
     except Exception as error:
         raise Unsaveable(_first_unsaveable(graph) or f"{type(error).__name__}: {error}") from error
-    simulators = {path: _SIMULATORS[kind][0](one) for path, (kind, one) in graph.simulators.items()}
-    return {
-        "classes": {path: _name(type(owner)) for path, owner in owners.items()},
-        "held": held,
-        "simulators": simulators,
-    }
+    return {"version": VERSION, "held": held, "digest": _digest(held)}
 
 
 def restore(env: Any, state: Any) -> None:
-    """Restore a state from `save`, of this env or of another one that an equal call has built.
+    """Restore a state from `save`, of this env or of another one that an equal call has built; see `read`."""
+    read(env, state)()
+
+
+def read(env: Any, state: Any) -> Callable[[], None]:
+    """Check a state, and return the function that restores it. Until it is called, nothing is changed.
 
     Raises:
-        ValueError: the state is of another env, or no state.
+        ValueError: the state is of another env, or damaged, or no state.
     """
-    if not (isinstance(state, Mapping) and {"classes", "held", "simulators"} <= state.keys()):
-        raise ValueError(f"expected what state_dict() or save() returned of this env, got a {type(state).__name__}.")
-    graph = _Graph(env)
-    owners = {path: _owner(graph, path, name) for path, name in state["classes"].items()}
-    missing = sorted(state["simulators"].keys() ^ graph.simulators.keys())
-    if missing:
-        raise ValueError(f"expected the state of an env with equal simulators, got another one of env{missing[0]}.")
-    held = _Unpickler(io.BytesIO(state["held"]), graph, owners).load()
-    for path, attributes in held.items():
-        present = vars(owners[path])
-        pictures = {name: value for name, value in present.items() if _is_picture(value)}
-        present.clear()
-        present.update({**attributes, **pictures})
-    for path, values in state["simulators"].items():
-        kind, one = graph.simulators[path]
-        _SIMULATORS[kind][1](one, values)
+    expected = "expected what state_dict() or save() returned of this env"
+    if not (isinstance(state, Mapping) and {"version", "held", "digest"} <= state.keys()):
+        raise ValueError(f"{expected}, got a {type(state).__name__} without a state of this form.")
+    if state["version"] != VERSION:
+        raise ValueError(f"{expected} with version {VERSION} of the format, got version {state['version']!r:.80}.")
+    held = state["held"]
+    if not isinstance(held, bytes) or state["digest"] != _digest(held):
+        raise ValueError(f"{expected}, got one that is damaged.")
+    graph = Graph(env)
+    try:
+        nodes, simulators = plain.decode(held)
+        reader = Reader(graph, nodes)
+        reader.read()
+        loads = [_SIMULATORS[kind].read(one, simulators.pop(path)) for path, (kind, one) in graph.simulators.items()]
+    except Exception as error:  # whatever the bytes are
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{expected}, got {why:.400}.") from None
+    if simulators or "" not in reader.changes:
+        raise ValueError(f"{expected}, got one of an env with a simulator at {[*simulators]!r:.80}, or of none.")
+
+    def put() -> None:
+        for one, attributes in reader.changes.values():
+            present = vars(one)
+            pictures = {name: value for name, value in present.items() if is_picture(value)}
+            present.clear()
+            present.update({**attributes, **pictures})
+        for load in loads:
+            load()
+
+    return put
 
 
-def _owner(graph: _Graph, path: str, name: str) -> Any:
-    """Return the object at a path, or a new one where the env holds none of this class now."""
-    live = graph.owners.get(path)
-    if live is not None and _name(type(live)) == name:
-        return live
-    if path == "" or hasattr(live, "step"):
-        raise ValueError(f"expected the state of a {_words(live)}, got one of a {name.replace(':', '.')}.")
-    return object.__new__(graph.find_class(name))
+def _digest(held: bytes) -> bytes:
+    """Return a hash that shows damage; who changes a state on purpose can also change it."""
+    return hashlib.blake2b(held, digest_size=16).digest()
 
 
-# ---- what an env holds -------------------------------------------------------------------------
-
-#: Types of objects that only draw.
-_DRAWING = (
-    "gymnasium.envs.mujoco.mujoco_rendering.",
-    *(f"pygame.{name}." for name in ("surface", "time", "font", "freetype", "display", "mixer", "event")),
-)
-#: Types whose objects stay as they are, by the start of `module.QualName` of a class or of one of its bases.
-_FIXED = (
-    "gymnasium.spaces.",
-    "gymnasium.envs.registration.EnvSpec",
-    "gym.spaces.",
-    "mujoco.",
-    "dm_env.specs.",
-    "envherd.shm.",
-    "logging.",
-    *_DRAWING,
-)
-_FUNCTIONS = (
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    types.MethodWrapperType,
-    property,
-    staticmethod,
-    classmethod,
-)
-_CONTAINERS = (dict, list, tuple, set, frozenset)
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.ndarray, np.generic)
-#: Packages that a state may name besides those of the env's own objects; of numpy, the classes.
-_PACKAGES = frozenset(
-    {"numpy", "collections", "enum", "random", "torch", "pathlib", "datetime", "decimal", "fractions"}
-)
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class is not one of C's static types
-
-
-class _Graph:
-    """The objects that can be reached from an env, by the path that leads to each.
-
-    Attributes:
-        owners: path -> object that is reached by attributes alone, "" for the env.
-        simulators: path -> kind and object.
-        packages: of the classes of all objects.
-    """
-
-    def __init__(self, env: Any) -> None:
-        self.owners: dict[str, Any] = {}
-        self.simulators: dict[str, tuple[str, Any]] = {}
-        self.fixed: dict[str, Any] = {}
-        self.paths: dict[int, str] = {}
-        self.packages = set(_PACKAGES)
-        self._classes: dict[str, type] = {}
-        queue = [("", env, True)]
-        seen = {id(env)}
-        for path, one, is_owned in queue:  # grows: breadth first, so that a path is the shortest
-            self._note(path, one, is_owned=is_owned)
-            if path and (_simulator_of(type(one)) is not None or is_fixed(one) or isinstance(one, enum.Enum)):
-                continue
-            for name, value, by_attribute in self._members(one):
-                if id(value) not in seen and not isinstance(value, _PLAIN):
-                    seen.add(id(value))
-                    queue.append((f"{path}{name}", value, is_owned and by_attribute))
-        self._alive = [one for _, one, _ in queue]  # ids are unique only among objects that live
-
-    def _note(self, path: str, one: Any, *, is_owned: bool) -> None:
-        cls = type(one)
-        name = _name(cls)
-        self._classes.setdefault(name, cls)
-        if (package := re.split(r"[.:]", name)[0]) not in sys.stdlib_module_names:
-            self.packages.add(package)
-        if (kind := _simulator_of(cls)) is not None:
-            self.simulators[path], self.paths[id(one)] = (kind, one), path
-        elif isinstance(one, type):
-            self._classes.setdefault(_name(one), one)
-        elif path and is_fixed(one):
-            self.fixed[path], self.paths[id(one)] = one, path
-        elif is_owned and _is_python(cls) and not isinstance(one, enum.Enum):
-            self.owners[path], self.paths[id(one)] = one, path
-
-    def _members(self, one: Any) -> Iterator[tuple[str, Any, bool]]:
-        """Yield what an object holds: the step from its path, the value, and whether it is an attribute."""
-        if isinstance(one, dict):
-            yield from ((f"[{key!r}]", value, False) for key, value in one.items())
-        elif isinstance(one, _CONTAINERS) or type(one).__name__ == "deque":
-            yield from ((f"[{position}]", value, False) for position, value in enumerate(one))
-        if hasattr(one, "__dict__"):
-            yield from ((f".{name}", value, True) for name, value in vars(one).items())
-
-    def find_class(self, name: str) -> type:
-        """Return a class that a state names: of an object that the env holds, or of one of their packages.
-
-        Raises:
-            ValueError: it is of another package, or no class.
-        """
-        if name in self._classes:
-            return self._classes[name]
-        module, _, qualname = name.partition(":")
-        found: Any = sys.modules.get(module) if module.partition(".")[0] in self.packages else None
-        for part in qualname.split("."):
-            found = getattr(found, part, None)
-        if not isinstance(found, type) or _name(found) != name:
-            raise ValueError(f"expected a state with objects of {sorted(self.packages)}, got one with {name}.")
-        return found
-
-
-def is_fixed(one: Any) -> bool:
-    """Return whether an object is no state: a function, class, module, space, model or renderer."""
-    if isinstance(one, (*_FUNCTIONS, type)):
-        return True
-    return any(_name(base).replace(":", ".").startswith(_FIXED) for base in type(one).__mro__[:-1])
-
-
-def _is_picture(one: Any) -> bool:
-    """Return whether an object only draws: an env makes it when it is first needed."""
-    return _name(type(one)).replace(":", ".").startswith(_DRAWING)
-
-
-def _is_python(cls: type) -> bool:
-    """Return whether the objects of a class consist of their attributes, so that C code holds nothing of them."""
-    return all(base.__flags__ & _HEAP_TYPE for base in cls.__mro__[:-1]) and (
-        cls.__basicsize__ <= object.__basicsize__ + 2 * np.dtype(np.intp).itemsize  # for `__dict__` and weak references
-        and cls.__dictoffset__ != 0
-    )
-
-
-def _name(cls: type) -> str:
-    return f"{getattr(cls, '__module__', '')}:{cls.__qualname__}"  # SWIG's types have no module
-
-
-# ---- values ------------------------------------------------------------------------------------
-
-
-def _put(one: Any, attributes: dict[str, Any]) -> None:
-    """Set all attributes of a new object, without a `__setstate__`, which might build an env."""
-    vars(one).update(attributes)
-
-
-def _as_tensor(array: np.ndarray) -> Any:
-    return sys.modules["torch"].from_numpy(array)
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, graph: _Graph) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._graph = graph
-
-    def persistent_id(self, obj: Any) -> str | None:
-        if (path := self._graph.paths.get(id(obj))) is not None:
-            return f"{'picture' if _is_picture(obj) else 'at'} {path}"
-        if isinstance(obj, type) and obj.__module__ != "builtins":
-            return f"class {_name(obj)}"
-        return None
-
-    def reducer_override(self, obj: Any) -> Any:
-        if is_fixed(obj) or type(obj).__name__ == "SwigPyObject":
-            if obj in _MAKERS.values():
-                return NotImplemented
-            raise Unsaveable(f"a {_words(obj)}")
-        if _name(type(obj)) == "torch:Tensor":
-            return _as_tensor, (obj.detach().cpu().numpy(),)
-        if isinstance(obj, enum.Enum):
-            return type(obj), (obj.value,)
-        if _is_python(type(obj)):
-            return copyreg.__newobj__, (type(obj),), vars(obj), None, None, _put  # type: ignore[attr-defined]
-        return NotImplemented
-
-
-def _dump(graph: _Graph, value: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, graph).dump(value)
-    return file.getvalue()
-
-
-class _Unpickler(pickle._Unpickler):  # noqa: SLF001  # the one in C cannot refuse calls
-    """Reads a state; it calls nothing but constructors of data."""
-
-    stack: list[Any]
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)  # noqa: SLF001
-
-    def _call(self, load: Callable[[Any], None]) -> None:
-        called = self.stack[-2]
-        is_data = isinstance(called, type) and (issubclass(called, enum.Enum) or _name(called) in _DATA)
-        if not is_data and not any(called is maker for maker in _MAKERS.values()):
-            raise ValueError(f"expected a state that consists of data, got one that calls {called!r:.80}.")
-        load(self)
-
-    def _build(self, load: Callable[[Any], None]) -> None:
-        if _is_python(type(self.stack[-2])):  # a `__setstate__` might build an env
-            raise ValueError(f"expected a state that consists of data, got one that builds {self.stack[-2]!r:.80}.")
-        load(self)
-
-    dispatch[pickle.REDUCE[0]] = functools.partial(_call, load=dispatch[pickle.REDUCE[0]])
-    dispatch[pickle.BUILD[0]] = functools.partial(_build, load=dispatch[pickle.BUILD[0]])
-    for _code in (pickle.OBJ, pickle.INST, pickle.NEWOBJ_EX):
-        del dispatch[_code[0]]
-
-    def __init__(self, file: io.BytesIO, graph: _Graph, owners: Mapping[str, Any]) -> None:
-        super().__init__(file)
-        self._graph, self._owners = graph, owners
-
-    def persistent_load(self, pid: str) -> Any:
-        kind, _, name = pid.partition(" ")
-        if kind == "class":
-            return self._graph.find_class(name)
-        if name in self._owners:
-            return self._owners[name]
-        if name in self._graph.simulators:
-            return self._graph.simulators[name][1]
-        if name not in self._graph.fixed:
-            if kind == "picture":
-                return None
-            raise ValueError(f"expected an env that holds an equal object at env{name}, got one without.")
-        return self._graph.fixed[name]
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return one of the functions that make values; a state may name no others."""
-        if (module, name) in _MAKERS:
-            return _MAKERS[module, name]
-        if module == "torch" and _name(type(found := getattr(sys.modules["torch"], name, None))) == "torch:dtype":
-            return found
-        raise ValueError(f"expected a state that consists of data, got one that calls {module}.{name}.")
-
-
-def _makers() -> dict[tuple[str, str], Callable[..., Any]]:
-    """Return what pickles of numpy's and the standard library's values call, by module and name."""
-    found: list[Any] = [_put, _as_tensor, set, frozenset, bytearray, complex, slice, range]
-    array, number = np.zeros(1), np.float64(0)
-    found += [array.__reduce__()[0], number.__reduce__()[0], array.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[0]]
-    for bits in (np.random.PCG64(), np.random.MT19937()):
-        found += [bits.__reduce__()[0], np.random.Generator(bits).__reduce__()[0]]
-    found += [np.random.RandomState().__reduce__()[0], np.random.SeedSequence(0).__reduce__()[0]]
-    return {(one.__module__, one.__qualname__): one for one in found}
-
-
-_MAKERS = _makers()
-#: Classes that a state may call.
-_DATA = frozenset(
-    f"{module}:{name}"
-    for module, names in (
-        ("numpy", "dtype ndarray"),
-        ("collections", "OrderedDict Counter deque defaultdict"),
-        ("random", "Random"),
-        ("torch", "device Size"),
-        ("pygame.rect", "Rect FRect"),
-        ("pygame.math", "Vector2 Vector3"),
-        ("pygame.color", "Color"),
-        ("pathlib", "PosixPath PurePosixPath"),
-        ("datetime", "datetime timedelta date"),
-        ("decimal", "Decimal"),
-        ("fractions", "Fraction"),
-    )
-    for name in names.split()
-)
-
-
-def _first_unsaveable(graph: _Graph) -> str | None:
+def _first_unsaveable(graph: Graph) -> str | None:
     """Return which attribute cannot be saved, in words."""
     for owner in graph.owners.values():
         for name, value in vars(owner).items():
+            writer = Writer(graph)
             try:
-                _dump(graph, value)
+                writer.value(value)
+                writer.finish(with_owners=False)
+                plain.encode(writer.nodes)
             except Exception as error:  # of any object
                 why = str(error) if isinstance(error, Unsaveable) else f"{type(error).__name__}: {error}"
-                return f"its attribute {type(owner).__name__}.{name} is a {_words(value)} ({why})"
+                return f"its attribute {type(owner).__name__}.{name} is a {words_for(value)} ({why})"
     return None
-
-
-def _words(value: Any) -> str:
-    name = _name(type(value)).removeprefix("builtins:").replace(":", ".")
-    return "C++ object, wrapped by SWIG" if name == ".SwigPyObject" else name
 
 
 # ---- simulators in C ---------------------------------------------------------------------------
 
 
-def _save_mujoco(data: Any) -> dict[str, Any]:
-    """Return all that the next steps read: the integrator's state, and the arrays that the last step has computed."""
+#: Integers of a MuJoCo model that a task may change, by the end of their names: bit masks and switches. All others are
+#: indices and sizes, which the simulator does not check.
+_MASKS = ("_contype", "_conaffinity", "_group", "_limited", "_priority", "eq_active0")
+
+
+def _save_mujoco(data: Any) -> list[Any]:
+    """Return all that the next steps read: the integrator's state, and the arrays that the last step has computed.
+
+    MuJoCo computes the integers among them again; those of the model are parts of its structure.
+    """
     mujoco = sys.modules["mujoco"]
     kind = mujoco.mjtState.mjSTATE_INTEGRATION
     state = np.empty(mujoco.mj_stateSize(data.model, kind))
     mujoco.mj_getState(data.model, data, state, kind)
-    computed = {name: _packed(array) for name, array in _arrays(data)}
-    model = {name: _packed(array) for name, array in _arrays(data.model)}  # tasks move targets and change masses in it
-    return {"state": _packed(state), "computed": computed, "model": model}
+    computed = {name: pack(array) for name, array in _arrays(data).items() if array.dtype.kind == "f"}
+    model = {name: pack(array) for name, array in _arrays(data.model).items()}  # tasks change targets and masses in it
+    return [pack(state), computed, model]
 
 
-def _restore_mujoco(data: Any, saved: Mapping[str, Any]) -> None:
+def _read_mujoco(data: Any, saved: Any) -> Callable[[], None]:
     mujoco = sys.modules["mujoco"]
-    _copy(saved["model"], data.model)
-    mujoco.mj_setState(data.model, data, _unpacked(saved["state"]), mujoco.mjtState.mjSTATE_INTEGRATION)
-    mujoco.mj_forward(data.model, data)  # contacts and constraints
-    _copy(saved["computed"], data)
+    kind = mujoco.mjtState.mjSTATE_INTEGRATION
+    packed, computed, model = saved
+    state = unpack(packed)
+    if state.shape != (mujoco.mj_stateSize(data.model, kind),) or state.dtype != float or not np.isfinite(state).all():
+        raise ValueError(f"a simulation of {state.dtype} {state.shape}, or one that is not finite")
+    before = {name: unpack(one) for name, one in computed.items()}
+    structure = {name: unpack(one) for name, one in model.items()}
+    for name, array in _arrays(data.model).items():
+        saved_one = structure[name]
+        is_free = array.dtype.kind == "f" or name.endswith(_MASKS)
+        is_equal = (array.shape, array.dtype) == (saved_one.shape, saved_one.dtype)
+        if not is_equal or not (is_free or (array == saved_one).all()):
+            raise ValueError(f"a model with another {name}")
+
+    def put() -> None:
+        _copy(structure, data.model)
+        mujoco.mj_setState(data.model, data, state, kind)
+        mujoco.mj_forward(data.model, data)  # contacts and constraints, in memory that is new afterwards
+        _copy(before, data)
+
+    return put
 
 
-def _copy(saved: Mapping[str, list[Any]], to: Any) -> None:
-    for name, array in _arrays(to):
-        if (before := saved.get(name)) is not None and tuple(before[1]) == array.shape:
-            array[...] = _unpacked(before)
+def _copy(saved: Mapping[str, np.ndarray], to: Any) -> None:
+    """Copy arrays to those of a simulator, except for those whose size follows from its present state."""
+    for name, array in _arrays(to).items():
+        before = saved.get(name)
+        if before is not None and (before.shape, before.dtype) == (array.shape, array.dtype):
+            array[...] = before
 
 
-def _packed(array: np.ndarray) -> list[Any]:
-    """Return an array as dtype, shape and bytes, which `torch.load` reads without pickles."""
-    return [array.dtype.str, list(array.shape), array.tobytes()]
-
-
-def _unpacked(packed: list[Any]) -> np.ndarray:
-    dtype, shape, data = packed
-    return np.frombuffer(data, dtype).reshape(shape)
-
-
-def _arrays(one: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the arrays of fixed size of an `MjData` or `MjModel` by name, without meshes and textures."""
-    for name in dir(one):
-        if not name.startswith(("_", "efc_", "contact", "iefc_", "island", "mesh_", "tex_", "skin_", "bvh_", "names")):
-            value = getattr(one, name)
-            if isinstance(value, np.ndarray) and value.flags.writeable and value.size:
-                yield name, value
+def _arrays(one: Any) -> dict[str, np.ndarray]:
+    """Return the arrays of fixed size of an `MjData` or `MjModel` by name, without meshes and textures."""
+    left_out = ("_", "efc_", "contact", "iefc_", "island", "mesh_", "tex_", "skin_", "bvh_", "names")
+    values = ((name, getattr(one, name)) for name in dir(one) if not name.startswith(left_out))
+    return {
+        name: value
+        for name, value in values
+        if isinstance(value, np.ndarray) and value.flags.writeable and value.size and value.dtype.kind in "biuf"
+    }
 
 
 def _save_ale(ale: Any) -> bytes:
@@ -415,16 +186,14 @@ def _save_ale(ale: Any) -> bytes:
     return state
 
 
-def _restore_ale(ale: Any, state: bytes) -> None:
-    ale.restoreState(sys.modules["ale_py"].ALEState(state))
-
-
-def _save_physics(physics: Any) -> dict[str, Any]:
-    return _save_mujoco(physics.data.ptr)
-
-
-def _restore_physics(physics: Any, saved: Mapping[str, Any]) -> None:
-    _restore_mujoco(physics.data.ptr, saved)
+def _read_ale(ale: Any, saved: Any) -> Callable[[], None]:
+    """Restore a state and then the present one: only the emulator can read a state."""
+    state, before = sys.modules["ale_py"].ALEState(saved), ale.cloneState(include_rng=True)
+    try:
+        ale.restoreState(state)
+    finally:
+        ale.restoreState(before)
+    return functools.partial(ale.restoreState, state)
 
 
 def _save_space(space: Any) -> list[Any]:
@@ -433,31 +202,44 @@ def _save_space(space: Any) -> list[Any]:
     return [None if own is None else own.bit_generator.state, [_save_space(part) for part in _parts_of(space)]]
 
 
-def _restore_space(space: Any, saved: list[Any]) -> None:
+def _read_space(space: Any, saved: Any) -> Callable[[], None]:
     own, parts = saved
-    if own is None:
-        space._np_random = None  # noqa: SLF001
-    else:
-        space.np_random.bit_generator.state = own
-    for part, state in zip(_parts_of(space), parts, strict=True):
-        _restore_space(part, state)
+    bits = None if own is None else seeding.bits_of(own)
+    loads = [_read_space(part, state) for part, state in zip(_parts_of(space), parts, strict=True)]
+
+    def put() -> None:
+        if bits is None:
+            space._np_random = None  # noqa: SLF001  # `np_random` would make one
+        else:
+            space.np_random.bit_generator.state = bits.state
+        for load in loads:
+            load()
+
+    if bits is not None and type(space.np_random.bit_generator) is not type(bits):
+        raise ValueError(f"a generator {type(bits).__name__} of a space")
+    return put
 
 
 def _parts_of(space: Any) -> list[Any]:
     held = list(vars(space).values())
     parts = getattr(space, "spaces", ())
     held += parts.values() if isinstance(parts, Mapping) else parts
-    return [one for one in held if _simulator_of(type(one)) == "gymnasium.spaces.space:Space"]
+    return [one for one in held if simulator_of(type(one)) == "gymnasium.spaces.space:Space"]
 
 
-#: Class -> how its state is read and put back.
-_SIMULATORS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
-    "gymnasium.spaces.space:Space": (_save_space, _restore_space),
-    "mujoco._structs:MjData": (_save_mujoco, _restore_mujoco),
-    "dm_control.mujoco.engine:Physics": (_save_physics, _restore_physics),
-    "ale_py._ale_py:ALEInterface": (_save_ale, _restore_ale),
+class _Simulator(NamedTuple):
+    """How the state of a simulator is saved, and read: `read` checks it and returns what puts it back."""
+
+    save: Callable[[Any], Any]
+    read: Callable[[Any, Any], Callable[[], None]]
+
+
+#: Class -> its functions.
+_SIMULATORS = {
+    "gymnasium.spaces.space:Space": _Simulator(_save_space, _read_space),
+    "mujoco._structs:MjData": _Simulator(_save_mujoco, _read_mujoco),
+    "dm_control.mujoco.engine:Physics": _Simulator(
+        lambda physics: _save_mujoco(physics.data.ptr), lambda physics, saved: _read_mujoco(physics.data.ptr, saved)
+    ),
+    "ale_py._ale_py:ALEInterface": _Simulator(_save_ale, _read_ale),
 }
-
-
-def _simulator_of(cls: type) -> str | None:
-    return next((name for base in cls.__mro__ if (name := _name(base)) in _SIMULATORS), None)

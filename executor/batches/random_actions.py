@@ -15,6 +15,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
 from envherd.shm.specs import EnvSpec, LeafSpec
+from envherd.workers import seeding
 from envherd.workers.random_values import Draw, draw_masked, drawer, mask_key
 
 _STREAM = 2**32 - 2  # spawn_key of the sampler's generator: different from those of envs (workers.seeding)
@@ -43,6 +44,10 @@ class ActionSampler:
     @state.setter
     def state(self, state: Mapping[str, Any]) -> None:
         self._rng.bit_generator.state = state
+
+    def check(self, state: Any) -> None:
+        """Refuse what is no state of this generator, with an exception of any type."""
+        np.random.PCG64().state = dict(seeding.bits_of(state).state)  # type: ignore[assignment]
 
     def fill(
         self,

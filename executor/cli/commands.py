@@ -25,6 +25,7 @@ from envherd.executor.cli.storing import StoreError
 from envherd.executor.cluster.errors import ClusterError
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
+from envherd.executor.pools.capsule_file import CapsuleError
 from envherd.executor.pools.process_log import has_frames_of_others
 from envherd.executor.show.camera import MediaError
 from envherd.shm import platforms
@@ -41,7 +42,8 @@ def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int], 
     Prints `EnvherdError`, `MediaError`, `StoreError`, `OSError` and Ctrl-C.
 
     Args:
-        prepare: checks the options. Its errors are usage errors (exit code 2), as is every `ClusterError`.
+        prepare: checks the options. Its errors are usage errors (exit code 2), as are every `ClusterError` and
+            `CapsuleError`.
         work: runs the command with the result of `prepare`; returns the exit code.
         searches_here: search modules in the current directory first, as `python -m` does. False if the command line
             names none: the directory may hold modules of others.
@@ -55,7 +57,7 @@ def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int], 
         return work(prepared)
     except (EnvherdError, MediaError, StoreError, OSError) as error:
         complain(errors, error)
-        return EXIT_USAGE if isinstance(error, ClusterError) else code
+        return EXIT_USAGE if isinstance(error, (ClusterError, CapsuleError)) else code
     except KeyboardInterrupt:
         errors.print("interrupted")
         return EXIT_INTERRUPTED

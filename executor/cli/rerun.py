@@ -59,6 +59,8 @@ class Rerun:
         facts = capsule.facts
         if lost := [what for what in facts["missing"] if what in FATAL]:
             raise CapsuleError(f"replay failed: expected all of the episode, but {self._path} lacks {', '.join(lost)}.")
+        if any(len(values) != facts["num_steps"] for values in capsule.inputs.values()):
+            raise CapsuleError(f"reading {self._path} failed: expected actions of {facts['num_steps']} steps.")
         try:
             options = ExecutorOptions(
                 **{name: facts["options"][name] for name in OPTIONS},
@@ -137,10 +139,16 @@ class Rerun:
     def _run(self, capsule: Capsule, made: Made, options: ExecutorOptions) -> tuple[str, str]:
         """Run the episode again; return how it failed and how it differed before, each empty if it did not."""
         how: dict[str, Any] = {"seed": capsule.facts["root_seed"], "options": options}
-        if self._options.pdb:
-            env: BatchedEnv = SerialEnv(1, made[0], env_kwargs=made[1] or None, **how)
-        else:
-            env = started(made, 1, is_drawn=self._options.record is not None, num_workers=1, **how)
+        try:
+            if self._options.pdb:
+                env: BatchedEnv = SerialEnv(1, made[0], env_kwargs=made[1] or None, **how)
+            else:
+                env = started(made, 1, is_drawn=self._options.record is not None, num_workers=1, **how)
+        except Exception as error:  # of an env with other arguments, or of a machine that lacks what it needs
+            raise CapsuleError(
+                f"replay failed: expected an env as {self._path} describes it, got {type(error).__name__}: {error}",
+                remote_traceback=getattr(error, "remote_traceback", None) if self._options.trust else None,
+            ) from error
         with contextlib.ExitStack() as stack, torch.no_grad():
             stack.enter_context(env)
             video = None

@@ -10,6 +10,7 @@ Guarantees: no file is replaced or removed. Loading a rollout runs no code: noth
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -17,10 +18,12 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
 
-from envherd.executor.pools.capsule_file import is_count, is_line
+from envherd.executor.pools.capsule_file import is_count, is_line, is_root_seed
 from envherd.workers.adapters.env_names import is_only_looked_up
 
 SCHEMA = "envherd.stored/1"
@@ -131,6 +134,7 @@ def load_rollout(directory: Path) -> tuple[TensorDictBase, dict[str, Any]]:
                 f"reading {directory / _FACTS} failed: expected {name} as {expected}, got {facts.get(name)!r}."
             )
     try:
+        _refuse_growth(directory)
         return TensorDict.load_memmap(directory, allow_pickle=False), facts
     except Exception as error:  # the files may hold anything
         raise StoreError(
@@ -139,13 +143,35 @@ def load_rollout(directory: Path) -> tuple[TensorDictBase, dict[str, Any]]:
         ) from error
 
 
+def _refuse_growth(directory: Path) -> None:
+    """Refuse leaves that are larger than their files, and links: a memory map would write to the file to make it grow.
+
+    Raises:
+        Exception: of any type.
+    """
+    for path in directory.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{path.name!r}, which is no file or folder")
+    for path in directory.rglob("meta.json"):
+        sizes = {file.name: file.stat().st_size for file in path.parent.glob("*.memmap")}
+        for key, leaf in json.loads(path.read_text()).items():
+            if isinstance(leaf, dict) and leaf.get("dtype") is not None:
+                names = {f"{key}.memmap", f"{quote(key, safe=_UNQUOTED)}.memmap"} & sizes.keys()
+                size = math.prod(leaf["shape"]) * getattr(torch, leaf["dtype"].removeprefix("torch.")).itemsize
+                is_alone = len(names) == 1 or not (names or size)  # a leaf without elements may have no file
+                if leaf.get("is_nested") or not is_alone or not all(0 <= size <= sizes[name] for name in names):
+                    raise ValueError(f"{size} bytes of {key!r}, whose files have {[sizes[name] for name in names]}")
+
+
+#: Characters that TensorDict keeps in the names of files.
+_UNQUOTED = "".join(map(chr, range(33, 127))).translate(str.maketrans("", "", '/<>:"|?*\\%'))
 #: Fact -> its form, and what checks it.
 _FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "schema": (SCHEMA, lambda value: value == SCHEMA),
     "env": ("a printable text", is_line),
     "env_kwargs": ("an object", lambda value: isinstance(value, dict)),
     "max_steps": ("an integer of at least 1 or null", lambda value: value is None or is_count(value, 1)),
-    "seed": ("an integer of at least 0", is_count),
+    "seed": ("an integer of at least 0", is_root_seed),
 }
 
 

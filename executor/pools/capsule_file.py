@@ -9,11 +9,13 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -22,7 +24,8 @@ from envherd.workers.errors import EnvherdError
 SCHEMA = "envherd.capsule/1"
 SUFFIX = ".capsule"
 _FACTS, _PICKLE = "capsule.json", "factory.pickle"
-_KINDS = "biufc"  # of numpy dtypes: whatever the bytes are, they are numbers
+#: Names of dtypes: whatever the bytes are, they are numbers.
+_DTYPES = frozenset(str(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDG")
 
 
 class CapsuleError(EnvherdError, RuntimeError):
@@ -68,33 +71,54 @@ def load_capsule(path: Path) -> Capsule:
     Raises:
         CapsuleError: it is no complete capsule.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            facts = json.loads(archive.read(_FACTS))
-            _check(facts, archive.infolist())
-            inputs = {
-                tuple(key): _array(archive.read(f"input{index}"), shape, dtype)
-                for index, (key, shape, dtype) in enumerate(facts.pop("inputs"))
-            }
-            pickled = archive.read(_PICKLE) if _PICKLE in archive.namelist() else None
-    except (zipfile.BadZipFile, ValueError, TypeError, KeyError, RecursionError, EOFError, OverflowError) as error:
-        raise CapsuleError(
-            f"reading {path} failed: expected a capsule, got a file that is none, or is damaged ({error}). "
-            f"ExecutorOptions(capsules=DIR) writes them."
-        ) from None
+    with path.open("rb") as file:
+        try:
+            return _read(file)
+        except Exception as error:  # whatever the bytes are; those of `zipfile` and `json` have many types
+            raise CapsuleError(
+                f"reading {path} failed: expected a capsule, got a file that is none, or is damaged ({error!s:.300}). "
+                f"ExecutorOptions(capsules=DIR) writes them."
+            ) from None
+
+
+def _read(file: IO[bytes]) -> Capsule:
+    size = os.fstat(file.fileno()).st_size
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        # Members may be compressed, or lie over each other: a small file would take much memory.
+        if any(one.compress_type != zipfile.ZIP_STORED for one in members) or sum(map(_size_of, members)) > size:
+            raise ValueError("members are compressed, or larger than the file")
+        facts = json.loads(archive.read(_FACTS))
+        for name, is_valid in _FORMS.items():
+            if not isinstance(facts, Mapping) or name not in facts or not is_valid(facts[name]):
+                raise ValueError(f"no valid {name!r}")
+        inputs = {
+            tuple(key): _array(archive.read(f"input{index}"), shape, dtype)
+            for index, (key, shape, dtype) in enumerate(facts.pop("inputs"))
+        }
+        pickled = archive.read(_PICKLE) if _PICKLE in archive.namelist() else None
     return Capsule(facts, inputs, pickled)
 
 
+def _size_of(member: zipfile.ZipInfo) -> int:
+    return max(member.file_size, member.compress_size)
+
+
 def _array(data: bytes, shape: Sequence[int], dtype: str) -> np.ndarray:
+    if dtype not in _DTYPES or len(data) != math.prod(shape) * np.dtype(dtype).itemsize:
+        raise ValueError(f"{len(data)} bytes for {dtype!r} {shape}")
     kind = np.dtype(dtype)
-    if kind.kind not in _KINDS or len(data) != math.prod(shape) * kind.itemsize:
-        raise ValueError(f"{len(data)} bytes for {dtype} {shape}")
     return np.frombuffer(data, kind).reshape(shape).copy()
 
 
-def is_count(value: Any, least: int = 0) -> bool:
-    """Return whether a value of a file is an integer of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_count(value: Any, least: int = 0, most: int = 2**63 - 1) -> bool:
+    """Return whether a value of a file is an integer from `least` to `most`."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_root_seed(value: Any) -> bool:
+    """Return whether a value of a file is a root seed; these have no limit, but a text of 4,300 digits has."""
+    return is_count(value, most=2**4096)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -109,18 +133,50 @@ def is_line(value: Any) -> bool:
     return isinstance(value, str) and value.isprintable()
 
 
+def _are_lines(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_line, value))
+
+
+def _is_of_failure(value: Any) -> bool:
+    return value is None or isinstance(value, str) or (isinstance(value, int) and abs(value) < 2**31)
+
+
+def _is_switch(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+#: Option of a named factory -> whether a value can be one. None says which env the factory builds.
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "render_mode": lambda value: value == "rgb_array",
+    "max_steps": lambda value: is_count(value, 1),
+    "horizon": lambda value: is_count(value, 1),
+    "num_rows": lambda value: is_count(value, 1),
+    "device": lambda value: isinstance(value, str) and re.fullmatch("cpu|cuda(:[0-9]+)?", value) is not None,
+    "group_map": lambda value: isinstance(value, dict) and all(map(_are_lines, value.values())),
+    **dict.fromkeys(("roles", "keys", "drop"), _are_lines),
+    **dict.fromkeys(
+        ("return_state", "continuous_actions", "world_rgb", "positions", "deterministic", "fast_reset", "bots"),
+        _is_switch,
+    ),
+}
+
+
+def _is_field(name: str, value: Any) -> bool:
+    return name in _FIELDS and _FIELDS[name](value)
+
+
 #: Fact -> whether a value can be one.
 _FORMS: dict[str, Callable[[Any], bool]] = {
     "schema": lambda value: value == SCHEMA,
     "env": lambda value: value is None or is_line(value),
     "env_kwargs": lambda value: isinstance(value, dict),
-    "fields": lambda value: isinstance(value, dict),
+    "fields": lambda value: isinstance(value, dict) and all(_is_field(*one) for one in value.items()),
     "search": lambda value: isinstance(value, list) and all(map(is_line, value)),
     "missing": lambda value: isinstance(value, list) and all(map(is_line, value)),
     "options": lambda value: isinstance(value, dict),
     "reset_options": lambda value: value is None or isinstance(value, dict),
-    "failure": lambda value: isinstance(value, dict),
-    "root_seed": is_count,
+    "failure": lambda value: isinstance(value, dict) and all(map(_is_of_failure, value.values())),
+    "root_seed": is_root_seed,
     "env_id": is_count,
     "episode": is_count,
     "seed": lambda value: value is None or is_count(value),
@@ -128,11 +184,3 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "observation": lambda value: value is None or is_line(value),
     "inputs": lambda value: isinstance(value, list) and all(map(_is_leaf, value)),
 }
-
-
-def _check(facts: Any, members: Sequence[zipfile.ZipInfo]) -> None:
-    if any(member.compress_type != zipfile.ZIP_STORED for member in members):  # a small file may hold a huge one
-        raise ValueError("members are compressed")
-    for name, is_valid in _FORMS.items():
-        if not isinstance(facts, Mapping) or name not in facts or not is_valid(facts[name]):
-            raise ValueError(f"no valid {name!r}")

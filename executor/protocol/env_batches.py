@@ -18,7 +18,7 @@ from envherd.executor.batches.transfer import Mover
 from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.side_data import SideData
 from envherd.shm.layout import Name
-from envherd.shm.specs import EnvSpec
+from envherd.shm.specs import EnvSpec, LeafSpec
 
 
 class EnvBatches:
@@ -211,9 +211,18 @@ def check_root(root: Any, spec: EnvSpec, env_id: int, call: str) -> None:
     """
     for leaf in (*spec.observation, *spec.done):
         value = entry(root, leaf.key)
-        if value is None or not (leaf.is_side or tuple(value.shape) == leaf.shape):
-            got = "none" if value is None else f"shape {tuple(value.shape)}"
-            raise ValueError(f"{call} failed: expected {leaf}, got {got} (root of env {env_id}).")
+        got = "none" if value is None else "" if leaf.is_side else _why_not(leaf, value)
+        if got:
+            raise ValueError(f"{call} failed: expected {leaf}, got {got} (root of env {env_id}). Nothing was restored.")
+
+
+def _why_not(leaf: LeafSpec, value: Any) -> str:
+    """Return what a value is, if it is none of a leaf; otherwise an empty text."""
+    try:
+        array = to_numpy(value)
+    except Exception as error:  # a tensor without memory, or no array
+        return f"a {type(value).__name__} ({type(error).__name__}: {error})"
+    return "" if (array.shape, str(array.dtype)) == (leaf.shape, leaf.dtype) else f"{array.dtype} {array.shape}"
 
 
 def entry(root: Mapping[str, Any], key: Name) -> Any:

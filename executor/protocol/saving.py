@@ -1,19 +1,23 @@
 """Save the envs of an executor, and restore them: in place, in other envs, or from a checkpoint.
 
-Guarantees: a state that does not fit is refused before any env is touched. If an env refuses its state, the envs that
-were to be restored need a reset, and all others continue.
+Guarantees: a state that is damaged or of other envs is refused with one ValueError before anything is changed, here or
+in a worker. A `load_state_dict` of the env checks its state only when it loads it: if it raises, the envs that were to
+be restored need a reset, and all others continue.
 """
 
 from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
+import re
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from envherd.executor.protocol.env_batches import check_root
+from envherd.workers import seeding
 from envherd.workers.errors import EnvError
 
 if TYPE_CHECKING:
@@ -56,20 +60,50 @@ def restore(engine: Engine, env_ids: np.ndarray, states: Any) -> None:
     engine.guard.refuse_rolling()
     engine.refuse_under_way(env_ids)
     for env_id, state in zip(env_ids.tolist(), states, strict=True):
-        if not (isinstance(state, Mapping) and {"env", "root", "ended"} <= state.keys()):
-            raise ValueError(f"restore failed: expected states that save() returned, got {state!r:.80} (env {env_id}).")
-        check_root(state["root"], engine.specs[env_id], env_id, "restore")
+        if not (isinstance(state, Mapping) and {"env", "root", *_FORMS} <= state.keys()):
+            raise _refusal("restore", "states that save() returned", state, f"env {env_id}")
+    _check("restore", engine, env_ids, states)
     engine.give_up(env_ids)  # in case an exception breaks it off
+    _put(engine, env_ids, states)
+
+
+def _check(call: str, engine: Engine, env_ids: np.ndarray, states: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse states of which any is not of its env, before anything is changed.
+
+    Raises:
+        ValueError: with the entry.
+    """
+    for env_id, state in zip(env_ids.tolist(), states, strict=True):
+        for name, (expected, is_valid) in _FORMS.items():
+            if name in state and not is_valid(state[name]):
+                raise _refusal(call, expected, state[name], f"{name!r} of env {env_id}")
+        if "root" in state:
+            check_root(state["root"], engine.specs[env_id], env_id, call)
+    answers = engine.ask("check", env_ids.tolist(), args=tuple({"env": state["env"]} for state in states))
+    for env_id in env_ids.tolist():
+        if why := answers[env_id]["plain"]:
+            raise ValueError(f"{call} failed: {why.removesuffix('.')} (state of env {env_id}). Nothing was restored.")
+
+
+def _put(engine: Engine, env_ids: np.ndarray, states: Sequence[Mapping[str, Any]]) -> None:
+    """Restore states that `_check` has checked."""
     sent = tuple({name: state.get(name) for name in ("env", "episode", "generators")} for state in states)
     engine.ask("restore", env_ids.tolist(), args=sent)
-    engine.restore(env_ids, [state["root"] for state in states], np.array([bool(state["ended"]) for state in states]))
+    roots = [state["root"] for state in states] if "root" in states[0] else None
+    ended = None if roots is None else np.array([state["ended"] for state in states], bool)
+    engine.restore(env_ids, roots, ended)
 
 
 def state_dict(engine: Engine, *, with_envs: bool | None) -> dict[str, Any]:
     """Return the state of all envs for a checkpoint; see `BatchedEnv.state_dict`."""
     engine.refuse_under_way(engine.all_ids)
     episodes = engine.pool.slab.words["episode"][: engine.num_envs].tolist()
-    kept: dict[str, Any] = {"seed": engine.seed, "episodes": episodes, "actions": engine.sampler.state}
+    kept: dict[str, Any] = {
+        "version": _VERSION,
+        "seed": engine.seed,
+        "episodes": episodes,
+        "actions": engine.sampler.state,
+    }
     if with_envs is False:
         return {"executor": kept}
     try:
@@ -91,47 +125,103 @@ def state_dict(engine: Engine, *, with_envs: bool | None) -> dict[str, Any]:
 
 def load_state_dict(engine: Engine, state: Any) -> None:
     """Load a state of all envs from a checkpoint; see `BatchedEnv.load_state_dict`."""
-    if not isinstance(state, Mapping):
-        raise TypeError(f"load_state_dict failed: expected what state_dict() returned, got {state!r}.")
+    call, num_envs = "load_state_dict", engine.num_envs
+    kept = state.get("executor", {}) if isinstance(state, Mapping) else None
+    if not isinstance(kept, Mapping):
+        raise _refusal(call, "what state_dict() returned", state, "the state")
     engine.guard.refuse_rolling()
     engine.refuse_under_way(engine.all_ids)
-    num_envs, kept = engine.num_envs, state.get("executor")
-    missing = [i for i in range(num_envs) if f"env{i}" not in state]
-    is_seeds_alone = kept is not None and "roots" not in kept
-    if missing and not (is_seeds_alone and len(missing) == num_envs):
-        raise ValueError(
-            f"load_state_dict failed: expected a state of each env, got none of env {missing[0]} among "
-            f"{sorted(map(str, state))[:8]}. Pass what state_dict() returned, not a dict that holds it."
-        )
-    if kept is not None:
-        _check_kept(engine, kept, has_roots=not is_seeds_alone)
+    if kept:
+        _check_kept(engine, kept)
+    saved_ids = [key for key in state if re.fullmatch("env[0-9]+", str(key))]
+    if saved_ids or "roots" in kept or not kept:
+        _check_number(len(saved_ids) or num_envs, num_envs)
+        missing = [i for i in range(num_envs) if f"env{i}" not in state]
+        if missing or (kept and "roots" not in kept):
+            got = f"none of env {missing[0]}" if missing else "one without executor.roots"
+            raise ValueError(
+                f"{call} failed: expected a state of each env, got {got} among {sorted(map(str, state))[:8]}. Pass "
+                f"what state_dict() returned, not a dict that holds it."
+            )
+    per_env = {one: kept[name] for name, one in _PER_ENV.items() if name in kept}
+    states = [
+        {"env": state[f"env{i}"], **{one: values[i] for one, values in per_env.items()}}
+        for i in range(num_envs if saved_ids else 0)
+    ]
+    _check(call, engine, engine.all_ids[: len(states)], states)
     engine.give_up(engine.all_ids)  # in case an exception breaks off the load
-    if kept is not None and "seed" in kept:
+    if kept:
         engine.set_seed(kept["seed"], kept["episodes"])
         engine.sampler.state = kept["actions"]
-    if is_seeds_alone:
-        return
-    generators = [None] * num_envs if kept is None else kept.get("generators", [None] * num_envs)
-    sent = tuple({"env": state[f"env{i}"], "generators": own} for i, own in enumerate(generators))
-    engine.ask("restore", engine.all_ids.tolist(), args=sent)
-    if kept is None:
-        engine.restore(engine.all_ids, None, None)
-    else:
-        engine.restore(engine.all_ids, kept["roots"], np.array(kept["ended"], bool))
+    if states:
+        _put(engine, engine.all_ids, states)
 
 
-def _check_kept(engine: Engine, kept: Mapping[str, Any], *, has_roots: bool) -> None:
-    """Refuse the executor's part of a state of another number of envs, or with roots of other envs."""
-    episodes = kept.get("episodes", [0] * engine.num_envs)
-    if len(episodes) != engine.num_envs:
+#: Entry of the executor's part of a state with one item for each env -> the item's entry in a state of `save`.
+_PER_ENV = {"roots": "root", "ended": "ended", "generators": "generators"}
+#: Version of the executor's part.
+_VERSION = 1
+
+
+def _check_kept(engine: Engine, kept: Mapping[str, Any]) -> None:
+    """Refuse the executor's part of a state if it is damaged, or of another number of envs."""
+    call = "load_state_dict"
+    if kept.get("version", _VERSION) != _VERSION:
+        raise _refusal(call, f"version {_VERSION} of the format", kept["version"], "executor.version")
+    names = ["episodes", *(_PER_ENV if _PER_ENV.keys() & kept.keys() else ())]
+    for name in names:
+        if not isinstance(kept.get(name), (list, tuple)):
+            raise _refusal(call, "a list of one item for each env", kept.get(name), f"executor.{name}")
+        _check_number(len(kept[name]), engine.num_envs)
+    for env_id, episode in enumerate(kept["episodes"]):
+        if not _is_count(episode):
+            raise _refusal(call, "an integer from 0 to 2**62", episode, f"executor.episodes[{env_id}]")
+    seed = kept.get("seed")
+    if not (isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0):
+        raise _refusal(call, "an integer of at least 0", seed, "executor.seed")
+    if not _is_state(lambda: engine.sampler.check(kept.get("actions"))):
+        raise _refusal(call, "the state of the generator of rand_action", kept.get("actions"), "executor.actions")
+
+
+def _check_number(num_saved: int, num_envs: int) -> None:
+    if num_saved != num_envs:
         raise ValueError(
-            f"load_state_dict failed: expected the episodes of {engine.num_envs} envs, got {len(episodes)}."
+            f"load_state_dict failed: expected the state of {num_envs} envs, got one of {num_saved} (saved with "
+            f"{num_saved}, this has {num_envs}). Nothing was restored. Make an executor of {num_saved} envs."
         )
-    roots: Sequence[Any] = kept["roots"] if has_roots else ()
-    if has_roots and len(roots) != engine.num_envs:
-        raise ValueError(f"load_state_dict failed: expected {engine.num_envs} roots, got {len(roots)}.")
-    for env_id, root in enumerate(roots):
-        check_root(root, engine.specs[env_id], env_id, "load_state_dict")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_EPISODE
+
+
+def _is_state(read: Callable[[], Any]) -> bool:
+    """Return whether a state can be read."""
+    try:
+        read()
+    except Exception:  # whatever it is
+        return False
+    return True
+
+
+_MAX_EPISODE = 2**62
+#: Entry of an env's state -> what it must be, and what checks it.
+_FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "ended": ("True or False", lambda value: isinstance(value, bool)),
+    "episode": ("an integer from 0 to 2**62", _is_count),
+    "generators": (
+        "None or the state of the global generators",
+        lambda value: value is None or _is_state(lambda: seeding.from_plain(value)),
+    ),
+}
+
+
+def _refusal(call: str, expected: str, got: Any, place: str) -> ValueError:
+    try:
+        shown = reprlib.repr(got)
+    except Exception:  # an integer of too many digits
+        shown = f"a {type(got).__name__}"
+    return ValueError(f"{call} failed: expected {expected}, got {shown} ({place}). Nothing was restored.")
 
 
 def crossed(answer: Mapping[str, Any]) -> Any:

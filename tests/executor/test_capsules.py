@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import io
 import json
 import logging
 import pickle
@@ -28,8 +30,8 @@ from typer.testing import CliRunner
 import envherd
 from envherd import Capsules, EnvError, ExecutorOptions, ParallelEnv, SerialEnv, WorkerLost, WorkerTimeout
 from envherd.executor.cli.app import app
-from envherd.executor.pools.capsule_file import Capsule, CapsuleError, load_capsule
-from envherd.workers.adapters.named import NamedFactory, reference_of
+from envherd.executor.pools.capsule_file import _FIELDS, Capsule, CapsuleError, load_capsule
+from envherd.workers.adapters.named import FAMILIES, NamedFactory, reference_of
 from envherd.workers.block.journal import FLAGS, Journal, JournalFlag
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import CountingEnv
@@ -552,6 +554,15 @@ def test_damaged_files_are_one_clear_error(tmp_path, stored):
         {"options": {}},
         {"options": {"step_timeout_s": "soon"}},
         {"fields": {"unknown": 1}},
+        {"fields": {"family": "python", "name": "evil:make"}},
+        {"fields": {"env": "evil"}},
+        {"fields": {"render_mode": "human"}},
+        {"fields": {"device": "cpu\x1b[2J"}},
+        {"fields": {"render_mode": "rgb_array", "roles": ["a"]}},
+        {"failure": {"exit_code": 2**70}},
+        {"seed": 2**70},
+        {"env_id": 2**70},
+        {"num_steps": 3},
     ],
 )
 def test_facts_of_wrong_types_are_refused(stored, facts):
@@ -569,10 +580,41 @@ def test_no_archive_is_unpacked_that_is_larger_than_its_file(tmp_path, stored):
         for name, data in members.items():
             archive.writestr(name, data)
     assert "members are compressed" in replay(path).stderr
-    with zipfile.ZipFile(path, "w") as archive:
+    path.write_bytes(data_of(members, file_size=2**40))
+    assert "larger than the file" in replay(path).stderr
+    for dtype in (b"object", b"(1,i4", b"\\u001b[2J"):
+        path.write_bytes(data_of({name: data.replace(b"int64", dtype) for name, data in members.items()}))
+        result = replay(path)
+        assert "bytes for" in result.stderr
+        assert "\x1b[2J" not in result.stderr
+
+
+def data_of(members, **changes):
+    """Return an archive; its directory says something else about the last member."""
+    memory = io.BytesIO()
+    with zipfile.ZipFile(memory, "w") as archive:
         for name, data in members.items():
-            archive.writestr(name, data.replace(b"int64", b"object") if name.endswith("json") else data)
-    assert "object" in replay(path).stderr
+            archive.writestr(name, data)
+        for name, value in changes.items():
+            setattr(archive.infolist()[-1], name, value)
+    return memory.getvalue()
+
+
+def test_what_an_archive_says_of_itself_is_refused_in_one_way(tmp_path, stored):
+    path = stored()
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    for changes in ({"flag_bits": 1}, {"extract_version": 200}, {"header_offset": 10**6}, {"CRC": 0}):
+        path.write_bytes(data_of(members, **changes))
+        result = replay(path)
+        assert result.exit_code == 2, result.output
+        assert "expected a capsule, got a file that is none, or is damaged" in result.stderr
+
+
+def test_what_a_file_says_of_a_factory_never_names_another_env():
+    kinds = [NamedFactory, *(family.factory for family in FAMILIES.values() if family.factory)]
+    identity = {"family", "name", *(dataclasses.fields(kind)[0].name for kind in kinds)}
+    assert not identity & _FIELDS.keys()
 
 
 # ---- families, facades, and the command's options -----------------------------------------------------

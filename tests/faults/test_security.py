@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
+import importlib
+import json
 import os
 import pickle
+import random
 import re
 import signal
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +23,19 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 
-from envherd.executor import EnvError, ParallelEnv
-from envherd.executor.cli.storing import RolloutStore
+from envherd.executor import EnvError, ExecutorOptions, ParallelEnv
+from envherd.executor.cli.storing import RolloutStore, StoreError, load_rollout
+from envherd.executor.pools.capsule_file import CapsuleError, load_capsule
+from envherd.workers import plain, snapshot
 from envherd.workers.testing import CountingEnv
 from tests.conftest import is_of_others
-from tests.extras import needs
+from tests.extras import needs, skip_without
 from tests.faults.children import NOBODY, in_child
+from tests.faults.damaging import damaged
+
+skip_without("gymnasium")
+
+import gymnasium
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +47,6 @@ UNPICKLES = {
     "executor/facades/sb3/factory.py": "the same",
     "workers/adapters/hosts/torchrl_guest.py": "the same",
     "executor/protocol/saving.py": "answers of workers, with options.infos='pickle'",
-    "workers/snapshot.py": "states of envs, by a reader that calls only constructors of data",
     "workers/infos.py": "infos of workers, with options.infos='pickle' (facades of Gymnasium and SB3)",
     "executor/facades/gymnasium/worker.py": "values of spaces that are no arrays (facade of Gymnasium)",
     "executor/cli/rerun.py": "the factory in a crash capsule, with --trust",
@@ -215,6 +229,130 @@ def test_a_stored_rollout_is_loaded_without_unpickling(tmp_path):
     with pytest.raises(Exception, match=r"[Pp]ickle"):
         TensorDict.load_memmap(tmp_path / "evil", allow_pickle=False)
     assert not (tmp_path / "ran").exists()
+
+
+#: Audit events of Python that no reader of a file may cause.
+FORBIDDEN = frozenset(
+    {
+        *("exec", "compile", "import", "pickle.find_class", "marshal.loads", "ctypes.dlopen", "subprocess.Popen"),
+        *("os.system", "os.posix_spawn", "os.fork", "os.remove", "os.rename", "os.mkdir", "os.truncate"),
+        *("socket.__new__", "socket.connect", "socket.bind"),
+    }
+)
+
+
+def _read_damaged(seed: int, num_cases: int) -> list[str]:
+    """Read damaged states and capsules; return what was done that may not be, and errors of other kinds."""
+    found: list[str] = []
+    env = gymnasium.wrappers.FrameStackObservation(gymnasium.make("CartPole-v1"), 2)
+    env.reset(seed=1)
+    state = snapshot.save(env)
+    sound = plain.decode(state["held"])
+    capsule: dict[str, Any] = {
+        "schema": "envherd.capsule/1",
+        "env": "gymnasium:CartPole-v1",
+        "env_kwargs": {"a": [1]},
+        "search": [],
+    }
+    capsule |= {"fields": {"render_mode": "rgb_array"}, "missing": [], "options": {}, "reset_options": {"options": {}}}
+    capsule |= {"failure": {"exit_code": 3}, "root_seed": 0, "env_id": 0, "episode": 0, "seed": 1, "num_steps": 2}
+    capsule |= {"observation": None, "inputs": [[["action"], [2], "int64"]]}
+    path, is_armed, rng = Path(tempfile.mkdtemp()) / "one.capsule", False, random.Random(seed)
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        is_write = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+        if is_armed and (event in FORBIDDEN or is_write):
+            found.append(f"{event} {arguments!r:.200}")
+
+    def reading(read: Callable[[], Any], refusal: type[Exception], words: str) -> None:
+        nonlocal is_armed
+        is_armed = True
+        try:
+            read()
+        except refusal as error:
+            found.extend([] if words in str(error) else [str(error)])
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        is_armed = False
+
+    importlib.import_module("encodings.cp437")  # which zipfile imports once
+    sys.addaudithook(note)
+    for _ in range(num_cases):
+        held = plain.encode(damaged(sound, rng))
+        forged = {**state, "held": held, "digest": snapshot._digest(held)}
+        reading(functools.partial(snapshot.read, env, forged), ValueError, "expected what state_dict() or save()")
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("capsule.json", json.dumps(damaged(capsule, rng), default=str))
+            archive.writestr("input0", bytes(16))
+        data = bytearray(path.read_bytes())
+        data[rng.randrange(len(data))] ^= rng.choice((0, 0, 0, 1, 255))
+        path.write_bytes(data)
+        reading(functools.partial(load_capsule, path), CapsuleError, "expected a capsule, got a file that is none")
+    env.reset(seed=2)
+    env.step(1)
+    return found
+
+
+@needs("gymnasium")
+@pytest.mark.slow
+def test_files_that_are_damaged_run_nothing_and_are_refused_in_one_way():
+    assert in_child(_read_damaged, 0, 300) == []
+
+
+@needs("gymnasium")
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_damaged_checkpoints_change_nothing_and_lose_no_worker(seed):
+    rng, refusals = random.Random(seed), []
+    make = functools.partial(gymnasium.make, "CartPole-v1")
+    with ParallelEnv(3, make, num_workers=2, seed=0, options=ExecutorOptions(isolate_rng=True)) as env:
+        env.rollout(3)
+        saved, whole = env.save(), env.state_dict()
+        pids = [worker.pid for worker in env.statistics().workers]
+        for _ in range(60):
+            for restore, state in ((env.restore, saved), (env.load_state_dict, whole)):
+                env.step(env.rand_action(env.current()))
+                before = env.current()
+                try:
+                    restore(damaged(state, rng))
+                except ValueError as error:
+                    refusals.append((str(error), bool((env.current() == before).all())))
+                env.load_state_dict(whole)
+        assert len(refusals) > 60
+        assert all(" failed: expected " in words and is_same for words, is_same in refusals)
+        assert [worker.pid for worker in env.statistics().workers] == pids
+
+
+GROWING: dict[str, tuple[str, Any]] = {
+    "a larger leaf": ("rollout/meta.json", {"shape": [3, 2, 10**6]}),
+    "a leaf of a negative size": ("rollout/meta.json", {"shape": [-3, 2, 4]}),
+    "a leaf of another type": ("rollout/meta.json", {"dtype": "torch.int64"}),
+    "no type": ("rollout/meta.json", {"dtype": "torch.load"}),
+    "an inner leaf": ("rollout/next/meta.json", {"shape": [3, 2, 10**6]}),
+    "a link": ("rollout/meta.json", {}),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_stored_rollout_makes_no_file_grow(tmp_path, name):
+    place, changes = GROWING[name]
+    store = RolloutStore(tmp_path / "rollout", 2)
+    for _ in range(2):
+        leaf = torch.ones(3, 4)
+        store.add(TensorDict({"observation": leaf, "next": TensorDict({"observation": leaf}, [3])}, [3]))
+    store.finish({"env": "gymnasium:CartPole-v1", "env_kwargs": {}, "max_steps": None, "seed": 0})
+    assert (load_rollout(tmp_path / "rollout")[0]["next", "observation"] == 1).all()
+    if name == "a link":
+        (tmp_path / "mine").write_text("mine")
+        (tmp_path / "rollout/observation.memmap").unlink()
+        (tmp_path / "rollout/observation.memmap").symlink_to(tmp_path / "mine")
+    meta = json.loads((tmp_path / place).read_text())
+    meta["observation"] |= changes
+    (tmp_path / place).write_text(json.dumps(meta))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(StoreError, match="expected a memory-mapped TensorDict"):
+        load_rollout(tmp_path / "rollout")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 @needs("cli")

@@ -3,10 +3,9 @@
 import collections
 import dataclasses
 import enum
-import io
-import os
-import pickle
 import random
+import subprocess
+import tempfile
 import threading
 
 import gymnasium
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 from envherd.workers import plain, snapshot
+from envherd.workers.env_values import Unsaveable
 from tests.extras import needs
 
 
@@ -68,6 +68,8 @@ class Room(gymnasium.Env):
         self.both = gymnasium.spaces.Dict(n=gymnasium.spaces.Discrete(1000))
         self.spaces = {"a": gymnasium.spaces.Discrete(3)}
         self.itself = self
+        self.kinds = {(Ball, Task): 1, (int, Ball): 2}
+        self.process = subprocess.Popen  # of which a state cannot make an object
         self.step_type = np.float32(0.5)
 
     def reset(self, *, seed=None, options=None):
@@ -126,6 +128,7 @@ def test_a_state_restores_all_that_an_env_holds(where):
     assert room.queue.maxlen == 3
     assert room.shape(Ball(np.ones(2))).tolist() == [2, 2]
     assert isinstance(room.carried.colour, Colour)
+    assert room.kinds == {(Ball, Task): 1, (int, Ball): 2}
 
 
 def test_a_state_is_not_changed_by_the_env_that_it_was_taken_from_or_put_into():
@@ -146,6 +149,10 @@ class Held(Room):
 
 UNSAVEABLE = {
     "a lock": (threading.Lock, "Held.held is a _thread.lock"),
+    "a file that is removed": (
+        lambda: vars(tempfile)["_TemporaryFileCloser"](None, "x", delete=False),
+        "Held.held is a tempfile._TemporaryFileCloser",
+    ),
     "a generator": (lambda: (i for i in range(3)), "Held.held is a generator"),
     "in a container": (lambda: {"a": [threading.Lock()]}, "Held.held is a dict"),
 }
@@ -154,72 +161,84 @@ UNSAVEABLE = {
 @pytest.mark.parametrize("name", UNSAVEABLE)
 def test_what_cannot_be_saved_is_named(name):
     make_held, words = UNSAVEABLE[name]
-    with pytest.raises(snapshot.Unsaveable, match=words):
+    with pytest.raises(Unsaveable, match=words):
         snapshot.save(Held(make_held()))
 
 
-def _calls(function, *args):
-    class Call:
-        def __reduce__(self):
-            return function, args
-
-    return pickle.dumps({"": {"x": Call()}})
-
-
-class Elsewhere:
-    """A persistent id in a pickle."""
+def forged(state, change):
+    """Return a state whose nodes and simulators somebody has changed."""
+    nodes, simulators = plain.decode(state["held"])
+    held = plain.encode([nodes, simulators] if (changed := change(nodes, simulators)) is None else changed)
+    return {**state, "held": held, "digest": snapshot._digest(held)}
 
 
-def _naming(pid):
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, obj):
-            return pid if isinstance(obj, Elsewhere) else None
+def with_node(*node):
+    """Give the env an attribute with a value of this node."""
 
-    file = io.BytesIO()
-    Pickler(file).dump({"": {"x": Elsewhere()}})
-    return file.getvalue()
+    def change(nodes, _):
+        nodes.append([*node, {}] if len(node) == 3 else [*node])
+        nodes[0][3]["forged"] = [len(nodes) - 1]
 
-
-def _calling(pid, *args):
-    """A pickle that calls what a persistent id names."""
-    ids = [Elsewhere()]
-
-    class Call:
-        def __reduce__(self):
-            return _stand_in, args
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, obj):
-            return pid if obj is _stand_in else None
-
-    file = io.BytesIO()
-    Pickler(file).dump({"": {"x": Call()}, "ids": ids[1:]})
-    return file.getvalue()
+    return lambda state: forged(state, change)
 
 
-def _stand_in():
-    """A function in whose place a persistent id is written."""
+class Removed:
+    """Would run when it is removed."""
+
+    def __del__(self):
+        raise AssertionError
 
 
+PLACE = ".env.env.env"
 REFUSED = {
-    "a function of the env": (lambda state: state | {"held": _calling("at .env.env.env.shape", 1)}, "calls <function"),
-    "a class of the env": (
-        lambda state: state | {"held": _calling(f"class {__name__}:Task")},
-        "calls <class .*Task",
+    "a call": (with_node("data", None, ["posix:system", ["true"]]), "posix:system"),
+    "a call of a package": (with_node("data", None, ["numpy:load", ["x"]]), "numpy:load"),
+    "a file of numpy": (with_node("data", None, ["numpy:memmap", ["x", "uint8", "w+", 0, 5]]), "numpy:memmap"),
+    "an array of another class": (with_node("array", "numpy:memmap", ["|u1", [5], "C", bytes(5)]), "numpy:memmap"),
+    "an array of objects": (with_node("array", None, ["|O", [1], "C", bytes(8)]), "dtype"),
+    "an array of records": (with_node("array", None, ["(1,i4", [1], "C", bytes(4)]), "dtype"),
+    "a huge array": (with_node("array", None, ["<f8", [2**40], "C", bytes(8)]), "8 bytes for an array"),
+    "an array of nothing": (with_node("array", None, ["|S0", [2**40], "C", b""]), "0 bytes for an array"),
+    "a huge array of objects": (with_node("objects", None, [[2**40], []]), "0 objects for"),
+    "a finalizer": (with_node("object", f"{__name__}:Removed", []), "Removed, which has a finalizer"),
+    "a class that the env refers to": (with_node("object", "subprocess:Popen", []), "subprocess:Popen"),
+    "a file that is removed": (
+        with_node(
+            "owner", None, [f"{PLACE}.task.kept", "tempfile:_TemporaryFileCloser"], {"name": "x", "delete": True}
+        ),
+        "an object of .tempfile:_TemporaryFileCloser",
     ),
-    "code": (lambda state: state | {"held": _calls(os.system, "true")}, "calls (posix|nt).system"),
-    "code of a package": (lambda state: state | {"held": _calls(np.load, "x")}, "calls numpy"),
-    "a class of another package": (
-        lambda state: state | {"held": _naming("class subprocess:Popen")},
-        "subprocess:Popen",
+    "a class as a value": (with_node("class", None, "shutil:rmtree"), "rmtree"),
+    "a class of C": (with_node("object", "numpy:ndarray", []), "ndarray"),
+    "a list as a dict": (with_node("dict", f"{__name__}:Ball", []), "which is no dict"),
+    "a function as a class": (with_node("object", "numpy:load", []), "numpy:load"),
+    "an object that is not there": (with_node("at", None, [".nothing", False]), r"env\.nothing"),
+    "attributes of a function": (
+        with_node("at", None, [f"{PLACE}.shape", False], {"__code__": 1}),
+        "attributes of a at",
     ),
-    "a function as a class": (lambda state: state | {"held": _naming("class numpy:load")}, "numpy:load"),
-    "an object that is not there": (lambda state: state | {"held": _naming("at .nothing")}, r"env\.nothing"),
-    "another env": (
-        lambda _: snapshot.save(gymnasium.make("CartPole-v1")),
-        "the state of a .*Room, got one of a .*Cart",
+    "a value that holds itself": (
+        lambda state: forged(state, lambda nodes, _: nodes.append(["tuple", None, [[len(nodes)]], {}])),
+        "consists of itself",
     ),
-    "another wrapper": (lambda _: snapshot.save(Room()), "the state of a .*TimeLimit, got one of a .*Room"),
+    "a node that is not there": (
+        lambda state: forged(state, lambda nodes, _: nodes[0][3].update(x=[10**9])),
+        "no node",
+    ),
+    "an unknown kind": (with_node("call", None, []), "KeyError"),
+    "no node": (lambda state: forged(state, lambda nodes, _: nodes.append(3)), "TypeError"),
+    "a generator beyond its words": (
+        with_node("bits", None, [{"bit_generator": "MT19937", "state": {"key": [1] * 624, "pos": 10**6}}, None]),
+        "pos=1000000",
+    ),
+    "seeds of much memory": (with_node("seeds", None, [1, [], 2**40, 0]), "a pool of"),
+    "a state without the env": (lambda state: forged(state, lambda _, simulators: [[], simulators]), "of none"),
+    "damage": (lambda state: state | {"held": state["held"][:-1]}, "got one that is damaged"),
+    "a text": (lambda state: state | {"held": "x"}, "got one that is damaged"),
+    "a newer version": (lambda state: state | {"version": 3}, "with version 2 of the format, got version 3"),
+    "no version": (lambda state: {"held": state["held"]}, "without a state of this form"),
+    "another env": (lambda _: snapshot.save(gymnasium.make("CartPole-v1")), "got one of a .*Cart.* for a .*Room"),
+    "another wrapper": (lambda _: snapshot.save(Room()), "got one of a .*Room for a .*TimeLimit"),
     "no state": (lambda _: {"a": 1}, "expected what state_dict"),
 }
 
@@ -229,10 +248,11 @@ def test_a_state_that_is_refused_changes_nothing(name):
     change, words = REFUSED[name]
     env = make()
     state = change(snapshot.save(env))
-    before = of(env.unwrapped)
+    before, attributes = of(env.unwrapped), vars(env.unwrapped).copy()
     with pytest.raises(ValueError, match=words):
         snapshot.restore(env, state)
     assert of(env.unwrapped) == before
+    assert vars(env.unwrapped) == attributes
 
 
 def test_a_state_makes_objects_that_the_env_does_not_hold_now():
@@ -263,5 +283,5 @@ def test_ale_with_sticky_actions_is_refused():
     gymnasium.register_envs(ale_py)
     env = gymnasium.make("ALE/Pong-v5")
     env.reset()
-    with pytest.raises(snapshot.Unsaveable, match="repeat_action_probability=0"):
+    with pytest.raises(Unsaveable, match="repeat_action_probability=0"):
         snapshot.save(env)

@@ -16,6 +16,7 @@ Values are lists aligned with the spec's leaves:
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -24,6 +25,7 @@ import numpy as np
 
 from envherd.shm.specs import EnvSpec, Key
 from envherd.workers import snapshot
+from envherd.workers.env_values import Unsaveable
 
 #: What `reset` takes besides a seed; see `Adapter.reset`.
 Options = Mapping[str, Any] | None
@@ -149,14 +151,26 @@ class Adapter(ABC):
             raise self._without_state(f"its family ({self.family}) has no way to read it")
         try:
             return snapshot.save(self.env)
-        except snapshot.Unsaveable as error:
+        except Unsaveable as error:
             raise self._without_state(str(error)) from None
 
     def load_state_dict(self, state: Any) -> None:
         """Restore a state that `state_dict` returned; envs that cannot raise `NotImplementedError`."""
         if not self.is_its_attributes:
             raise self._without_state(f"its family ({self.family}) has no way to set it")
-        snapshot.restore(self.env, state)
+        self.read_state(state)()
+
+    def read_state(self, state: Any) -> Callable[[], None]:
+        """Check a state without a change of the env; return what restores it.
+
+        A method `load_state_dict` of the env checks a state only when it restores it.
+
+        Raises:
+            ValueError: it is none of this env.
+        """
+        if not self.is_its_attributes:
+            return functools.partial(self.load_state_dict, state)
+        return snapshot.read(self.env, state)
 
     def _without_state(self, why: str) -> NotImplementedError:
         innermost = getattr(self.env, "unwrapped", self.env)

@@ -11,7 +11,7 @@ steps, and `("episode", "time")` is the number of seconds since the first step b
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,6 +108,19 @@ class EpisodeSums:
         seconds = np.where(self._is_fresh, 0.0, time.perf_counter() - self._began)
         return [*(total.copy() for total in self._sums), self._length.copy(), seconds]
 
+    def checked(self, state: Any) -> list[Any]:
+        """Return what `state` returned.
+
+        Raises:
+            ValueError: it is none of these sums.
+        """
+        own = self.state()
+        forms = [(array.shape, array.dtype) for array in own]
+        arrays = state if isinstance(state, list) else []
+        if [(getattr(one, "shape", None), getattr(one, "dtype", None)) for one in arrays] != forms:
+            raise ValueError(f"expected the statistics of an episode as {forms}, got {type(state).__name__}.")
+        return arrays
+
     def restore(self, state: list[Any]) -> None:
         """Put back what `state` returned."""
         *sums, length, seconds = state
@@ -151,13 +164,17 @@ class EpisodeLeaves(Wrapping):
         """Return the env's state, with the statistics of its episode."""
         return {_STATE: self._sums.state(), "env": self.inner.state_dict()}
 
-    def load_state_dict(self, state: Any) -> None:
-        """Restore a state, also one saved without the option: the statistics then start here."""
-        if not (isinstance(state, Mapping) and _STATE in state):
-            self.inner.load_state_dict(state)
-            return
-        self.inner.load_state_dict(state["env"])
-        self._sums.restore(state[_STATE])
+    def read_state(self, state: Any) -> Callable[[], None]:
+        """Check a state, also one saved without the option: the statistics then start here; return what restores it."""
+        if not (isinstance(state, Mapping) and _STATE in state and "env" in state):
+            return self.inner.read_state(state)
+        put, sums = self.inner.read_state(state["env"]), self._sums.checked(state[_STATE])
+
+        def put_all() -> None:
+            put()
+            self._sums.restore(sums)
+
+        return put_all
 
 
 def _sum_dtype(dtype: str) -> str:

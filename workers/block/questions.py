@@ -65,9 +65,20 @@ def _answer_about_state(message: Ask, adapter: Adapter, position: int) -> Any:
         return adapter.state_dict()
     if message.what == "allow_steps":
         return None
+    if message.what == "check":
+        return _why_not(adapter, message.args[position]["env"])
     if message.what == "restore":
         return adapter.load_state_dict(message.args[position]["env"])
     raise ValueError(f"unknown question {message.what!r}")
+
+
+def _why_not(adapter: Adapter, state: Any) -> str:
+    """Return why an env cannot have a state, or an empty text."""
+    try:
+        adapter.read_state(state)
+    except Exception as error:  # of an adapter that reads its state itself
+        return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _find(env: Any, name: str) -> Any:

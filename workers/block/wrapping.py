@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +55,10 @@ class Wrapping(Adapter):
         return self.inner.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        self.inner.load_state_dict(state)
+        self.read_state(state)()
+
+    def read_state(self, state: Any) -> Callable[[], None]:
+        return self.inner.read_state(state)
 
 
 def refuse_taken(observed: Sequence[Key], roots: Iterable[Key], option: str) -> None:

@@ -11,8 +11,9 @@ Does not check whether values are inside their space (the writers check shape an
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -161,13 +162,10 @@ class GymnasiumAdapter(Adapter):
         save = _wrapper_attr(self.env, "state_dict")
         return save() if callable(save) else super().state_dict()
 
-    def load_state_dict(self, state: Any) -> None:
-        """Pass a state to `load_state_dict` of the env or of the outermost wrapper that has one."""
+    def read_state(self, state: Any) -> Callable[[], None]:
+        """Return `load_state_dict` of the env or of the outermost wrapper that has one, with the state."""
         load = _wrapper_attr(self.env, "load_state_dict")
-        if not callable(load):
-            super().load_state_dict(state)
-        else:
-            load(state)
+        return functools.partial(load, state) if callable(load) else super().read_state(state)
 
 
 def _wrong_arity(result: Any) -> SpecError:

@@ -22,7 +22,8 @@ Does not check whether values are inside their spaces (shape and dtype are check
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -113,12 +114,23 @@ class ParallelAdapter(Adapter):
         ends = [list(seat.end) for seat in self._seats.values()]
         return {"env": super().state_dict(), "ends": ends, "needs_reset": self._needs_reset}
 
-    def load_state_dict(self, state: Any) -> None:
-        """Restore a state that `state_dict` returned."""
-        super().load_state_dict(state["env"])
-        for seat, end in zip(self._seats.values(), state["ends"], strict=True):
-            seat.end = tuple(end)
-        self._needs_reset = state["needs_reset"]
+    def read_state(self, state: Any) -> Callable[[], None]:
+        """Check a state that `state_dict` returned; return what restores it."""
+        if not (isinstance(state, Mapping) and {"env", "ends", "needs_reset"} <= state.keys()):
+            raise ValueError(f"expected a state of a PettingZoo env, got {type(state).__name__}.")
+        put, ends, needs_reset = super().read_state(state["env"]), state["ends"], state["needs_reset"]
+        are_ends = isinstance(ends, list) and all(isinstance(end, list) and len(end) == 2 for end in ends)
+        flags = [needs_reset, *itertools.chain.from_iterable(ends)] if are_ends else [None]
+        if not all(isinstance(flag, bool) for flag in flags) or len(ends) != len(self._seats):
+            raise ValueError(f"expected the ends of {len(self._seats)} agents, got {ends!r:.80}, {needs_reset!r:.80}.")
+
+        def put_all() -> None:
+            put()
+            for seat, end in zip(self._seats.values(), ends, strict=True):
+                seat.end = tuple(end)
+            self._needs_reset = needs_reset
+
+        return put_all
 
     def _begin(self, seed: int | None, options: Mapping[str, Any] | None) -> Any:
         """Reset the env and return what it returned."""
