@@ -463,9 +463,10 @@ class AsyncCollector:
         """Keep the policy's state for the next step of some envs, batch `[k]`, on the CPU."""
         own = own.to("cpu")
         if self._state is None or self._state is self._primer:
-            self._state = own[:1].expand(self.env.num_envs, *own.batch_size[1:]).clone().zero_()
-            if self._primer is not None:
-                self._state.update(self._primer.clone())
+            with torch.inference_mode(mode=False):  # it is written to later
+                self._state = own[:1].expand(self.env.num_envs, *own.batch_size[1:]).clone().zero_()
+                if self._primer is not None:
+                    self._state.update(self._primer.clone())
         self._state[torch.from_numpy(env_ids)] = own
 
     def _note_ends(self, env_ids: np.ndarray, following: TensorDictBase) -> None:

@@ -147,6 +147,12 @@ def set_next(td: TensorDictBase, next_td: TensorDictBase) -> None:
         td.set("next", next_td)
 
 
-def num_writes(leaves: Iterable[torch.Tensor]) -> int:
-    """Return how often torch has written to some tensors in place; no public function returns it."""
-    return sum(map(_version, leaves))
+def num_writes(leaves: Iterable[torch.Tensor]) -> float:
+    """Return how often torch has written to some tensors in place; no public function returns it.
+
+    It is NaN, which equals no number, for tensors that torch does not count: on a device, made in its inference mode.
+    """
+    try:
+        return sum(map(_version, leaves))
+    except RuntimeError:
+        return float("nan")  # another object each time, for `in`

@@ -87,6 +87,8 @@ class Engine(Calls):
         recycler = None if recyclable is None else Recycler(recyclable, self.positions, self.side, options, self.memory)
         self.flights = self.flights_type(pool, self.positions, self.side, options, recycler)
         self.states = self.flights.states
+        if loans is not None:
+            loans.is_written = self.flights.is_written
         self.positions.mark_lost(self.all_ids)  # they need a reset, and their roots show it
         self.guard = CallGuard(self)
         self.side_inputs: dict[int, list[Any]] = {}

@@ -489,6 +489,15 @@ class Flights:
         if error is not None:
             raise error
 
+    def is_written(self, column: int) -> bool:
+        """Return whether workers may be writing to a column of the ring for a step of all envs."""
+        positions, states, flight = self.positions, self.states, self.current
+        if column != positions.column or positions.where is not positions.ring:
+            return False
+        while flight is not None and not (flight.is_all and not flight.has_landed):
+            flight = flight.outer
+        return flight is not None or column in states.columns[states.under_way]  # parked
+
     def has_reports(self) -> bool:
         """Return whether the pool reports more than rows, or a loss that was not handled for sent envs."""
         return bool(self.pool.outcome) or self.pool.num_losses != self._num_settled

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.batches.fast_tensordict import get_leaf
+from envherd.executor.batches.grad_mode import as_tensor
 from envherd.executor.batches.transfer import as_array
 from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.shm.specs import Key
@@ -54,7 +55,7 @@ class ContiguousRows:
             flat[index] = array
         for name, value in numbers.items():
             if (name,) not in self._leaves:
-                self._leaves[(name,)] = torch.zeros(self._num_slots, self._num_steps, dtype=torch.int64)
+                self._leaves[(name,)] = as_tensor(np.zeros((self._num_slots, self._num_steps), np.int64))
             self._leaves[(name,)].numpy().reshape(-1)[index] = value
 
     def _target(self, td: TensorDictBase, key: Key, *, is_next: bool) -> tuple[Any, np.ndarray, torch.dtype]:
@@ -63,7 +64,7 @@ class ContiguousRows:
         if name not in self._leaves:
             shape = (self._num_slots, self._num_steps, *value.shape[1:])
             blank = np.zeros(shape, as_array(value[:0].cpu()).dtype)
-            self._leaves[name] = torch.from_numpy(blank).view(value.dtype)
+            self._leaves[name] = as_tensor(blank, value.dtype)
         leaf = self._leaves[name]
         return key[0] if len(key) == 1 else key, as_array(leaf.flatten(0, 1)), leaf.dtype
 
@@ -102,7 +103,7 @@ class ContiguousRows:
         self._names = {False: (), True: ()}  # the cached targets are views of the old leaves
         for key, leaf in self._leaves.items():
             old = as_array(leaf)
-            self._leaves[key] = torch.from_numpy(np.concatenate([old, np.zeros_like(old)])).view(leaf.dtype)
+            self._leaves[key] = as_tensor(np.concatenate([old, np.zeros_like(old)]), leaf.dtype)
         self._num_slots *= 2
         self._free += range(self._num_slots // 2, self._num_slots)
 
@@ -116,6 +117,6 @@ class ContiguousRows:
         template = self._nested[False].copy().set("next", self._nested[True].copy()).unsqueeze(1)
         data = template.expand(num_rows, self._num_steps).clone(recurse=False)
         for key, leaf in self._leaves.items():
-            data.set(key, torch.from_numpy(as_array(leaf)[taken]).view(leaf.dtype))
+            data.set(key, as_tensor(as_array(leaf)[taken], leaf.dtype))
         data.refine_names(..., "time")
         return data
