@@ -218,6 +218,7 @@ class BatchedEnv:
             extras = engine.extras_of(env_ids, seeds, list_of_kwargs, kwargs)
             if root_seed is not None:
                 engine.set_seed(root_seed)
+            engine.stale_roots.forget()
             if len(env_ids):
                 engine.write_reset_masks(mask)
                 engine.reset_envs(env_ids, extras)
@@ -260,6 +261,7 @@ class BatchedEnv:
         need_batch(call, td)
         with self._guard:
             next_td, root = self._engine.step_all(td, op)
+            self._engine.stale_roots.look(td, self._engine.all_ids)
             written = get_leaf(td, "next")
             own = None if written is None else own_leaves(written, self._engine.known)
             if own is not None:
@@ -376,6 +378,7 @@ class BatchedEnv:
         with self._guard:
             ids = self._exchange.ids_of(td, env_ids)
             self._exchange.send(td, ids, Op.STEP_RESET if maybe_reset else Op.STEP)
+            self._engine.stale_roots.look(td, ids)
 
     def recv(
         self,
