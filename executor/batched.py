@@ -261,8 +261,9 @@ class BatchedEnv:
         need_batch(call, td)
         with self._guard:
             next_td, root = self._engine.step_all(td, op)
-            self._engine.stale_roots.look(td, self._engine.all_ids)
             written = get_leaf(td, "next")
+            if written is not None:
+                self._engine.stale_roots.look(td, self._engine.all_ids)
             own = None if written is None else own_leaves(written, self._engine.known)
             if own is not None:
                 next_td.update(own)
@@ -378,7 +379,8 @@ class BatchedEnv:
         with self._guard:
             ids = self._exchange.ids_of(td, env_ids)
             self._exchange.send(td, ids, Op.STEP_RESET if maybe_reset else Op.STEP)
-            self._engine.stale_roots.look(td, ids)
+            if get_leaf(td, "next") is not None:
+                self._engine.stale_roots.look(td, ids)
 
     def recv(
         self,

@@ -1,4 +1,4 @@
-"""Torch's modes of the calling thread: run without recording gradients, and make tensors that outlive a mode."""
+"""`without_grad`: run a function without recording gradients, and restore the thread's grad mode."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-import numpy as np
 import torch
 
 _P = ParamSpec("_P")
@@ -31,19 +30,3 @@ def without_grad(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 torch.set_grad_enabled(was_enabled)
 
     return call
-
-
-def as_tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a tensor over an array (no copy) that can also be used outside of `torch.inference_mode`.
-
-    Torch's own functions return inference tensors in that mode: without a version, and read-only outside of it.
-
-    Args:
-        array: of a dtype that torch has.
-        dtype: one of the same size as which to view it; None for its own.
-    """
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(mode=False):
-            return as_tensor(array, dtype)
-    tensor = torch.from_numpy(array)
-    return tensor if dtype is None else tensor.view(dtype)

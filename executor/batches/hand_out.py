@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from envherd.executor.batches.fast_tensordict import Shell
-from envherd.executor.batches.grad_mode import as_tensor
+from envherd.executor.batches.fast_tensordict import Shell, as_tensor
 from envherd.executor.batches.memory import LARGEST_RECORD, Leaves, Loans, ReusedMemory, StepMemory, splitter
 from envherd.executor.batches.transfer import Mover
 from envherd.shm.slab import GroupSlab, next_leaves, root_leaves
@@ -196,7 +195,7 @@ class GroupBatch:
 
     def to_tensors(self, arrays: Sequence[np.ndarray]) -> Leaves:
         """Return arrays as tensors on the device (cpu: no copy)."""
-        tensors = [as_tensor(array) for array in arrays]
+        tensors = [*map(as_tensor if torch.is_inference_mode_enabled() else torch.from_numpy, arrays)]
         return tensors if self.is_on_cpu else [tensor.to(self.device) for tensor in tensors]
 
 

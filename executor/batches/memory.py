@@ -22,7 +22,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from envherd.executor.batches.grad_mode import as_tensor
+from envherd.executor.batches.fast_tensordict import as_tensor
 from envherd.shm.layout import Field
 from envherd.shm.platforms import register_at_fork
 from envherd.shm.private_view import PrivateView

@@ -14,7 +14,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
-from envherd.executor.batches.grad_mode import as_tensor
+from envherd.executor.batches.fast_tensordict import as_tensor
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.random_values import Draw, draw_masked, drawer, mask_key
 

@@ -15,8 +15,7 @@ from tensordict import NonTensorData, TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
 from envherd.executor.batches.arguments import as_count, need_seconds, wrong_rows
-from envherd.executor.batches.fast_tensordict import get_leaf, maker, num_writes, set_leaf, set_next
-from envherd.executor.batches.grad_mode import as_tensor
+from envherd.executor.batches.fast_tensordict import as_tensor, get_leaf, maker, num_writes, set_leaf, set_next
 from envherd.executor.batches.hand_out import add_side
 from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.executor.protocol.call_guard import call_name
@@ -195,7 +194,7 @@ class Exchange:
 
 def set_ids(td: TensorDictBase, env_ids: np.ndarray) -> TensorDictBase:
     """Set `env_ids` in a batch: int64 `[k]`; `[k, *B]` for envs that are batches."""
-    ids = as_tensor(env_ids.copy())
+    ids = (as_tensor if torch.is_inference_mode_enabled() else torch.from_numpy)(env_ids.copy())
     if td.ndim > 1:
         ids = ids.view(-1, *(1,) * (td.ndim - 1)).expand(td.batch_size).clone()
     set_leaf(td, (ENV_IDS,), ids)

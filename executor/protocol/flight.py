@@ -381,6 +381,7 @@ class Flights:
         own = lost[np.isin(lost, ids)]
         is_stepped = self.states.ops != RESET
         outcome.forget_rows(own)  # an env may have answered before its worker died in another env's command
+        positions.hold()
         self.side.note_values(outcome.side)
         self.side.note_infos(outcome.infos, ids.tolist())
         self._forget_interrupted(flight)
@@ -396,6 +397,7 @@ class Flights:
             positions.mark_lost(flight.dead[~is_stepped[flight.dead]])
         else:
             self._note_rows(flight)
+        positions.held = None
         flight.has_landed = True
         return outcome, own
 
@@ -512,6 +514,7 @@ class Flights:
         reported = self.pool.outcome
         if reported.side or reported.infos:
             outcome = reported.hand_out(env_ids)
+            self.positions.hold()
             self.side.note_values(outcome.side)
             self.side.note_infos(outcome.infos, env_ids.tolist())
         elif self._has_infos:
@@ -535,12 +538,14 @@ class Flights:
             positions.interrupted[env_ids] = False
         is_over = positions.stepped(env_ids, at, is_over)
         if 1 not in is_over.tobytes():
+            positions.held = None
             self.states.move(env_ids, Event.ANSWERED)
             self._close(flight)
             return None
         is_fresh = is_over & (self.states.ops[env_ids] == STEP_RESET)
         needs_reset = is_over.copy()
         needs_reset[is_fresh] = positions.were_reset(env_ids[is_fresh], at[is_fresh])
+        positions.held = None
         self.states.move(env_ids[needs_reset], Event.ENDS)
         self.states.move(env_ids[~needs_reset], Event.ANSWERED)
         try:

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from envherd.executor.batches.fast_tensordict import get_leaf
-from envherd.executor.batches.grad_mode import as_tensor
+from envherd.executor.batches.fast_tensordict import as_tensor, get_leaf
 from envherd.executor.batches.transfer import as_array
 from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.shm.specs import Key

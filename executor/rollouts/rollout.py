@@ -25,7 +25,8 @@ from envherd.executor.batches.arguments import (
     need_state,
     refuse_unused_root,
 )
-from envherd.executor.batches.grad_mode import as_tensor, without_grad
+from envherd.executor.batches.fast_tensordict import as_tensor
+from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import stack_groups
 from envherd.executor.batches.transfer import as_array
 from envherd.executor.progress import counted

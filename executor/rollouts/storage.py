@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from envherd.executor.batches.grad_mode import as_tensor
+from envherd.executor.batches.fast_tensordict import as_tensor
 from envherd.shm.platforms import register_at_fork
 from envherd.shm.slab import Storage, StoragePlan, plan_storage
 

@@ -438,7 +438,7 @@ def process_of(check: Callable[[], None]) -> Callable[[], int]:
 
     def wait() -> int:
         process.join()
-        code: int = process.exitcode
+        code: int = process.exitcode  # type: ignore[assignment]  # it has ended
         process.close()
         return code
 
