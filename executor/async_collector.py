@@ -14,8 +14,10 @@ import math
 import queue
 import threading
 import time
+import traceback
+import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
@@ -36,11 +38,13 @@ from envherd.executor.progress import showing
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
 from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
 from envherd.shm.interrupts import uninterrupted
-from envherd.workers.errors import Closed, EnvError, WorkerLost, WorkerTimeout
+from envherd.workers.errors import Closed, EnvError, EnvherdError, WorkerLost, WorkerTimeout
 
 log = logging.getLogger("envherd")
 
 VALID = "valid"
+#: The `policy_version` of a row that stands for a lost step.
+LOST = -1
 #: Entries of a policy's result that are not written into the rows.
 _NOT_ROOT = ("next", VALID, "step", "policy_version")
 Bound = Literal["envs", "policy", "learner", "collector"]
@@ -111,7 +115,8 @@ class AsyncCollector:
 
     Fast envs give more rows than slow ones. An episode that ends within a row is followed by the next one. Besides the
     entries of the envs and the policy, each transition has `env_ids` (int64), `step` (int64, the number of the env's
-    step since the collector began; a lost step leaves a gap) and `policy_version` (int64, of the weights that acted).
+    step since the collector began; a step lost with an error leaves a gap) and `policy_version` (int64, of the weights
+    that acted; -1 in a row that stands for a step lost in an interrupt).
 
     Args:
         env: the executor; nothing else may use it at the same time.
@@ -146,6 +151,9 @@ class AsyncCollector:
         ValueError: a number is out of range, the envs are of several kinds or have leaves without a fixed shape, or
             the policy cannot be copied and `in_background` is above 0.
     """
+
+    _has_begun = _is_closing = False
+    _num_received = 0
 
     @names_right_keyword
     def __init__(  # noqa: PLR0913  # a collector's
@@ -191,23 +199,25 @@ class AsyncCollector:
         self.num_frames = self.version = 0
         policy_device = as_device(policy_device, "AsyncCollector", "policy_device as a device")
         self._storing_device = as_device(storing_device, "AsyncCollector", "storing_device as a device")
-        self._postproc, self._closes_env = postproc, close_env
+        self._postproc, self._closes_env, self._original = postproc, close_env, policy
         self._primer = None if primer is None else primer.to("cpu")
         self._placed = _place(policy, policy_device, is_apart=in_background > 0)
-        self._original, self._policy_lock = policy, threading.RLock()  # reentrant: the policy may call `update_policy_`
+        self._policy_lock = threading.RLock()  # reentrant: the policy may call `update_policy_`
         self._lane = _make_lane(env, self._placed, is_apart=in_background > 0)
-        self._rows = ContiguousRows(num_envs, self._num_steps, self.num_rows + num_envs)
-        self._steps, self._is_owed = np.zeros(num_envs, np.int64), np.zeros(num_envs, bool)
+        self._rows = ContiguousRows(
+            num_envs, self._num_steps, self.num_rows + num_envs, [leaf.key for leaf in env.specs[0].done]
+        )
+        self._steps = np.zeros(num_envs, np.int64)
+        self._is_owed, self._is_reported = np.zeros((2, num_envs), bool)  # an error has reported the loss of that step
         self._state: TensorDictBase | None = self._primer
         self._known = {leaf.key for leaf in env.specs[0].leaves()}
-        self._has_begun = self._is_closing = False
-        self._num_received = 0
         self._spent = dict.fromkeys(("wait", "policy", "learner", "other"), 0.0)
         self._since = time.perf_counter()
         self._batch_sizes: Counter[int] = Counter()
         self._lag_sum, self._num_lags, self._lag_max = 0.0, 0, 0
         self._waits = _Waits(env.engine.pool.slab.words["answered_ns"])
-        self._background = _Background(self._collect_and_drop, in_background) if in_background else None
+        dependents = env.engine.guard.dependents
+        self._background = _Background(self._collect_and_drop, in_background, dependents) if in_background else None
 
     # ---- what users call ---------------------------------------------------------------------
 
@@ -222,6 +232,20 @@ class AsyncCollector:
             while self.total_frames < 0 or self.num_frames < self.total_frames:
                 yield self.collect()  # nothing in between: an interrupt there would lose the batch
                 shown.update(self.frames_per_batch)
+
+    def __len__(self) -> int:
+        """Return the number of batches in all, which progress bars show.
+
+        Raises:
+            TypeError: it never stops (`total_frames=-1`).
+        """
+        if self.total_frames < 0:
+            raise TypeError("len failed: expected an AsyncCollector with total_frames, got one that never stops.")
+        return math.ceil(self.total_frames / self.frames_per_batch)
+
+    def __bool__(self) -> bool:
+        """Return True, for any number of batches."""
+        return True
 
     def collect(self) -> TensorDictBase:
         """Return the next batch, `[B, T]` with time last or `[B]`; the caller owns its memory.
@@ -238,8 +262,9 @@ class AsyncCollector:
             raise Closed("collect failed: expected an open AsyncCollector, got one that is closed. Make a new one.")
         background = self._background
         data = self._collect() if background is None else background.first()
-        lag = self.version - as_array(data.get("policy_version"))
-        mean, largest = float(lag.mean()), max(self._lag_max, int(lag.max()))
+        versions = as_array(data.get("policy_version"))
+        lag = self.version - versions[versions != LOST]
+        mean, largest = (float(lag.mean()), max(self._lag_max, int(lag.max()))) if len(lag) else (0.0, self._lag_max)
         if self._storing_device is not None:
             data = to_device(data, self._storing_device)
         # No signal handler runs between a drop and the return: Python runs them at calls and in loops alone.
@@ -366,7 +391,11 @@ class AsyncCollector:
         while len(self._rows.full) < self.num_rows:
             if self._is_closing:
                 raise Closed("collect failed: the AsyncCollector was closed meanwhile. Make a new one.")
-            self._turn()
+            try:
+                self._turn()
+            except EnvherdError:
+                self._is_reported |= self._is_owed & ~self.env.engine.states.under_way
+                raise
         data = self._rows.first(self.num_rows)
         if self._is_flat:
             data = data[:, 0]
@@ -389,13 +418,20 @@ class AsyncCollector:
             failed = idle[is_lost[idle]]
             mask = np.zeros(env.num_envs, bool)
             mask[failed] = True
-            self._rows.cut(failed)
+            handed_out = self._rows.cut(failed)
             env.reset(TensorDict({"_reset": torch.from_numpy(mask)}, [env.num_envs]))
             self._renew(failed)
+            self._stand_in(handed_out[(self._is_owed & ~self._is_reported)[handed_out]])
             self._steps[failed] += self._is_owed[failed]  # count the lost step
-            self._is_owed[failed] = False
+            self._is_owed[failed] = self._is_reported[failed] = False
         for start in range(0, len(idle), limit):
             self._act(idle[start : start + limit])
+
+    def _stand_in(self, env_ids: np.ndarray) -> None:
+        """Write rows for steps that an interrupt has lost, after steps that were handed out and cannot be marked."""
+        if len(env_ids):
+            self._rows.stand_in(env_ids, policy_version=LOST)
+            self._rows.advance(env_ids)
 
     def _has_sent(self) -> bool:
         """Return whether envs are under way, after recovery from an interrupt."""
@@ -435,12 +471,13 @@ class AsyncCollector:
         self._charge("policy")
         written = get_leaf(acted, "next")
         own = None if written is None else own_leaves(written, self._known)
-        self._is_owed[env_ids] = True
-        if own is not None:
-            self._keep_state(env_ids, own)
         if any(get_leaf(acted, key) is not None for key in _NOT_ROOT):
             acted = acted.exclude(*_NOT_ROOT)
         self._rows.write(env_ids, acted, is_next=False, step=self._steps[env_ids], policy_version=version)
+        # Until here nothing has changed but a row that the policy can write again; from here on the step can be lost.
+        self._is_owed[env_ids] = True
+        if own is not None:
+            self._keep_state(env_ids, own)
         self._waits.sent_ns[env_ids] = time.perf_counter_ns()
         self.env.send(acted, env_ids)
         self._charge("other")
@@ -463,9 +500,10 @@ class AsyncCollector:
         """Keep the policy's state for the next step of some envs, batch `[k]`, on the CPU."""
         own = own.to("cpu")
         if self._state is None or self._state is self._primer:
-            self._state = own[:1].expand(self.env.num_envs, *own.batch_size[1:]).clone().zero_()
-            if self._primer is not None:
-                self._state.update(self._primer.clone())
+            with torch.inference_mode(mode=False):  # it is written to later
+                self._state = own[:1].expand(self.env.num_envs, *own.batch_size[1:]).clone().zero_()
+                if self._primer is not None:
+                    self._state.update(self._primer.clone())
         self._state[torch.from_numpy(env_ids)] = own
 
     def _note_ends(self, env_ids: np.ndarray, following: TensorDictBase) -> None:
@@ -520,12 +558,20 @@ class _Waits:
 class _Background:
     """Collects in a thread, at most `num_ahead` batches ahead of the caller.
 
-    An error takes the place of a batch, and the thread continues after it. A batch stays in the queue until `drop`, so
-    that an interrupt of the caller does not lose it.
+    An error takes the place of a batch, and the thread continues after it, unless it is `Closed`. A batch stays in the
+    queue until `drop`, so that an interrupt of the caller does not lose it. The thread holds the collector only while
+    it collects, and ends when the collector is freed or closed, or its executor is closed.
+
+    Args:
+        collect: method of the collector.
+        num_ahead: see the class.
+        dependents: of the executor's call guard.
     """
 
-    def __init__(self, collect: Callable[[], TensorDictBase], num_ahead: int) -> None:
-        self._collect, self._num_ahead = collect, num_ahead
+    def __init__(self, collect: Any, num_ahead: int, dependents: MutableSet[Any]) -> None:
+        self._collect, self._num_ahead = weakref.WeakMethod(collect), num_ahead
+        weakref.finalize(collect.__self__, self.begin_close).atexit = False
+        dependents.add(self)
         self._batches: deque[tuple[int, TensorDictBase | BaseException]] = deque()  # with their numbers
         self._taken = -1  # number of the batch that is being handed out
         # Tokens are hints to look at the batches again. (An interrupt inside `Event.set` would keep its lock.)
@@ -546,6 +592,8 @@ class _Background:
             self._has_more.get()
         self._taken, found = self._batches[0]
         self._has_room.put(None)
+        if isinstance(found, Closed):  # the last one, which stays; what is raised holds the collector
+            raise Closed(str(found))
         if isinstance(found, BaseException):
             self.drop()
             raise found
@@ -564,19 +612,34 @@ class _Background:
             if sum(number != self._taken for number, _ in tuple(self._batches)) >= self._num_ahead:
                 self._has_room.get()
                 continue
-            try:
-                self._put(next(numbers), self._collect())
-            except BaseException as error:
-                self._put(next(numbers), error)
-        closed = Closed("collect failed: the AsyncCollector was closed meanwhile. Make a new one.")
-        self._put(next(numbers), closed)
+            found = self._collected()
+            self._put(next(numbers), found)
+            if isinstance(found, Closed):
+                return
+        self._put(next(numbers), Closed("collect failed: the AsyncCollector was closed meanwhile. Make a new one."))
+
+    def _collected(self) -> TensorDictBase | BaseException:
+        """Return the next batch, or what was raised in its place, which does not hold the collector."""
+        collect = self._collect()
+        if collect is None:
+            return Closed("collect failed: the AsyncCollector was freed.")
+        try:
+            return collect()
+        except BaseException as error:
+            raised: BaseException | None = error
+            while raised is not None:
+                traceback.clear_frames(raised.__traceback__)
+                raised = raised.__context__
+            return error
+        finally:
+            del collect  # the traceback also holds this frame
 
     def _put(self, number: int, found: TensorDictBase | BaseException) -> None:
         self._batches.append((number, found))
         self._has_more.put(None)
 
     def begin_close(self) -> None:
-        """Begin no further batch."""
+        """Begin no further batch. May be called by a destructor or a signal handler, more than once."""
         self._is_closing = True
         self._has_room.put(None)
 

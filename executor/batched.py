@@ -219,6 +219,7 @@ class BatchedEnv:
             extras = engine.extras_of(env_ids, seeds, list_of_kwargs, kwargs)
             if root_seed is not None:
                 engine.set_seed(root_seed)
+            engine.stale_roots.forget()
             if len(env_ids):
                 engine.write_reset_masks(mask)
                 engine.reset_envs(env_ids, extras)
@@ -262,6 +263,8 @@ class BatchedEnv:
         with self._guard:
             next_td, root = self._engine.step_all(td, op)
             written = get_leaf(td, "next")
+            if written is not None:
+                self._engine.stale_roots.look(td, self._engine.all_ids)
             own = None if written is None else own_leaves(written, self._engine.known)
             if own is not None:
                 next_td.update(own)
@@ -377,6 +380,8 @@ class BatchedEnv:
         with self._guard:
             ids = self._exchange.ids_of(td, env_ids)
             self._exchange.send(td, ids, Op.STEP_RESET if maybe_reset else Op.STEP)
+            if get_leaf(td, "next") is not None:
+                self._engine.stale_roots.look(td, ids)
 
     def recv(
         self,

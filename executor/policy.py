@@ -131,7 +131,8 @@ def try_copy(policy: Any) -> tuple[Any, str]:
             what = name or type(module).__name__
             return None, f"{what} was compiled in place, and a copy would not be compiled: use torch.compile(module)"
     try:
-        return copy.deepcopy(policy), ""
+        with torch.inference_mode(mode=False):  # the copy's weights are written to later
+            return copy.deepcopy(policy), ""
     except Exception as error:  # whatever the copying of its parts raises
         return None, f"{_find_obstacle(policy)} cannot be copied ({type(error).__name__}: {error})"
 

@@ -1,7 +1,7 @@
 """A private view of shared memory (copy-on-write): it shows what others write, until its holder writes there.
 
 A page to which the holder writes is copied first; the shared memory does not change. `has_copies` finds such pages, no
-matter what has written to them, and `follow` drops the copies.
+matter what has written to them, and `follow` drops the copies. `keep` copies pages without a change.
 
 Assumes: Linux, whose private mappings of a file show later writes to pages that were not copied (mmap(2) leaves that
 open), and whose /proc/self/pagemap tells copies from pages of a file. A process that is forked has the same view.
@@ -21,7 +21,7 @@ import numpy as np
 from envherd.shm.interrupts import ignoring_refusals
 from envherd.shm.platforms import libc
 
-_MADV_DONTNEED = 4  # asm-generic/mman-common.h
+_MADV_DONTNEED, _MADV_POPULATE_WRITE = 4, 23  # asm-generic/mman-common.h
 _ENTRY_BYTES = 8  # of pagemap, for each page: Documentation/admin-guide/mm/pagemap.rst in Linux's sources
 #: The highest byte of entries of pages that were not copied: not mapped (0), or of a file (bit 61) and present (63) or
 #: in swap (62), maybe mapped only once (56).
@@ -51,6 +51,15 @@ class PrivateView:
         first, count = (self._address + start) // mmap.PAGESIZE, -(-nbytes // mmap.PAGESIZE)
         entries = os.pread(self._pagemap, count * _ENTRY_BYTES, first * _ENTRY_BYTES)
         return bool(entries[_ENTRY_BYTES - 1 :: _ENTRY_BYTES].translate(None, _FOLLOWING))
+
+    def keep(self, start: int, nbytes: int) -> None:
+        """Copy all pages with some bytes, so that they follow no longer; `start` is that of a page.
+
+        No other Python code runs meanwhile. Before Linux 5.14 it writes to a byte of each page the value that it has.
+        """
+        madvise = ctypes.PyDLL(None).madvise  # holds the GIL
+        if madvise(ctypes.c_void_p(self._address + start), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE):
+            self.array[start : start + nbytes : mmap.PAGESIZE] |= 0
 
     def follow(self, start: int, nbytes: int) -> None:
         """Drop the copies of all pages with some bytes; `start` is that of a page."""

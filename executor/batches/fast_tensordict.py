@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
@@ -147,6 +148,28 @@ def set_next(td: TensorDictBase, next_td: TensorDictBase) -> None:
         td.set("next", next_td)
 
 
-def num_writes(leaves: Iterable[torch.Tensor]) -> int:
-    """Return how often torch has written to some tensors in place; no public function returns it."""
-    return sum(map(_version, leaves))
+def num_writes(leaves: Iterable[torch.Tensor]) -> float:
+    """Return how often torch has written to some tensors in place; no public function returns it.
+
+    It is NaN, which equals no number, for tensors that torch does not count: on a device, made in its inference mode.
+    """
+    try:
+        return sum(map(_version, leaves))
+    except RuntimeError:
+        return float("nan")  # another object each time, for `in`
+
+
+def as_tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a tensor over an array (no copy) that can also be used outside of `torch.inference_mode`.
+
+    Torch's own functions return inference tensors in that mode: without a version, and read-only outside of it.
+
+    Args:
+        array: of a dtype that torch has.
+        dtype: one of the same size as which to view it; None for its own.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False):
+            return as_tensor(array, dtype)
+    tensor = torch.from_numpy(array)
+    return tensor if dtype is None else tensor.view(dtype)

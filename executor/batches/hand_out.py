@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from envherd.executor.batches.fast_tensordict import Shell
+from envherd.executor.batches.fast_tensordict import Shell, as_tensor
 from envherd.executor.batches.memory import LARGEST_RECORD, Leaves, Loans, ReusedMemory, StepMemory, splitter
 from envherd.executor.batches.transfer import Mover
 from envherd.shm.slab import GroupSlab, next_leaves, root_leaves
@@ -74,8 +74,8 @@ class GroupBatch:
         self._bytes = slab.buffer.data
         self.next_bytes = [slab.next_bytes(column) for column in range(num_frames)]
         self._mover = mover
-        self._sources = [torch.from_numpy(frame) for frame in self.next_bytes]
-        self._views = [[torch.from_numpy(slab.columns[f.name][c]) for f in self._fields] for c in range(num_frames)]
+        self._sources = [as_tensor(frame) for frame in self.next_bytes]
+        self._views = [[as_tensor(slab.columns[f.name][c]) for f in self._fields] for c in range(num_frames)]
         self.next_arrays = [slab.columns["next", *key] for key in self.next_keys]
         self.root_arrays = [slab.columns["root", *key] for key in self.root_keys]
         self._nexts = Gatherer(slab.buffer, [self.next_arrays])
@@ -195,7 +195,7 @@ class GroupBatch:
 
     def to_tensors(self, arrays: Sequence[np.ndarray]) -> Leaves:
         """Return arrays as tensors on the device (cpu: no copy)."""
-        tensors = [torch.from_numpy(array) for array in arrays]
+        tensors = [*map(as_tensor if torch.is_inference_mode_enabled() else torch.from_numpy, arrays)]
         return tensors if self.is_on_cpu else [tensor.to(self.device) for tensor in tensors]
 
 

@@ -7,20 +7,24 @@ workers write, and a page to which its holder writes is copied first, so the sla
 Guarantees: memory that a caller holds is never overwritten, whether it holds a tensor, a view, a numpy array, a DLPack
 capsule or a tensor saved by autograd. All of these hold the storage, whose users torch counts. A frame is not written
 again while anybody holds it. What a holder writes is never seen by the executor, nor by the next holder of that frame.
-Limits: a process that was forked from this one shows later rows in pages to which nobody has written. Needs a private
-function of torch that returns this count; without it nothing is reused or lent. Lending also needs private views
-(`shm.private_view`).
+A fork copies the frames that are held, because the child may hold them longer than this process does.
+Limits: only forks by Python are noticed (`os.fork`, multiprocessing). Needs a private function of torch that returns
+this count; without it nothing is reused or lent. Lending also needs private views (`shm.private_view`).
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
+from envherd.executor.batches.fast_tensordict import as_tensor
 from envherd.shm.layout import Field
+from envherd.shm.platforms import register_at_fork
 from envherd.shm.private_view import PrivateView
 from envherd.shm.slab import GroupSlab, Slab
 
@@ -34,8 +38,9 @@ _data_ptr, _detach = torch.Tensor.data_ptr, torch.Tensor.detach
 LARGEST_RECORD = 2**31 - 1
 #: Largest batch in bytes whose memory is kept.
 _LARGEST_KEPT = 1 << 24
-#: Bytes from which a leaf has its own storage. Smaller leaves share one, and pickling one of them pickles all.
-_OWN_STORAGE_FROM = 4096
+#: Largest storage in bytes that leaves share: neighbours of one dtype. Saving or sending a leaf writes all of its
+#: storage, and torch does not save one storage as two dtypes. One for each leaf would cost a step 0.1 us more a leaf.
+_LARGEST_SHARED = 1024
 
 
 def can_count() -> bool:
@@ -94,6 +99,17 @@ class Block:
         """False if `share_memory_` has moved a leaf elsewhere: a new block is needed."""
         return [*map(_data_ptr, self._firsts)] == self._pointers
 
+    def hold(self) -> Leaves:
+        """Return one tensor over each storage."""
+        return [*map(_detach, self._firsts)]
+
+    @property
+    def is_free_but_for_hold(self) -> bool:
+        """Whether nobody holds any of it besides what one `hold` has returned."""
+        assert _use_count is not None
+        users = [users - 1 for users in map(_use_count, self._addresses)]
+        return users == self._users and [*map(sys.getrefcount, self._storages)] == self._references
+
     def leaves(self) -> Leaves:
         """Return tensors over the memory, which hold it."""
         return [*map(_detach, self._masters)]
@@ -127,24 +143,34 @@ class ReusedMemory:
             if is_free:
                 return block.buffer, block.leaves()
         buffer = np.empty(self._nbytes, np.uint8)
-        return buffer, [*map(torch.from_numpy, self._split(buffer))]
+        return buffer, [*map(as_tensor, self._split(buffer))]
 
 
 def _masters_of(buffer: np.ndarray, arrays: Sequence[np.ndarray]) -> tuple[Leaves, Leaves]:
     """Return tensors over arrays of a buffer, and the first one of each storage."""
-    whole, start = torch.from_numpy(buffer), _address(buffer)
     masters, firsts = [], []
-    is_shared = False
-    for array in arrays:
-        master = torch.from_numpy(array)
-        if array.nbytes < _OWN_STORAGE_FROM:
-            offset = _address(array) - start
-            master = whole[offset : offset + array.nbytes].view(master.dtype).view(array.shape).detach()
-        if array.nbytes >= _OWN_STORAGE_FROM or not is_shared:
-            firsts.append(master)
-        is_shared = is_shared or array.nbytes < _OWN_STORAGE_FROM
-        masters.append(master)
+    for run in _runs(arrays):
+        start = _address(run[0])
+        size = _address(run[-1]) + run[-1].nbytes - start
+        offset = start - _address(buffer)
+        whole = as_tensor(buffer[offset : offset + size].view(run[0].dtype))
+        for array in run:
+            first = (_address(array) - start) // array.itemsize
+            masters.append(whole[first : first + array.size].view(array.shape).detach())
+        firsts.append(masters[-len(run)])
     return masters, firsts
+
+
+def _runs(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+    """Return arrays of a buffer in groups that share a storage; see `_LARGEST_SHARED`."""
+    runs: list[list[np.ndarray]] = []
+    for array in arrays:
+        run = runs[-1] if runs else []
+        if run and array.dtype == run[0].dtype and _address(array) + array.nbytes - _address(run[0]) <= _LARGEST_SHARED:
+            run.append(array)
+        else:
+            runs.append([array])
+    return runs
 
 
 def _address(array: np.ndarray) -> int:
@@ -171,6 +197,14 @@ class _Frame:
         """Return whether nobody holds it."""
         return self._block.is_free and [*map(sys.getrefcount, self._arrays)] == self._references
 
+    def keep(self, is_written: Callable[[], bool], copy: Callable[[], None]) -> None:
+        """Copy it if somebody holds it and it is complete."""
+        hold = self._block.hold()  # first: a frame that is held is not picked by another thread
+        is_free = self._block.is_free_but_for_hold and [*map(sys.getrefcount, self._arrays)] == self._references
+        if not is_free and not is_written():
+            copy()
+        del hold
+
     def leaves(self) -> Leaves:
         """Return its leaves, which hold it."""
         if not self._block.is_in_place:
@@ -196,7 +230,10 @@ class Loans:
 
     Attributes:
         first: as given.
+        is_written: returns whether workers may be writing to a column.
     """
+
+    is_written: Callable[[int], bool]
 
     def __init__(self, slab: GroupSlab, view: PrivateView, first: int) -> None:
         self.first = first
@@ -206,6 +243,7 @@ class Loans:
         self._split = splitter(self._fields, self._nbytes)
         self._found: int | None = None  # by `look_ahead`
         self._frames: list[_Frame | None] = [None] * (len(slab.columns["next", "done"]) - first)
+        _all_loans.add(self)
 
     def pick(self, present: int) -> int:
         """Return the column of a frame that nobody holds; -1 if there is none.
@@ -250,6 +288,13 @@ class Loans:
         """Return a `next` leaf of such a frame, an array of one dimension; only views of it hold the frame."""
         return self._at(column).arrays()[index]
 
+    def keep_held(self) -> None:
+        """Copy the frames that are held, so that they stay what they are in a process that is forked now."""
+        for index, frame in enumerate(self._frames):
+            if frame is not None:
+                is_written = partial(self.is_written, self.first + index)
+                frame.keep(is_written, partial(self._view.keep, index * self._stride, self._nbytes))
+
     @property
     def num_lent(self) -> int:
         """Frames that are held now."""
@@ -259,6 +304,17 @@ class Loans:
         frame = self._frames[column - self.first]
         assert frame is not None
         return frame
+
+
+_all_loans: weakref.WeakSet[Loans] = weakref.WeakSet()
+
+
+def _keep_held() -> None:
+    for loans in list(_all_loans):
+        loans.keep_held()
+
+
+register_at_fork(before=_keep_held)
 
 
 class StepMemory:

@@ -74,6 +74,7 @@ class CallGuard:
     Attributes:
         is_closed: the executor was closed.
         is_foreign: this process is a fork of the one that made the executor.
+        dependents: objects with a thread that uses the executor; their `begin_close` is called when it is closed.
     """
 
     def __init__(self, engine: Guarded) -> None:
@@ -82,11 +83,14 @@ class CallGuard:
         self._hold = self._holder.setdefault  # one C function, so only one of two threads is first
         self.is_closed = False
         self.is_foreign = False
+        self.dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         _guards.add(self)
 
     def shut(self) -> None:
         """Refuse all further calls: the executor is closed."""
         self.is_closed = True
+        for dependent in list(self.dependents):
+            dependent.begin_close()
 
     def shut_with(self, owner: object) -> None:
         """Shut when the owner is freed, or at the interpreter's exit; keeps neither of them alive."""

@@ -37,7 +37,7 @@ class Received(NamedTuple):
     ids: torch.Tensor
     env_ids: np.ndarray
     leaves: Leaves | None
-    num_writes: int
+    num_writes: float
     stamp: tuple[int, int]
 
     def is_of(self, env_ids: Any) -> bool:

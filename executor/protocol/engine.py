@@ -33,6 +33,7 @@ from envherd.executor.protocol.plain import what_is_plain
 from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.recycling import Recycler
 from envherd.executor.protocol.side_data import SideData
+from envherd.executor.protocol.stale_roots import StaleRoots
 from envherd.workers import messages
 from envherd.workers.block.journal import FLAGS, STEPS, JournalFlag
 from envherd.workers.errors import EnvherdError, ResetNeeded
@@ -57,6 +58,7 @@ class Engine(Calls):
         write_inputs: `(batch, env_ids=None)`: checks and writes its actions, for all envs or for some. On an error
             nothing is written.
         intakes: check and write the inputs of each group of equal envs.
+        stale_roots: looks at the batches that are passed.
         plain: which calls are made in C.
         side_inputs: env id -> the inputs of its latest step that did not go through the slab, one per side leaf.
         flights_type: of `flights`.
@@ -87,10 +89,13 @@ class Engine(Calls):
         recycler = None if recyclable is None else Recycler(recyclable, self.positions, self.side, options, self.memory)
         self.flights = self.flights_type(pool, self.positions, self.side, options, recycler)
         self.states = self.flights.states
+        if loans is not None:
+            loans.is_written = self.flights.is_written
         self.positions.mark_lost(self.all_ids)  # they need a reset, and their roots show it
         self.guard = CallGuard(self)
         self.side_inputs: dict[int, list[Any]] = {}
         self.use_seed(seed)
+        self.stale_roots = StaleRoots.of(self.specs)
         self.plain = what_is_plain(pool, options, device, self.plain_intake)
         pool.show_path(str(self.plain))
 

@@ -150,6 +150,7 @@ class FastExchange:
         self._has_reports, self._begin_mixed = engine.flights.has_reports, engine.positions.begin_mixed
         self._sizes = _Sizes(engine.batches.groups[0], len(engine.all_ids))
         self._intake = None if engine.plain.send else engine.plain_intake
+        self._stale_roots = engine.stale_roots
         held = engine.guard.held
         self.send, self.recv, self.current = held(self._send), held(self._recv), held(self._current)
 
@@ -184,6 +185,7 @@ class FastExchange:
             or value.requires_grad
             or not value.is_cpu
             or td._batch_size != (len(ids),)  # noqa: SLF001
+            or ("next" in source and self._stale_roots.looks_left)
         ):
             return None
         self._begin_mixed()

@@ -381,6 +381,7 @@ class Flights:
         own = lost[np.isin(lost, ids)]
         is_stepped = self.states.ops != RESET
         outcome.forget_rows(own)  # an env may have answered before its worker died in another env's command
+        positions.hold()
         self.side.note_values(outcome.side)
         self.side.note_infos(outcome.infos, ids.tolist())
         self._forget_interrupted(flight)
@@ -396,6 +397,7 @@ class Flights:
             positions.mark_lost(flight.dead[~is_stepped[flight.dead]])
         else:
             self._note_rows(flight)
+        positions.held = None
         flight.has_landed = True
         return outcome, own
 
@@ -489,6 +491,15 @@ class Flights:
         if error is not None:
             raise error
 
+    def is_written(self, column: int) -> bool:
+        """Return whether workers may be writing to a column of the ring for a step of all envs."""
+        positions, states, flight = self.positions, self.states, self.current
+        if column != positions.column or positions.where is not positions.ring:
+            return False
+        while flight is not None and not (flight.is_all and not flight.has_landed):
+            flight = flight.outer
+        return flight is not None or column in states.columns[states.under_way]  # parked
+
     def has_reports(self) -> bool:
         """Return whether the pool reports more than rows, or a loss that was not handled for sent envs."""
         return bool(self.pool.outcome) or self.pool.num_losses != self._num_settled
@@ -503,6 +514,7 @@ class Flights:
         reported = self.pool.outcome
         if reported.side or reported.infos:
             outcome = reported.hand_out(env_ids)
+            self.positions.hold()
             self.side.note_values(outcome.side)
             self.side.note_infos(outcome.infos, env_ids.tolist())
         elif self._has_infos:
@@ -526,12 +538,14 @@ class Flights:
             positions.interrupted[env_ids] = False
         is_over = positions.stepped(env_ids, at, is_over)
         if 1 not in is_over.tobytes():
+            positions.held = None
             self.states.move(env_ids, Event.ANSWERED)
             self._close(flight)
             return None
         is_fresh = is_over & (self.states.ops[env_ids] == STEP_RESET)
         needs_reset = is_over.copy()
         needs_reset[is_fresh] = positions.were_reset(env_ids[is_fresh], at[is_fresh])
+        positions.held = None
         self.states.move(env_ids[needs_reset], Event.ENDS)
         self.states.move(env_ids[~needs_reset], Event.ANSWERED)
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -150,6 +150,7 @@ class Positions:
         ring: the frames of the ring.
         where: the columns with the latest rows: the ring's, or those of a rollout in progress.
         column: of the ring, of the latest command to all envs.
+        held: what `hold` keeps; the caller sets None once positions and side values are those of the same rows again.
     """
 
     _latest: tuple[np.ndarray, np.ndarray | int, bool] | None = None  # the update that `_put` has begun
@@ -174,6 +175,7 @@ class Positions:
         self.interrupted = np.zeros((self.num_envs, 1), bool)
         self.ring = self.where = ring_columns(slab, self.places)
         self._before: tuple[Columns, np.ndarray, np.ndarray, np.ndarray] | None = None  # a move that is not complete
+        self.held: tuple[Any, ...] | None = None
         self.column = 0
         self._columns = np.zeros(self.num_envs, np.int64)
         self._in_root = np.ones(self.num_envs, bool)
@@ -300,7 +302,9 @@ class Positions:
         self._move(where, 0)
 
     def move_back(self) -> None:
-        """Copy all envs' roots back to the ring. An interrupted move is undone first."""
+        """Copy all envs' roots back to the ring. An interrupted move, or what came after `hold`, is undone first."""
+        if self.held is not None:
+            self._restore(*self.held)
         self._catch_up()
         if self._before is not None:
             self._undo(*self._before)
@@ -329,6 +333,27 @@ class Positions:
         self._before = None
 
     # ---- after a command ---------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Keep positions and side values in `held`: until it is None, an interrupt leaves those, and not a mixture."""
+        side = self._side
+        if side.has_values:
+            kept = self.columns.copy(), self._in_root.copy(), self._step_columns.copy()
+            self.held = *kept, dict(side.next), dict(side.root)
+
+    def _restore(
+        self,
+        columns: np.ndarray,
+        in_root: np.ndarray,
+        step_columns: np.ndarray,
+        next_values: dict[int, list[Any]],
+        root_values: dict[int, list[Any]],
+    ) -> None:
+        self._latest = self._stepped = None
+        self._columns[:], self._in_root[:], self._step_columns[:] = columns, in_root, step_columns
+        self._side.next, self._side.root = next_values, root_values
+        self._is_mixed = True
+        self.held = None
 
     def stepped_all(
         self, column: int, reset_ids: np.ndarray | None = None, *, resets_ended: bool = False

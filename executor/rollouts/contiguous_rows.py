@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from envherd.executor.batches.fast_tensordict import get_leaf
+from envherd.executor.batches.fast_tensordict import as_tensor, get_leaf
 from envherd.executor.batches.transfer import as_array
 from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.shm.specs import Key
@@ -21,14 +22,18 @@ class ContiguousRows:
         num_envs: N.
         num_steps: T.
         num_more: rows in addition to one per env; more are added when needed.
+        flags: keys of the envs' done flags.
     """
 
-    def __init__(self, num_envs: int, num_steps: int, num_more: int) -> None:
+    def __init__(self, num_envs: int, num_steps: int, num_more: int, flags: Sequence[Key]) -> None:
         self.full: list[int] = []
         self._num_steps = num_steps
         self._slots = np.arange(num_envs)
         self._at = np.zeros(num_envs, np.int64)
         self._num_slots = num_envs + num_more
+        self._flags = flags
+        self._owners = np.arange(self._num_slots) % num_envs  # slot -> env
+        self._is_open = np.zeros(num_envs, bool)  # whether the latest step that was taken has not ended its episode
         self._free = list(range(num_envs, self._num_slots))
         self._leaves: dict[Key, torch.Tensor] = {}
         self._names: dict[bool, tuple[str, ...]] = {False: (), True: ()}  # leaf names of the batches written last
@@ -54,7 +59,7 @@ class ContiguousRows:
             flat[index] = array
         for name, value in numbers.items():
             if (name,) not in self._leaves:
-                self._leaves[(name,)] = torch.zeros(self._num_slots, self._num_steps, dtype=torch.int64)
+                self._leaves[(name,)] = as_tensor(np.zeros((self._num_slots, self._num_steps), np.int64))
             self._leaves[(name,)].numpy().reshape(-1)[index] = value
 
     def _target(self, td: TensorDictBase, key: Key, *, is_next: bool) -> tuple[Any, np.ndarray, torch.dtype]:
@@ -63,7 +68,7 @@ class ContiguousRows:
         if name not in self._leaves:
             shape = (self._num_slots, self._num_steps, *value.shape[1:])
             blank = np.zeros(shape, as_array(value[:0].cpu()).dtype)
-            self._leaves[name] = torch.from_numpy(blank).view(value.dtype)
+            self._leaves[name] = as_tensor(blank, value.dtype)
         leaf = self._leaves[name]
         return key[0] if len(key) == 1 else key, as_array(leaf.flatten(0, 1)), leaf.dtype
 
@@ -78,8 +83,10 @@ class ContiguousRows:
     def _begin_rows(self, env_ids: np.ndarray) -> None:
         while len(self._free) < len(env_ids):
             self._add_rows()
+        slots = [self._free.pop() for _ in env_ids]
+        self._owners[slots] = env_ids
         self._at[env_ids] = 0
-        self._slots[env_ids] = [self._free.pop() for _ in env_ids]
+        self._slots[env_ids] = slots
 
     def repair(self) -> None:
         """Complete an `advance` that was interrupted at any line."""
@@ -87,22 +94,50 @@ class ContiguousRows:
         self.full += [slot for slot in self._slots[over].tolist() if slot not in self.full]
         self._begin_rows(np.isin(self._slots, self.full).nonzero()[0])
 
-    def cut(self, env_ids: np.ndarray) -> None:
-        """Mark the latest steps of some envs as truncated: the next step was lost, and another episode begins."""
-        env_ids = env_ids[self._at[env_ids] > 0]
-        slots, at = torch.from_numpy(self._slots[env_ids]), torch.from_numpy(self._at[env_ids] - 1)
+    def cut(self, env_ids: np.ndarray) -> np.ndarray:
+        """Mark the latest steps of some envs as truncated: the next step was lost, and another episode begins.
+
+        Returns:
+            Those of the envs whose latest step was taken before and has not ended its episode, int64 `[k]`.
+        """
+        kept = self.full[:]
+        kept += [slot for slot, at in zip(self._slots.tolist(), self._at.tolist(), strict=True) if at]
+        latest = {int(self._owners[slot]): slot for slot in kept}
+        for env_id in env_ids.tolist():
+            if env_id in latest:
+                slot = latest[env_id]
+                self._truncate(slot, (int(self._at[env_id]) if slot == self._slots[env_id] else self._num_steps) - 1)
+        return np.array([i for i in env_ids.tolist() if i not in latest and self._is_open[i]], np.int64)
+
+    def _truncate(self, slot: int, at: int) -> None:
+        for key in self._flags:
+            truncated, done = (self._leaves.get(("next", *key[:-1], name)) for name in ("truncated", "done"))
+            if key[-1] == "done" and done is not None:  # an interrupt may have come before they were created
+                if truncated is not None:
+                    truncated[slot, at] |= ~done[slot, at]  # not for episodes that had ended by themselves
+                done[slot, at] = True
+
+    def stand_in(self, env_ids: np.ndarray, **numbers: int) -> None:
+        """Complete the present steps of some envs, which were lost, as interrupted ones.
+
+        Their `next` repeats the observation, with reward 0, and is truncated. Entries by name get numbers.
+        """
+        slots, at = torch.from_numpy(self._slots[env_ids]), torch.from_numpy(self._at[env_ids])
         for key, leaf in self._leaves.items():
-            if key[0] == "next" and key[-1] == "done":
-                truncated = self._leaves.get((*key[:-1], "truncated"))
-                if truncated is not None:  # an interrupt may have come before it was created
-                    truncated[slots, at] |= ~leaf[slots, at]  # not for episodes that had ended by themselves
-                leaf[slots, at] = True
+            if key[0] == "next":
+                root = self._leaves.get(key[1:])
+                leaf[slots, at] = torch.zeros_like(leaf[slots, at]) if root is None else root[slots, at]
+                if key[1:] in self._flags or key == ("next", "interrupted"):
+                    leaf[slots, at] = key[-1] != "terminated"
+        for name, number in numbers.items():
+            self._leaves[(name,)][slots, at] = number
 
     def _add_rows(self) -> None:
         self._names = {False: (), True: ()}  # the cached targets are views of the old leaves
         for key, leaf in self._leaves.items():
             old = as_array(leaf)
-            self._leaves[key] = torch.from_numpy(np.concatenate([old, np.zeros_like(old)])).view(leaf.dtype)
+            self._leaves[key] = as_tensor(np.concatenate([old, np.zeros_like(old)]), leaf.dtype)
+        self._owners = np.concatenate([self._owners, self._owners])
         self._num_slots *= 2
         self._free += range(self._num_slots // 2, self._num_slots)
 
@@ -116,6 +151,9 @@ class ContiguousRows:
         template = self._nested[False].copy().set("next", self._nested[True].copy()).unsqueeze(1)
         data = template.expand(num_rows, self._num_steps).clone(recurse=False)
         for key, leaf in self._leaves.items():
-            data.set(key, torch.from_numpy(as_array(leaf)[taken]).view(leaf.dtype))
+            data.set(key, as_tensor(as_array(leaf)[taken], leaf.dtype))
+        done = as_array(self._leaves["next", "done"])[taken, -1].reshape(num_rows, -1)
+        for slot, flags in zip(taken, done, strict=True):
+            self._is_open[self._owners[slot]] = not flags.all()
         data.refine_names(..., "time")
         return data

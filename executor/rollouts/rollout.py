@@ -25,6 +25,7 @@ from envherd.executor.batches.arguments import (
     need_state,
     refuse_unused_root,
 )
+from envherd.executor.batches.fast_tensordict import as_tensor
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import stack_groups
 from envherd.executor.batches.transfer import as_array
@@ -310,7 +311,7 @@ class _Run:
         tds: list[TensorDictBase] = []
         for tensors, batch in zip(self._lease.tensors, self._batches.groups, strict=True):
             cut = {
-                n: t if num_steps == self._lease.num_columns else torch.from_numpy(as_array(t)[:, :num_steps].copy())
+                n: t if num_steps == self._lease.num_columns else as_tensor(as_array(t)[:, :num_steps].copy())
                 for n, t in tensors.items()
             }
             if not batch.is_on_cpu:
@@ -330,7 +331,7 @@ class _Run:
         if self._positions.has_interrupted:
             per_env = np.stack([one[ids] for one in self._interrupted], 1)
             shape = batch.spec.batch_shape
-            flags = torch.from_numpy(
+            flags = as_tensor(
                 np.broadcast_to(per_env.reshape(*lead, *(1 for _ in shape), 1), (*lead, *shape, 1)).copy()
             )
             next_leaves.append(flags if batch.is_on_cpu else flags.to(batch.device))

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from envherd.executor.batches.fast_tensordict import as_tensor
 from envherd.shm.platforms import register_at_fork
 from envherd.shm.slab import Storage, StoragePlan, plan_storage
 
@@ -76,7 +77,7 @@ class Lease:
         assert self.memory is not None
         buffer: np.ndarray = self.memory.array()
         self.storage = Storage(self.plan, buffer)
-        self.tensors = [{n: torch.from_numpy(a) for n, a in group.items()} for group in self.storage.columns]
+        self.tensors = [{n: as_tensor(a) for n, a in group.items()} for group in self.storage.columns]
         self.address = self.tensors[0]["next", "done"].data_ptr()
         self.roots = [
             list(zip(*(t.unbind(1) for n, t in group.items() if n[0] == "root"), strict=True)) for group in self.tensors

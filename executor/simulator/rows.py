@@ -70,7 +70,7 @@ class Rows:
         self._finite = {leaf.key for leaf in spec.leaves() if check_finite and leaf.key not in unchecked}
         self._dtypes = {leaf.key: getattr(torch, leaf.dtype) for leaf in (*spec.observation, *spec.reward)}
         self._given: Leaves = []  # the observation of the batch that was returned last, and its number of writes
-        self._num_writes: int | None = 0
+        self._num_writes: float | None = 0
         self.next_keys = [leaf.key for leaf in next_leaves(spec)]
         self.root_keys = [leaf.key for leaf in root_leaves(spec)]
         self._shells = {"next": self.shell("next", (1,)), "root": self.shell("root", (1,))}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import random
 import threading
 import time
+import weakref
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -21,7 +23,7 @@ from torch import nn
 
 from envherd import Closed, EnvError, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor import async_collector
-from envherd.executor.async_collector import AsyncCollector, _Background
+from envherd.executor.async_collector import LOST, AsyncCollector, _Background
 from envherd.executor.batches.transfer import as_array
 from envherd.shm.specs import Box, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, TextEnv
@@ -190,6 +192,50 @@ def test_an_interrupt_of_a_send_leaves_no_step_without_its_root_and_action(when,
             if when == "after":
                 assert numbers == list(range(len(numbers)))
                 assert [before for _, before, _ in steps] == [at % LENGTH for at in numbers]
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@pytest.mark.parametrize("steps_per_row", [1, 2])
+def test_an_interrupt_that_loses_steps_ends_their_episodes_in_the_data(layout, steps_per_row, monkeypatch):
+    with ParallelEnv(N, MakeEnv, num_workers=2, seed=3) as env:
+        options = {} if layout == "flat" else {"steps_per_row": steps_per_row}
+        collector = AsyncCollector(env, policy, frames_per_batch=steps_per_row, layout=layout, **options)
+        recv, count = env.recv, itertools.count(1)
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            received = recv(*args, **kwargs)
+            if next(count) % 7 == 0:
+                raise KeyboardInterrupt
+            return received
+
+        monkeypatch.setattr(env, "recv", interrupted)
+        latest: dict[int, Any] = {}
+        num_lost = num_collected = 0
+        while num_collected < 200:
+            with contextlib.suppress(KeyboardInterrupt):
+                for one in collector.collect().reshape(-1):
+                    before = latest.get(int(one["env_ids"]))
+                    if before is not None and not before["next", "done"]:
+                        assert one["step"] == before["step"] + 1
+                        assert torch.equal(one["observation"], before["next", "observation"])
+                    if one["policy_version"] == LOST:
+                        num_lost += 1
+                        assert torch.equal(one["observation"], one["next", "observation"])
+                        assert one["next", "truncated"] & one["next", "done"] & (one["next", "reward"] == 0)
+                    latest[int(one["env_ids"])] = one
+                    num_collected += 1
+        assert num_lost
+        assert collector.statistics().lag_max == 0
+
+
+def test_a_collector_has_a_number_of_batches():
+    with SerialEnv(N, MakeEnv) as env:
+        collector = AsyncCollector(env, policy, frames_per_batch=8, total_frames=20)
+        assert len(collector) == len([*collector]) == 3
+        endless = AsyncCollector(env, policy, frames_per_batch=8, close_env=False)
+        assert endless
+        with pytest.raises(TypeError, match="never stops"):
+            len(endless)
 
 
 def test_a_policy_may_use_the_memory_of_its_result_again():
@@ -502,8 +548,45 @@ def test_a_step_that_fails_while_it_is_closed_is_no_error_of_the_close():
         assert env.reset()["observation"][0, 1] == 0
 
 
+@pytest.mark.parametrize("is_closed", ["no", "before", "after"])
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_a_collector_that_is_dropped_frees_its_thread_and_its_env(is_closed, is_failing):
+    def act(td: Any) -> Any:
+        if is_failing:
+            raise ValueError("no action")
+        return policy(td)
+
+    env = ParallelEnv(2, MakeEnv, num_workers=1, seed=0)
+    collector = AsyncCollector(env, act, frames_per_batch=4, in_background=1)
+    batches = iter(collector)
+    with pytest.raises(ValueError, match="no action") if is_failing else contextlib.nullcontext():
+        next(batches)
+    background: Any = collector._background
+    wait_for(background._batches.__len__)  # the next one, or its error
+    thread, gone = background._thread, weakref.ref(env)
+    if is_closed == "before":
+        env.close()
+        thread.join(10)
+        assert not thread.is_alive()
+        with contextlib.suppress(ValueError):
+            collector.collect()
+        for _ in range(2):
+            with pytest.raises(Closed):
+                collector.collect()
+    del batches, collector, background
+    gc.collect()
+    if is_closed == "after":
+        env.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    del env
+    gc.collect()
+    assert gone() is None
+
+
 def test_who_waits_for_a_batch_hears_of_the_close():
-    background = _Background(TensorDict, 1)
+    data = TensorDict()
+    background = _Background(data.clone, 1, set())
     background.begin_close()
     with pytest.raises(Closed):
         background.first()

@@ -438,3 +438,95 @@ def test_the_traceback_of_a_command_begins_at_the_users_code(capsys):
     printed = capsys.readouterr().err
     assert "in policy" in printed
     assert "keywords.py" not in printed
+
+
+def act_at_random(td: Any) -> Any:
+    return td.set("action", torch.randint(0, 2, td.batch_size))
+
+
+def passes_a_step_again(env: Any, td: Any) -> Any:
+    return env.step(act_at_random(td))
+
+
+def passes_copies(env: Any, td: Any) -> Any:
+    return env.step(act_at_random(td.clone()))
+
+
+def drops_the_root(env: Any, td: Any) -> Any:
+    return env.step_and_maybe_reset(act_at_random(td))[0]
+
+
+def acts_on_what_it_received(env: Any, td: Any) -> Any:
+    env.send(act_at_random(td))
+    return env.recv()
+
+
+def takes_next(env: Any, td: Any) -> Any:
+    return env.step(act_at_random(td))["next"]
+
+
+def updates_one_batch(env: Any, td: Any) -> Any:
+    return td.update(env.step_and_maybe_reset(act_at_random(td))[1])
+
+
+def updates_what_it_received(env: Any, td: Any) -> Any:
+    env.send(act_at_random(td))
+    received = env.recv(1)
+    env.recv()
+    env.reset(TensorDict({"_reset": env.current()["done"]}, [2]))
+    return received.update(env.current(received["env_ids"])) if len(received) == 2 else env.current()
+
+
+def changes_the_observation(env: Any, td: Any) -> Any:
+    td = updates_one_batch(env, td)
+    return td.set("observation", td["observation"] / 3)
+
+
+def begins_anew(env: Any, td: Any) -> Any:
+    return env.step(act_at_random(td)).update(env.reset(seed=1))
+
+
+def repeats_an_action(env: Any, td: Any) -> Any:
+    for _ in range(3):
+        td = env.step(td if "next" in td else act_at_random(td))
+    return env.reset()
+
+
+def writes_into_next(env: Any, td: Any) -> Any:
+    td["next"] = TensorDict({"hidden": torch.rand(2)}, [2])
+    return env.step_and_maybe_reset(act_at_random(td))[1]
+
+
+STALE = [passes_a_step_again, passes_copies, drops_the_root, acts_on_what_it_received]
+FRESH = [takes_next, updates_one_batch, updates_what_it_received, changes_the_observation, begins_anew]
+FRESH += [repeats_an_action, writes_into_next]
+
+
+@pytest.mark.parametrize("make", [SerialEnv, functools.partial(ParallelEnv, num_workers=1)])
+@pytest.mark.parametrize("step", [*STALE, *FRESH])
+def test_a_loop_that_acts_on_old_roots_is_reported_once(make, step, caplog):
+    with caplog.at_level(logging.WARNING, "envherd"), make(2, make_cartpole, seed=0) as env:
+        td = env.reset()
+        for _ in range(6):
+            td = step(env, td)
+    assert caplog.text.count("roots that the envs have left") == (step in STALE)
+
+
+@needs("torchrl")
+@pytest.mark.parametrize("step", [passes_a_step_again, drops_the_root, takes_next, updates_one_batch, begins_anew])
+def test_a_loop_of_torchrl_that_acts_on_old_roots_is_reported_once(step, caplog):
+    from torchrl.envs import GymEnv
+
+    from envherd.torchrl import ParallelEnv as Facade
+
+    def act(td: Any) -> Any:
+        return td.set("action", nn.functional.one_hot(torch.randint(0, 2, td.batch_size), 2))
+
+    with caplog.at_level(logging.WARNING, "envherd"), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "act_at_random", act)
+        env = Facade(2, functools.partial(GymEnv, "CartPole-v1"))
+        td = env.reset()
+        for _ in range(6):
+            td = step(env, td)
+        env.close()
+    assert caplog.text.count("roots that the envs have left") == (step in STALE)

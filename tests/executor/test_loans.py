@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import io
+import multiprocessing
 import os
 import pickle
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -387,3 +392,108 @@ def test_a_collector_and_a_background_policy_keep_their_data():
         kept = [(data, values_of(data)) for data in collector]
     for data, before in kept:
         assert_same(values_of(data), before)
+
+
+def saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("env_type", [Pictures, CountingEnv])
+@pytest.mark.parametrize("maker", ["2 workers", "serial", "general path"])
+def test_what_is_saved_is_what_is_held(maker, env_type):
+    """Every batch can be saved, and a leaf of it takes the leaf's own bytes."""
+    with MAKERS[maker](NUM_ENVS, env_type, seed=0) as env:
+        root = env.reset()
+        action = env.rand_action()
+        td, after = env.step_and_maybe_reset(root.clone().update(action))
+        env.send(action)
+        received = env.recv()
+        rollout = env.rollout(3, break_when_any_done=False)
+        for batch in (root, td, after, received, env.current(received["env_ids"]), env.current(), rollout):
+            before = values_of(batch)
+            assert_same(values_of(torch.load(io.BytesIO(saved(batch)), weights_only=False)), before)
+            for key, leaf in batch.items(include_nested=True, leaves_only=True):
+                texts = saved(leaf), saved(leaf[:1]), saved(copy.deepcopy(leaf)), pickle.dumps(leaf)
+                assert max(map(len, texts)) < leaf.nbytes + 3000, key
+
+
+def fork_of(check: Callable[[], None]) -> Callable[[], int]:
+    """Run a check in a fork; return a function that returns its exit code."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            check()
+            code = 0
+        finally:
+            os._exit(code)
+    return lambda: os.waitpid(pid, 0)[1]
+
+
+def process_of(check: Callable[[], None]) -> Callable[[], int]:
+    process = multiprocessing.get_context("fork").Process(target=check)
+    process.start()
+
+    def wait() -> int:
+        process.join()
+        code: int = process.exitcode  # type: ignore[assignment]  # it has ended
+        process.close()
+        return code
+
+    return wait
+
+
+@pytest.mark.parametrize(("fork", "hold"), [(fork_of, "the leaf"), (process_of, "an array")])
+def test_a_batch_that_only_a_fork_holds_stays_what_it_is(env, fork, hold):
+    root = env.reset()
+    for _ in range(4):  # the latest frame is then the first one to be used again
+        td, root = env.step_and_maybe_reset(act(env, root))
+    kept, before = [HOLDS[hold](td["next", "depth"])], td["next", "depth"].clone()
+    del td, root
+    read, write = os.pipe()
+
+    def check() -> None:
+        os.read(read, 1)
+        assert torch.equal(torch.as_tensor(kept[0]), before)
+
+    waits = [fork(check) for _ in range(2)]
+    kept.clear()
+    for _ in range(4):
+        env.step_and_maybe_reset(act(env, env.current()))
+    os.write(write, b"go")
+    assert [wait() for wait in waits] == [0, 0]
+    os.close(read)
+    os.close(write)
+    assert env.statistics().frames_lent == 0
+    follows_workers(env.step(act(env, env.current())))
+
+
+def follows_workers(td: Any) -> None:
+    """Check that a batch has the values of its step everywhere."""
+    value = td["next", "place"] @ torch.tensor([16, 1])
+    assert (td["next", "depth"] == value[:, None, None]).all()
+
+
+class SlowPictures(Pictures):
+    def step(self, action: int) -> Any:
+        time.sleep(0.05)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("maker", ["2 workers", "general path"])
+def test_a_fork_copies_no_frame_that_workers_are_writing(maker):
+    """Its rows would stay incomplete in this process."""
+
+    def fork() -> None:
+        assert fork_of(lambda: None)() == 0
+
+    with MAKERS[maker](NUM_ENVS, SlowPictures, seed=0) as env:
+        root = env.reset()
+        for _ in range(3):
+            forking = threading.Timer(0.03, fork)
+            forking.start()
+            td, root = env.step_and_maybe_reset(act(env, root))
+            forking.join()
+            follows_workers(td)

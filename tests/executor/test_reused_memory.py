@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from envherd.executor import ParallelEnv, SerialEnv
+from envherd import AsyncCollector, Collector, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.batches import memory as batch_memory
 from envherd.executor.batches.memory import ReusedMemory
 from envherd.workers.testing import CountingEnv
@@ -186,3 +186,57 @@ def test_batches_of_an_executor_stay_what_they_are(make):
                 kept.append((copy.deepcopy(td)["next", "reward"], td["next", "reward"].clone()))
         for found, expected in kept:
             assert torch.equal(torch.as_tensor(found), expected)
+
+
+INFERENCE = [(SerialEnv, {}), (ParallelEnv, {}), (ParallelEnv, {"options": ExecutorOptions(infos="plain")})]
+
+
+@pytest.mark.parametrize("is_made_inside", [False, True])
+@pytest.mark.parametrize(("make", "options"), [*INFERENCE, (SerialEnv, {"copy": False})])
+def test_batches_that_were_made_in_inference_mode_can_be_used_outside_of_it(make, options, is_made_inside):
+    with torch.inference_mode(is_made_inside):
+        env = make(3, CountingEnv, seed=0, **options)
+    batches = []
+    with env:
+        for is_inside in (is_made_inside, True, False):
+            with torch.inference_mode(is_inside):
+                root = env.reset()
+                td, after = env.step_and_maybe_reset(env.rand_action())
+                env.send(env.rand_action())
+                received = env.recv()
+                current = env.current(received["env_ids"])
+                batches += [root, td, after, received, current, env.current()]
+                env.send(env.rand_action(current), received["env_ids"])
+                env.recv(1, 10.0, max_envs=3)
+                env.recv() if env.engine.states.under_way.any() else None
+                batches.append(env.rollout(4, break_when_any_done=False))
+            env.rollout(4, out=batches[-1], break_when_any_done=False)
+            assert env.rollout(20).batch_size[1] < 20
+        for batch in batches:
+            for leaf in batch.values(include_nested=True, leaves_only=True):
+                leaf.zero_()
+
+
+@pytest.mark.parametrize("collector_type", [Collector, AsyncCollector])
+def test_collectors_may_enter_and_leave_inference_mode(collector_type):
+    layer = torch.nn.Linear(3, 1)
+
+    def act(td: Any) -> Any:
+        hidden = layer(td["observation"].float()) + td.get("hidden", torch.zeros(3, 1)).mean()
+        return td.set("action", td["observation"][:, 0] % 2).set("next", TensorDict({"hidden": hidden}, td.batch_size))
+
+    def collect(collector: Any) -> None:
+        for _ in range(2):
+            data = collector.collect()
+            data["next", "reward"].zero_()
+            data["observation"].zero_()
+
+    with torch.inference_mode():
+        env = SerialEnv(3, CountingEnv, seed=0)
+        collector = collector_type(env, act, frames_per_batch=12)
+        collect(collector)
+    with collector:
+        collect(collector)
+        with torch.inference_mode():
+            collect(collector)
+        collect(collector)

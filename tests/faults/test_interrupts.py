@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -419,3 +421,39 @@ def test_a_failure_at_any_line(when, start_method):
     assert len(places) > 100
     for number, place in enumerate(places[:: scaled(len(places) // 9, full=1)]):
         fail(make, when, Failure(place, FAILURES[number % 3]))
+
+
+class Sign(gymnasium.Env[Any, Any]):
+    """Observes its episode and step as a number, and as a text, which does not pass through the slab."""
+
+    observation_space = gymnasium.spaces.Dict(
+        number=gymnasium.spaces.Box(0, 1e9, (1,), np.float64), sign=gymnasium.spaces.Text(20)
+    )
+    action_space = gymnasium.spaces.Discrete(2)
+    number = 0
+
+    def _observe(self) -> dict[str, Any]:
+        return {"number": np.array([float(self.number)]), "sign": str(self.number)}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.number = self.number // 100 * 100 + 100
+        return self._observe(), {}
+
+    def step(self, action: int) -> Any:
+        self.number += 1
+        return self._observe(), 0.0, self.number % 100 == 3, False, {}
+
+
+@pytest.mark.parametrize("name", ["fused", "step", "reset", "send and receive", "rollout"])
+def test_numbers_and_texts_of_a_root_are_of_the_same_step(name):
+    call, stride = CALLS[name]
+    with SerialEnv(NUM_ENVS, Sign, seed=0) as env:
+        for interrupt in at_each(Interrupt, scaled(7 * stride, full=stride), least=10):
+            env.reset()
+            env.step_and_maybe_reset(actions())
+            with tracing(interrupt):
+                call(env)
+            with contextlib.suppress(ValueError):  # none were sent
+                env.recv()
+            root = env.current()
+            assert [*map(str, root["number"][:, 0].int().tolist())] == root["sign"], interrupt.where

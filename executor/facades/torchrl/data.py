@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from tensordict.utils import is_non_tensor
@@ -26,6 +27,7 @@ from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.step_data import StepBatches
 from envherd.executor.facades.torchrl.batched import Batched
 from envherd.executor.protocol.fast_step import FastStep
+from envherd.executor.protocol.stale_roots import StaleRoots
 from envherd.workers.adapters.hosts.torchrl_guest import dense_leaves
 from envherd.workers.adapters.torchrl.private_api import (
     aggregate_ends,
@@ -47,6 +49,7 @@ class Shells:
 
     Attributes:
         fast_steps: op -> the compiled step of the crew whose slab this is; empty if it has none.
+        stale_roots: looks at batches that already have a `next`.
     """
 
     def __init__(self, env: Any) -> None:
@@ -67,6 +70,7 @@ class Shells:
         self._root_names = [leaf.key[0] for _, leaf in observed]
         self._root_keys = [key for key, _ in observed]
         self._next_keys = [*self._root_keys, *(key for key, _ in leaves["reward"])]
+        self.stale_roots = StaleRoots([key for key, _ in leaves["observation"]], self.input_keys[0])
         self._template = template
         self._next = self._shell("next", range(len(self._next_keys)))
         self._root = self._shell("root", range(len(self._root_keys)))
@@ -144,7 +148,10 @@ class BatchedData(Batched):
             shells = Shells(self)
             shells.fast_steps = crew.compile_steps(shells)
             self.__dict__["_shells"] = shells
-        return shells if get_leaf(td, "next") is None and shells.can_take(td) else None
+        if get_leaf(td, "next") is None:
+            return shells if shells.can_take(td) else None
+        shells.stale_roots.look(td, np.arange(self.num_workers))
+        return None
 
     # ---- step --------------------------------------------------------------------------------
 
@@ -319,6 +326,8 @@ class BatchedData(Batched):
     @without_grad
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         crew, ids = self._open(), self._env_ids
+        if (shells := self.__dict__["_shells"]) is not None:
+            shells.stale_roots.forget()
         listed = kwargs.pop("list_of_kwargs", None) or [{}] * self.num_workers
         calls: list[Any] = []
         for i, is_reset in enumerate(self._reset_mask(tensordict)):

@@ -1,0 +1,93 @@
+"""Notice loops that act on roots which the envs have left: `td = env.step(policy(td))` without `td = td["next"]`.
+
+Guarantees: a loop whose roots are the envs' present ones is not reported, also if its batches hold an old `next`. Plain
+steps are not looked at: only those of a batch that already has a `next`, and the first ones of these.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+
+from envherd.executor.batches.fast_tensordict import get_leaf
+from envherd.executor.batches.transfer import as_array
+from envherd.executor.protocol.call_guard import call_name
+from envherd.shm.specs import EnvSpec
+
+_log = logging.getLogger("envherd")
+_NUM_LOOKS = 32
+_STALE = (
+    "%s acts on roots that the envs have left: env %d has made another step, and the observation in the batch is still "
+    "the one from before. Pass the policy the envs' present roots: td['next'] after step, the second value of "
+    "step_and_maybe_reset, or current() after recv. This is reported once."
+)
+
+
+class StaleRoots:
+    """Looks at the batches of steps for one executor; see the module.
+
+    Args:
+        keys: of the observation; none to look at nothing.
+        action_key: of one leaf of the action, or None.
+
+    Attributes:
+        looks_left: how many batches are still looked at.
+    """
+
+    def __init__(self, keys: Sequence[Any], action_key: Any) -> None:
+        self.looks_left = _NUM_LOOKS if keys else 0
+        self._keys, self._action_key = keys, action_key
+        self._seen: dict[int, tuple[int, int]] = {}  # env id -> hashes of its rows of the root and of `next`
+        self._action: Any = lambda: None  # the latest one
+
+    @classmethod
+    def of(cls, specs: Sequence[EnvSpec]) -> Self:
+        """Return one for envs with these specs; envs of different kinds are not looked at."""
+        first = specs[0]
+        keys = [leaf.key for leaf in first.observation if not leaf.is_side]
+        is_one_kind = all(spec == first for spec in specs)
+        return cls(keys if is_one_kind else [], first.action[0].key if first.action else None)
+
+    def forget(self) -> None:
+        """Note that envs were reset."""
+        self._seen.clear()
+
+    def look(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
+        """Look at a batch `[k]` of some envs, which have been given its actions, before its `next` is replaced."""
+        following = get_leaf(td, "next")
+        if not self.looks_left or following is None or isinstance(td, LazyStackedTensorDict):
+            return
+        self.looks_left -= 1
+        roots, nexts = self._hashes(td), self._hashes(following)
+        done, action = following.get("done", None), None if self._action_key is None else td.get(self._action_key, None)
+        if roots is None or nexts is None or done is None:
+            return
+        is_repeated = action is not None and action is self._action()  # such as frame skips, which ignore the roots
+        has_left, is_present = [], False
+        for row, (env_id, root, next_) in enumerate(zip(env_ids.tolist(), roots, nexts, strict=True)):
+            before = self._seen.get(env_id, (root, next_))
+            self._seen[env_id] = root, next_
+            if as_array(done[row].cpu()).any():
+                continue
+            # A step's batch that is passed again has the same root; one of `recv` has the `next` before its own.
+            is_present = is_present or root not in before
+            if next_ not in (root, before[1]):
+                has_left.append(env_id)
+        if has_left and not is_present and not is_repeated:
+            self.looks_left = 0
+            _log.warning(_STALE, call_name(), has_left[0])
+        self._action = (lambda: None) if action is None else weakref.ref(action)
+
+    def _hashes(self, td: TensorDictBase) -> list[int] | None:
+        """Return a hash of the observation in each row; None if it is not there."""
+        leaves = [td.get(key, None) for key in self._keys]
+        if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return None
+        arrays = [as_array(leaf.cpu()) for leaf in leaves]
+        return [hash(tuple(array[row].tobytes() for array in arrays)) for row in range(len(td))]
