@@ -185,7 +185,10 @@ class SerialPool(SlabPool):
         self.words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
         self._serve()
 
-    submit_later = submit
+    def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
+        """Carry out a command for some envs, to complete one that they have failed to."""
+        self.words.complete(env_ids)
+        self.submit(env_ids, op, target, columns, flags)
 
     def _take(self, frame: dict[str, Any]) -> None:
         self.outcome.take(plain.decode(plain.encode(frame)))  # refuses what a worker could not send

@@ -180,6 +180,21 @@ def test_an_interrupt_while_a_worker_is_replaced_leaves_no_row_of_it(monkeypatch
             assert env.recv()["next", "interrupted"].all(), interrupt.where
 
 
+@pytest.mark.parametrize("in_c", [True, False])
+def test_envs_of_a_lost_worker_keep_their_place_in_the_order(monkeypatch, in_c):
+    """Also after a second loss; and later ones have the places of their own sends."""
+    if not in_c:
+        monkeypatch.setattr(native, "find", lambda: (None, "this is a test"))
+    with contextlib.closing(simulated(monkeypatch, [[0], [1], [2]], **RESTARTS)) as env:
+        env.reset()
+        for order in ([1, 0, 2], [2, 1, 0]):
+            env._pool.fates = dict.fromkeys(range(3), Fate.LATE) | {order[0]: Fate.DIES_BEFORE}
+            for env_id in order:
+                env.send(actions(1), [env_id])
+            assert env.recv()["env_ids"].tolist() == order
+            env.reset()
+
+
 def test_a_successor_that_has_just_come_into_service_is_not_late(monkeypatch):
     """The limit of a wait that began before it does not count."""
     with contextlib.closing(simulated(monkeypatch, [[0], [1]], **RESTARTS)) as env:
