@@ -348,6 +348,9 @@ class Flights:
         is_fresh = (is_reset | is_over & (ops == STEP_RESET)) & is_alive
         flight.was_reset = _some(ids[is_fresh])
         fresh = ids[is_fresh]
+        if flight.op != Op.RESET:
+            instead = is_fresh & is_reset  # of a step: it has taken up these envs' column, too
+            positions.stepped(ids[instead], at[instead] - positions.where.root_ahead)
         is_over[is_fresh] = positions.were_reset(fresh, at[is_fresh] + positions.where.root_ahead * ~is_reset[is_fresh])
         has_answered = is_alive & self.states.under_way[ids]
         self.states.move(ids[has_answered & is_over], Event.ENDS)

@@ -454,8 +454,12 @@ class Positions:
         self._set_flags(np.arange(self.num_envs), is_cut_off=False)
 
     def _set_flags(self, env_ids: np.ndarray, *, is_cut_off: bool) -> None:
+        last = len(self.where.groups[0]["root", "done"]) - 1
         for env_id in env_ids.tolist():
-            self._move_latest(env_id, int(self.columns[env_id]))
+            column = int(self.columns[env_id])
+            if not self.in_root[env_id]:  # of a rollout, the root of the step itself is already data
+                column = min(column + self.where.root_ahead, last)
+            self._move_latest(env_id, column)
             row = self.latest_root(env_id)
             for leaf in self.specs[env_id].done:
                 row[leaf.key][...] = is_cut_off and leaf.key[-1] != "terminated"
