@@ -32,7 +32,7 @@ from envherd.executor.pools.fast_commands import (
 from envherd.executor.pools.questions import Questions
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.slab_plate import LABEL, describe, show_path
-from envherd.executor.pools.slab_pool import SlabPool
+from envherd.executor.pools.slab_pool import SlabPool, refuse_batches
 from envherd.executor.pools.supervisor import Supervisor
 from envherd.executor.pools.waiting import Clock, Deadline, Overdue
 from envherd.shm.nameplate import create_named
@@ -93,6 +93,7 @@ class WorkerPool(SlabPool):
         """
         try:
             self.specs = self.crew.start()
+            refuse_batches(self.specs, self.options)
             self.envs_in_python = self.crew.envs_in_python
             self._make_slab()
         except FactoryError:

@@ -308,5 +308,5 @@ class Engine(Calls):
         """Return the statistics so far."""
         flights, loans = self.flights, self.positions.loans
         lent = 0 if loans is None else loans.num_lent
-        known = {"env_errors": flights.num_errors, "interrupted": flights.losses.num_interrupted}
+        known = {"interrupted": flights.losses.num_interrupted}
         return count(self.pool, self.memory, self.ready_at, **known, frames_lent=lent, path=str(self.plain))

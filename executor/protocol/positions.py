@@ -145,8 +145,8 @@ class Positions:
         num_ring: those of the ring, which come first; the others are lendable.
         specs: of each env.
         places: group and row of each env.
-        has_interrupted: whether a loss interrupts rows instead of being raised.
-        interrupted: bool `[N, 1]`, rows of the last step that a loss has interrupted.
+        has_interrupted: whether a loss, or an exception of an env, interrupts rows instead of being raised.
+        interrupted: bool `[N, 1]`, rows of the last step that were interrupted.
         ring: the frames of the ring.
         where: the columns with the latest rows: the ring's, or those of a rollout in progress.
         column: of the ring, of the latest command to all envs.
@@ -170,7 +170,7 @@ class Positions:
         self.num_ring = self.num_frames - slab.plan.num_lendable
         self.places = Places(slab.plan)
         self.specs = [slab.groups[group].spec for group, _ in self.places.pairs]
-        self.has_interrupted = options.on_worker_loss == "restart"
+        self.has_interrupted = options.interrupts
         self.interrupted = np.zeros((self.num_envs, 1), bool)
         self.ring = self.where = ring_columns(slab, self.places)
         self._before: tuple[Columns, np.ndarray, np.ndarray, np.ndarray] | None = None  # a move that is not complete

@@ -30,6 +30,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
     "restart": ({"blocks": [[0], [1]], **RESTARTS}, 30),
     "pairs": ({"blocks": [[0, 1], [2]], "ring_frames": 2, "poison": True}, 25),
     "pairs that restart": ({"blocks": [[0, 1], [2]], "ring_frames": 2, **RESTARTS}, 25),
+    "interrupt": ({"blocks": [[0], [1]], **RESTARTS, "on_env_error": "interrupt"}, 30),
+    "pairs that interrupt": ({"blocks": [[0, 1], [2]], "on_env_error": "interrupt", "max_restarts": 10_000}, 25),
     "portable": ({"blocks": [[0], [1]], "pool": SimulatedPortablePool}, 15),
     "portable that restarts": ({"blocks": [[0], [1]], "pool": SimulatedPortablePool, **RESTARTS}, 15),
 }
@@ -63,7 +65,7 @@ def test_nothing_goes_wrong(name, monkeypatch):
     assert explorer.num_repeated > 2
     assert not missing, missing
     in_c = {(before, event) for before, event, _ in trace.in_c}
-    steps_in_c = native.load() is not None and "restart" not in name and "portable" not in name
+    steps_in_c = native.load() is not None and not any(word in name for word in ("restart", "portable", "interrupt"))
     assert in_c >= MET_IN_C if steps_in_c else not in_c
 
 
