@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from envherd import Capsules
+from envherd import Capsules, RayParallelEnv
 from envherd.executor import (
     AsyncCollector,
     Collector,
@@ -238,11 +238,13 @@ def test_the_episode_is_written_to_a_capsule(make, tmp_path):
 
 
 @both
-def test_envs_that_are_batches_are_refused(make):
+def test_where_an_exception_ends_more_than_an_episode_is_refused(make):
     with pytest.raises(ValueError, match=r"batches of rows \(\(2,\)\) failed: expected on_env_error='raise'"):
         make(2, functools.partial(gymnasium.make_vec, "CartPole-v1", 2, vectorization_mode="sync"), options=INTERRUPT)
     with pytest.raises(ValueError, match="reset_ahead failed: expected on_env_error='raise'"):
         dataclasses.replace(INTERRUPT, reset_ahead=True)
+    with pytest.raises(ValueError, match="RayParallelEnv failed: expected on_env_error='raise'"):
+        RayParallelEnv(2, CountingEnv, options=INTERRUPT)
 
 
 class Changing(CountingEnv):
