@@ -64,8 +64,8 @@ class BatchedEnv:
         device: of the batches, or None.
         specs: one `EnvSpec` per env.
         options: the `ExecutorOptions` in force.
-        is_resumed: whether `load_state_dict` has loaded the state of the envs, and no collector has used them since:
-            the first collector continues their episodes.
+        is_resumed: whether `load_state_dict` has loaded the state of the envs, and since then no collector has used
+            them, and they were not all reset: the first collector continues their episodes.
     """
 
     is_resumed = False
@@ -223,6 +223,8 @@ class BatchedEnv:
             if len(env_ids):
                 engine.write_reset_masks(mask)
                 engine.reset_envs(env_ids, extras)
+            if mask is None or mask.all():
+                self.is_resumed = False
             return engine.batches.current(engine.all_ids)
 
     def step(self, td: TensorDictBase) -> TensorDictBase:
@@ -321,7 +323,7 @@ class BatchedEnv:
             EnvError, WorkerLost, WorkerTimeout, ActionError, ResetNeeded, Busy, Closed: the rollout is lost; the
                 executor remains usable.
         """
-        return self._rollouts.run(
+        data = self._rollouts.run(
             self,
             max_steps,
             policy,
@@ -333,6 +335,9 @@ class BatchedEnv:
             out=out,
             primer=primer,
         )
+        if auto_reset:
+            self.is_resumed = False
+        return data
 
     @property
     def policy_state(self) -> TensorDictBase | None:

@@ -17,6 +17,7 @@ from envherd.workers.options import BlockOptions, EnvType, InfoKeys, InfoPolicy,
 
 StartMethod = Literal["zygote", "spawn", "portable"]
 LossPolicy = Literal["raise", "restart"]
+ErrorPolicy = Literal["raise", "interrupt"]
 ActionCheck = Literal["strict", "finite", "off"]
 WorkerOutput = Literal["capture", "inherit"]
 #: Environment variables: a dict, or pairs.
@@ -73,8 +74,13 @@ class ExecutorOptions:
             is None. None waits for all answers. The loss is logged at once in any case.
         close_timeout_s: seconds for `close()` in all, however many workers there are.
         on_worker_loss: "raise" a WorkerLost, or "restart" the worker and mark its rows `interrupted`.
+        on_env_error: "raise" an EnvError if a step or reset of an env raises; or "interrupt" its episode: its row is
+            marked `interrupted`, the error is logged, and all continue. A reset that raises is made again with a new
+            instance of the env, for its next episode. Not for `RayParallelEnv`, for `reset_ahead`, and for envs that
+            are batches of rows.
         max_restarts: restarts of one worker within `restart_window_s`; the next loss raises. The
             first is made at once, the others wait 0.1 s, 0.2 s, 0.4 s, ... while the other workers continue.
+            With `on_env_error="interrupt"` also the exceptions of one env without a step in between; the next raises.
         restart_window_s: seconds.
         recycle_after: episodes of an env after which its worker is replaced by a new one, as soon as that interrupts no
             episode (see `protocol.recycling`); for envs that leak. None: never.
@@ -143,6 +149,7 @@ class ExecutorOptions:
     loss_grace_s: float | None = 1.0
     close_timeout_s: float = 5.0
     on_worker_loss: LossPolicy = "raise"
+    on_env_error: ErrorPolicy = "raise"
     max_restarts: int = 3
     restart_window_s: float = 60.0
     recycle_after: int | None = None
@@ -186,6 +193,19 @@ class ExecutorOptions:
         """What `capsules` says, as `Capsules`."""
         return self.capsules if isinstance(self.capsules, Capsules | None) else Capsules(self.capsules)
 
+    @property
+    def interrupts(self) -> bool:
+        """Whether rows may be marked `interrupted`."""
+        return self.on_worker_loss == "restart" or self.on_env_error == "interrupt"
+
+    def refuse_interrupts(self, where: str) -> None:
+        """Raise ValueError if exceptions of envs are to end their episodes; `where` is what cannot do that."""
+        if self.on_env_error == "interrupt":
+            raise ValueError(
+                f"{where} failed: expected on_env_error='raise', got 'interrupt'. Catch the exception in a wrapper "
+                f"around the env, and return the last observation with truncated=True."
+            )
+
     def refuse_capsules(self, where: str) -> None:
         """Raise ValueError if capsules are wanted; `where` is what cannot write them."""
         if self.capsules is not None:
@@ -219,6 +239,8 @@ class ExecutorOptions:
                 "ExecutorOptions failed: expected isolate_rng=False with reset_ahead, got True. The state of the "
                 "global generators at the beginning of an episode is known only when the previous one has ended."
             )
+        if self.reset_ahead:
+            self.refuse_interrupts("ExecutorOptions with reset_ahead")
 
     def _check_threads(self) -> None:
         if self.env_threads and (self.reset_ahead or self.isolate_rng):
@@ -378,6 +400,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "start_method": get_args(StartMethod),
     "worker_output": get_args(WorkerOutput),
     "on_worker_loss": get_args(LossPolicy),
+    "on_env_error": get_args(ErrorPolicy),
     "check_actions": get_args(ActionCheck),
     "env_type": get_args(EnvType),
 }

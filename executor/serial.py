@@ -72,6 +72,7 @@ class SerialEnv(BatchedEnv):
             parts = SIMULATOR if is_simulator(pool) else Parts()
             if parts is SIMULATOR:
                 options.refuse_capsules("SerialEnv of a torch simulator")
+                options.refuse_interrupts("SerialEnv of a torch simulator")
             super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options, parts=parts)
         except BaseException:
             pool.close()

@@ -1,6 +1,6 @@
 """The meaning of the shared bytes: control words, doorbells, and a ring of frames for each group of equal envs.
 
-    words      per env and per worker, int64 each, one writer per word (see `WORDS`)
+    words      per env and per worker, int64 each, one writer per word at any time (see `WORDS`)
     bells      one `go` doorbell per worker, one `done` doorbell for the parent
     group      envs of equal spec share arrays `[num_rows, ...]`:
                inputs    what a step reads: action, state, reset mask         (parent writes)
@@ -26,14 +26,16 @@ from envherd.shm.layout import ALIGNMENT, Layout, Name, align, lay_out, strided_
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.shm.sync import DOORBELL_BYTES
 
-#: word -> (length: "env", "worker" or "bin"; who writes it; what it means)
+#: word -> (length: "env", "worker" or "bin"; who writes it; what it means). The parent also writes a worker's words
+#: while the worker does not: those of an idle worker ("both"), and of one that is lost, copied or replaced.
 WORDS: dict[str, tuple[str, str, str]] = {
     "command_seq": ("env", "parent", "number of the latest command for the env; written last"),
     "command": ("env", "parent", "what to do: see workers.protocol.pack"),
     "reply_seq": ("env", "worker", "number of the latest command that is finished; written last"),
-    "status": ("env", "worker", "how it ended: see workers.protocol.Status"),
-    "episode": ("env", "worker", "resets since the root seed was set (which zeroes it); the next begins this episode"),
-    "env_steps": ("env", "worker", "calls of env.step that returned, ever"),
+    "status": ("env", "both", "how it ended: see workers.protocol.Status; the parent clears it once it has read it"),
+    "episode": ("env", "both", "resets since the root seed was set (which zeroes it); the next begins this episode"),
+    "env_steps": ("env", "worker", "steps of the env whose rows were written, ever"),
+    "errors": ("env", "parent", "exceptions of the env that ended its episode, ever"),
     "resets": ("env", "worker", "resets that returned, ever"),
     "turn": (
         "env",

@@ -22,6 +22,7 @@ from envherd.workers import seeding
 from envherd.workers.adapters import Adapter, find_adapter, is_env_like
 from envherd.workers.block.episode_leaves import EpisodeLeaves
 from envherd.workers.block.info_leaves import Field, InfoLeaves, declared_fields, find_fields
+from envherd.workers.block.wrapping import Wrapping
 from envherd.workers.errors import FactoryError, SpecError
 from envherd.workers.options import EnvType, InfoKeys
 from envherd.workers.pickling import captures, dumps, find_culprit
@@ -176,7 +177,7 @@ class Builder:
         self._has_statistics = episode_statistics
         self._alone: Any = None
         self._factories: dict[bytes, Factory] = {}
-        self._built: list[Any] = []
+        self._built: list[tuple[Adapter, Any]] = []  # with the env that the factory has returned
         self._found: list[tuple[Factory, Mapping[str, Any], list[Field]]] = []
 
     def build(self, pickled: bytes, kwargs: Mapping[str, Any]) -> Adapter:
@@ -200,6 +201,15 @@ class Builder:
         if isinstance(self._info_keys, Mapping):
             return InfoLeaves(adapter, declared_fields(self._info_keys, adapter.spec))
         return InfoLeaves(adapter, self._found_fields(factory, kwargs, self._info_keys))
+
+    def forget(self, closed: Adapter) -> None:
+        """Forget an env that is closed, so that another one can take its place."""
+        own = closed
+        while isinstance(own, Wrapping):
+            own = own.inner
+        self._built = [pair for pair in self._built if pair[0] is not own]
+        if own.is_alone:
+            self._alone = None
 
     def _found_fields(self, factory: Factory, kwargs: Mapping[str, Any], keys: Any) -> list[Field]:
         """Return the fields that a separate env shows, once for each factory and its arguments."""
@@ -234,7 +244,7 @@ class Builder:
         # every family's constructor takes the env
         adapter = made if isinstance(made, Adapter) else find_adapter(env, self._env_type)(env)  # type: ignore[call-arg]
         adapter.origin = describe(factory)
-        self._built.append(env)
+        self._built.append((adapter, env))
         if adapter.is_alone:
             self._alone = env
         return adapter
@@ -250,7 +260,7 @@ class Builder:
             )
 
     def _refuse_shared(self, factory: Factory, env: Any) -> None:
-        if any(env is built for built in self._built) and is_env_like(env):
+        if any(env is built for _, built in self._built) and is_env_like(env):
             raise FactoryError(
                 f"make_env failed: the factory {describe(factory)} returned the same {_type_name(env)} twice. "
                 f"Every call must build a new env: make_env=lambda: {_how_to_build(env)}."

@@ -103,13 +103,17 @@ class Seed:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare:
-    """Extras for the next command of one env: explicit seed, reset keyword arguments, side inputs."""
+    """Extras for the next command of one env: explicit seed, reset keyword arguments, side inputs.
+
+    With `rebuilds`, a new instance takes the env's place before its reset.
+    """
 
     env_id: int
     seed: int | None = None
     has_seed: bool = False
     options: dict[str, Any] | None = None
     side: list[Any] | None = None
+    rebuilds: bool = False
 
 
 #: The values of `what` for which `args` holds one item per env.

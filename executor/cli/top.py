@@ -118,10 +118,10 @@ def screen(watches: list[Watch], stack: str, width: int) -> RenderableType:
 
 #: The columns of a table, and those that a narrow terminal drops, in the order in which they are dropped.
 _COLUMNS = (
-    *("worker", "pid", "envs", "steps/s", "busy", "reset", "wait", "p50", "p99", "resets", "restarts", "USS", "PSS"),
-    *("cpu", "gpu", "at"),
+    *("worker", "pid", "envs", "steps/s", "busy", "reset", "wait", "p50", "p99", "resets", "errors", "restarts"),
+    *("USS", "PSS", "cpu", "gpu", "at"),
 )
-_DROPPED = ("PSS", "p50", "cpu", "restarts", "reset", "p99", "resets", "wait")
+_DROPPED = ("PSS", "p50", "cpu", "errors", "restarts", "reset", "p99", "resets", "wait")
 
 
 def _executor(watch: Watch, width: int) -> Table:
@@ -159,6 +159,7 @@ def _cells(worker: WorkerStatistics) -> list[Any]:
         f"{worker.wait_share:.0%}",
         *("-" if seconds is None else time_text(seconds) for seconds in (worker.step_p50_s, worker.step_p99_s)),
         f"{worker.resets:,}",
+        f"{worker.env_errors:,}",
         str(worker.generation),
         size_text(worker.uss_bytes),
         size_text(worker.pss_bytes),

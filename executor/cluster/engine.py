@@ -30,9 +30,10 @@ class HostFlights(Flights):
 
     pool: Hosts  # type: ignore[assignment]  # what is used of a `Pool`
 
-    def fault_error(self, faults: Mapping[int, Any]) -> EnvherdError | None:
+    def fault_error(self, faults: Mapping[int, Any], *, is_interrupted: bool) -> EnvherdError:  # noqa: ARG002
         """Return the error that the host of the first env has made."""
-        return faults[min(faults)]["error"] if faults else None
+        error: EnvherdError = faults[min(faults)]["error"]
+        return error
 
     def _forget_interrupted(self, flight: Flight) -> None:
         super()._forget_interrupted(flight)

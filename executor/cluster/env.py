@@ -101,6 +101,7 @@ class RayParallelEnv(BatchedEnv):
         if options.alone:
             raise ValueError("RayParallelEnv failed: expected alone=False, got True. Set num_workers instead.")
         options.refuse_capsules("RayParallelEnv")
+        options.refuse_interrupts("RayParallelEnv")
         where_to = as_device(device)
         factories = as_factories(count, make_env)
         if any(interpreter_of(factory) for factory in factories):

@@ -213,7 +213,7 @@ class NodeHost:
 
     def _tally(self) -> np.ndarray:
         pool, flights = self._pool, self._engine.flights
-        own = [pool.num_losses, flights.losses.num_interrupted, flights.num_errors, pool.num_recycled]
+        own = [pool.num_losses, flights.losses.num_interrupted, int(flights.losses.num_errors.sum()), pool.num_recycled]
         return np.array(own) + self._share.tally
 
     # ---- everything else ---------------------------------------------------------------------

@@ -285,7 +285,10 @@ class Hosts(SlabPool):
         self.words.write(env_ids, self._ops[env_ids])
         self.wake_workers()
 
-    submit_later = submit
+    def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
+        """Send hosts a command for some envs, to complete one that they have failed to."""
+        self.words.complete(env_ids)
+        self.submit(env_ids, op, target, columns, flags)
 
     def prepare(self, message: messages.Prepare) -> None:
         """Keep the extras of an env's next command, which are sent with it."""

@@ -38,7 +38,7 @@ class WorkerStatistics:
             `SerialEnv`).
         pss_bytes: the same plus its part of shared memory.
         cpu_s: processor seconds, user and system, of the worker alone.
-        env_steps: `env.step` calls of its envs that returned.
+        env_steps: steps that its envs made.
         resets: of its envs.
         reset_share: of the time, spent on commands with a reset; estimated from samples.
         wait_share: of the time, spent waiting for commands.
@@ -52,6 +52,7 @@ class WorkerStatistics:
         gpu: that it was given (see `ExecutorOptions.gpus`), as `CUDA_VISIBLE_DEVICES` names it; None if none was.
         reset_s: of `busy_s`, on commands with a reset; estimated from samples.
         steps_per_s: `env.step` calls per second.
+        env_errors: exceptions of its envs in steps and resets.
     """
 
     worker_id: int
@@ -77,6 +78,7 @@ class WorkerStatistics:
     gpu: str | None = None
     reset_s: float = 0.0
     steps_per_s: float = 0.0
+    env_errors: int = 0
 
     def over(
         self, span_s: float, busy_s: float, reset_s: float, env_steps: int, figures: WorkerFigures
@@ -106,7 +108,7 @@ class Statistics:
     """Totals of an executor since it was created.
 
     Attributes:
-        env_steps: `env.step` calls that returned, over all envs.
+        env_steps: steps that the envs made: `env.step` calls whose results were accepted.
         agent_steps: the same times the number of agents of each env (1 for single-agent envs).
         resets: resets that returned.
         episodes: episodes that ended (terminated or truncated by the env itself).
@@ -117,8 +119,9 @@ class Statistics:
         resets_ahead: with `ExecutorOptions.reset_ahead`, resets whose episode was ready when it was requested.
         resets_missed: with this option, all other resets: the first of each env, those with a seed or options, and
             those that waited for an episode still in preparation. 0 without the option.
-        steps_per_env: `env.step` calls of each env.
+        steps_per_env: steps of each env.
         resets_per_env: resets of each env.
+        errors_per_env: exceptions of each env in its steps and resets.
         wall_s: seconds since the executor was ready.
         workers: one entry for each worker that serves envs.
         spares: one entry for each worker that prepares an env's next episode, in the order of the envs.
@@ -143,6 +146,7 @@ class Statistics:
     spares: tuple[WorkerStatistics, ...] = ()
     frames_lent: int = 0
     path: str = ""
+    errors_per_env: tuple[int, ...] = ()
 
 
 class MemoryLog:
@@ -192,6 +196,7 @@ def read_workers(
                 reset_s=float(words["reset_ns"][worker_id]) / 1e9,
                 env_steps=int(words["env_steps"][ids].sum()),
                 resets=int(words["resets"][ids].sum()),
+                env_errors=int(words["errors"][ids].sum()),
                 step_p50_s=quantile(bins, 0.5),
                 step_p99_s=quantile(bins, 0.99),
                 phase=phase,
@@ -244,15 +249,17 @@ def count(pool: Pool, memory: MemoryLog, ready_at: float, **of_caller: Any) -> S
         agent_steps=int((steps * agents).sum()),
         resets=int(words["resets"].sum()),
         episodes=int(words["ends"].sum()),
+        env_errors=int(words["errors"].sum()),
         worker_losses=pool.num_losses,
         steps_per_env=tuple(steps.tolist()),
         resets_per_env=tuple(words["resets"].tolist()),
+        errors_per_env=tuple(words["errors"].tolist()),
         wall_s=wall_s,
         workers=tuple(workers[worker_id] for worker_id in pool.serving),
         recycled=pool.num_recycled,
         resets_ahead=pool.num_ahead,
         resets_missed=pool.num_missed,
-        spares=tuple(replace(one, env_steps=0, resets=0, steps_per_s=0.0) for one in spares),
+        spares=tuple(replace(one, env_steps=0, resets=0, env_errors=0, steps_per_s=0.0) for one in spares),
         **of_caller,
     )
 

@@ -136,6 +136,7 @@ class AheadPool(WorkerPool):
         """The same as `submit`: while a worker is being replaced, the env's other one takes the command."""
         is_served = np.array([self.supervisor.is_there(self.turns.spare_of(i)) for i in env_ids.tolist()], bool)
         if is_served.any():
+            self.words.complete(env_ids[is_served])
             self.submit(env_ids[is_served], op, target, columns[is_served], flags)
         if not is_served.all():
             self.words.note_order(env_ids[~is_served], int(op), 0)

@@ -179,7 +179,10 @@ class Pool(Protocol):
         ...
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
-        """As `submit`, for envs of a worker that is being replaced: its successor gets the commands. Never waits."""
+        """As `submit`, to complete the latest commands of envs that have failed to: they keep their place in the order.
+
+        Envs of a worker that is being replaced get the commands in its successor. Never waits for that.
+        """
         ...
 
     def prepare(self, message: messages.Prepare) -> None:

@@ -22,7 +22,7 @@ class CommandWords:
     Attributes:
         number: of the latest command, int64 `[1]`; it only increases. C writes it as well.
         answers_lost: bool `[N]`, whether a loss has taken the answer to the latest command of an env.
-        order: int `[N]`, sort key of answered envs: the numbers of the caller's commands.
+        has_completed: whether `complete` was called.
         command, command_seq, reply_seq, status: see `workers.protocol`.
     """
 
@@ -30,7 +30,9 @@ class CommandWords:
         words = slab.words
         self.command, self.command_seq = words["command"], words["command_seq"]
         self.reply_seq, self.status = words["reply_seq"], words["status"]
-        self.order = self.command_seq
+        self.has_completed = False
+        self._completing = np.zeros(len(self.command_seq), np.int64)  # the number of the latest such command
+        self._completed = np.zeros(len(self.command_seq), np.int64)  # the number of the caller's command before it
         self.number = np.zeros(1, np.int64).data  # reading an array takes three times as long
         self.answers_lost = np.zeros(len(self.command_seq), bool)
         self._no_status = bytes(self.status.nbytes)
@@ -54,6 +56,17 @@ class CommandWords:
         keep_order()
         self.command_seq.fill(self.number[0])
 
+    def complete(self, env_ids: np.ndarray) -> None:
+        """Note that the next command completes the latest one of some envs, int `[k]`: they keep their place."""
+        self.has_completed = True
+        self._completed[env_ids] = self._order_of(env_ids)
+        self._completing[env_ids] = self.number[0] + 1
+
+    def _order_of(self, env_ids: np.ndarray) -> np.ndarray:
+        """Return the numbers of the caller's latest commands to some envs, int64 `[k]`."""
+        numbers = self.command_seq[env_ids]
+        return np.where(numbers == self._completing[env_ids], self._completed[env_ids], numbers)
+
     def is_owed(self) -> np.ndarray:
         """Return which envs have a command that their worker has not carried out, bool `[N]`."""
         return np.asarray(self.command_seq != self.reply_seq)
@@ -75,8 +88,8 @@ class CommandWords:
         return env_ids[self.has_answered()[env_ids]]
 
     def by_order(self, env_ids: np.ndarray) -> np.ndarray:
-        """Return some envs, int `[k]`, the oldest command first."""
-        return np.asarray(env_ids[self.order[env_ids].argsort(kind="stable")])
+        """Return some envs, int `[k]`, the oldest command of the caller first."""
+        return np.asarray(env_ids[self._order_of(env_ids).argsort(kind="stable")])
 
     def announces_nothing(self) -> bool:
         """Return whether no answer announces messages."""

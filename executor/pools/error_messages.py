@@ -178,7 +178,9 @@ def lacks_arguments(type_name: str, message: str) -> str:
     return " Factories get no arguments but those of env_kwargs=: pass them there, or bind them with functools.partial."
 
 
-def env_error(faults: Sequence[Frame], worker_id: int, pid: int, gpu: str | None = None) -> EnvError:
+def env_error(
+    faults: Sequence[Frame], worker_id: int, pid: int, gpu: str | None = None, *, is_interrupted: bool = False
+) -> EnvError:
     """Return the error for exceptions of envs: about the first env (run by `worker_id`), naming the others.
 
     Args:
@@ -186,6 +188,7 @@ def env_error(faults: Sequence[Frame], worker_id: int, pid: int, gpu: str | None
         worker_id: of the pool.
         pid: of its process.
         gpu: that the worker was given.
+        is_interrupted: the envs' episodes end with interrupted rows.
     """
     fault = first_fault(faults)
     env_id = numbering.first_env_id + fault["env_id"]
@@ -199,6 +202,7 @@ def env_error(faults: Sequence[Frame], worker_id: int, pid: int, gpu: str | None
     is_over = phase in ("step", "reset") or (phase == "restore" and not is_without_state)
     again = "reset these to use them again" if others else "reset this one to use it again"
     advice = f"The other envs go on; {again}." if is_over else "Its episode goes on."
+    advice = "All envs go on: the rows count as interrupted." if is_interrupted else advice
     return EnvError(
         f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_gpu(gpu)}{_place()}).{also} {advice}",
         remote_traceback=without_own_frames(fault["traceback"]),

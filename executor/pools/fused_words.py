@@ -30,7 +30,6 @@ class FusedWords(CommandWords):
         super().__init__(slab)
         self._clock = clock
         num_envs = len(self.command_seq)
-        self.order = np.zeros(num_envs, np.int64)
         self._ends = slab.words["ends"]
         self._fused = np.full(num_envs, _NONE)  # number of the STEP that may require a RESET
         self._following = np.full(num_envs, _NONE)  # number of the RESET after it, until its messages are read
@@ -47,7 +46,7 @@ class FusedWords(CommandWords):
             resets: the command to give if a STEP_RESET ends the episode, likewise.
         """
         self._resets[env_ids], self._num_ends[env_ids] = resets, self._ends[env_ids]
-        number = self.order[env_ids] = self.number[0] + 1
+        number = self.number[0] + 1
         self._fused[env_ids] = np.where(np.equal(ops, STEP_RESET), number, _NONE)  # once the command has this number
 
     def take_ended(self) -> np.ndarray:
@@ -62,6 +61,7 @@ class FusedWords(CommandWords):
     def write_resets(self, env_ids: np.ndarray) -> None:
         """Write RESETs for envs whose episodes have ended."""
         self._following[env_ids], self._followed_at[env_ids] = self.number[0] + 1, self._clock.now()
+        self.complete(env_ids)
         self.write(env_ids, self._resets[env_ids])
 
     def has_answered(self) -> np.ndarray:

@@ -22,6 +22,7 @@ class Outcome:
         losses: worker id -> the error that describes its loss.
         held_back: returns which envs have reported only a part of their answer, bool `[N]`; None if answers have one
             part.
+        completing: envs whose next reports complete the answer of a step, whose reports are kept.
     """
 
     faults: dict[int, Frame] = field(default_factory=dict)
@@ -29,6 +30,7 @@ class Outcome:
     infos: dict[int, Frame] = field(default_factory=dict)
     losses: dict[int, EnvherdError] = field(default_factory=dict)
     held_back: Callable[[], np.ndarray] | None = None
+    completing: set[int] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         """Return whether anything happened."""
@@ -41,6 +43,7 @@ class Outcome:
         given = Outcome(losses=self.losses)
         self.losses = {}
         wanted = set(env_ids.tolist())
+        self.completing -= wanted
         for name in ("faults", "side", "infos"):
             reported = getattr(self, name)
             if reported.keys() <= wanted:
@@ -50,6 +53,12 @@ class Outcome:
                 setattr(given, name, {i: reported.pop(i) for i in wanted & reported.keys()})
         return given
 
+    def keep(self, reported: Outcome, env_ids: set[int]) -> None:
+        """Keep what the steps of some envs have reported; their next reports complete it."""
+        self.side |= {i: frame for i, frame in reported.side.items() if i in env_ids}
+        self.infos |= {i: frame for i, frame in reported.infos.items() if i in env_ids}
+        self.completing |= env_ids
+
     def forget_rows(self, env_ids: np.ndarray) -> None:
         """Drop the side values and infos of rows that were never completed."""
         for kept in (self.side, self.infos):
@@ -58,6 +67,8 @@ class Outcome:
 
     def take(self, frame: Frame) -> None:
         """Keep a message that came with rows."""
+        if frame.get("env_id") in self.completing:
+            frame = self._with_step(frame)
         if frame["kind"] == "fault":
             self.faults[frame["env_id"]] = frame
         elif frame["kind"] == "side":
@@ -69,5 +80,8 @@ class Outcome:
 
     def take_reset(self, frame: Frame) -> None:
         """As `take`, for a reset that completes the answer of a step: the step's reports are kept."""
+        self.take(self._with_step(frame))
+
+    def _with_step(self, frame: Frame) -> Frame:
         of_step = {"side": self.side, "infos": self.infos}.get(frame["kind"], {}).get(frame.get("env_id", -1))
-        self.take(frame if of_step is None else {**frame, "next": of_step["next"]})
+        return frame if of_step is None else {**frame, "next": of_step["next"]}

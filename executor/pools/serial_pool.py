@@ -20,7 +20,7 @@ from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.error_messages import env_error, lacks_arguments, log_close_fault, raised
 from envherd.executor.pools.fast_commands import FastCommands
 from envherd.executor.pools.replies import Outcome
-from envherd.executor.pools.slab_pool import SlabPool
+from envherd.executor.pools.slab_pool import SlabPool, refuse_batches
 from envherd.shm.segment import HAS_MEMFD, Segment
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
 from envherd.shm.socket_bells import Bell, LocalBell
@@ -76,23 +76,23 @@ class SerialPool(SlabPool):
     def start(self) -> None:
         """Build the envs; set `specs`, `plan` and `slab`."""
         before = seeding.caller_state()
-        builder = Builder(
+        self._builder = Builder(
             self.options.info_keys, self.options.env_type, episode_statistics=self.options.episode_statistics
         )
         first = self.options.first_env_id
         env_ids = tuple(range(first, first + self.num_envs))
-        info = WorkerInfo(worker_id=0, generation=0, num_workers=0, env_ids=env_ids)
+        self._info = WorkerInfo(worker_id=0, generation=0, num_workers=0, env_ids=env_ids)
         try:
             for env_id, factory in enumerate(self._factories):
                 seeding.seed_globals(seeding.build_seed(self.blueprint.root_seed, first + env_id))
-                with building(info, first + env_id):
-                    self._build(builder, env_id, factory)
+                self._build(env_id, factory)
+            self.specs = [self.adapters[i].spec for i in range(self.num_envs)]
+            refuse_batches(self.specs, self.options)
         except BaseException:
             self.close()
             raise
         finally:
             seeding.restore_caller(before)
-        self.specs = [self.adapters[i].spec for i in range(self.num_envs)]
         rules = self.options.capsule_rules
         journal_nbytes = 0 if rules is None else rules.journal_bytes
         self.plan = plan_slab(self.specs, 1, self.options.num_frames, lends=HAS_MEMFD, journal_nbytes=journal_nbytes)
@@ -106,6 +106,7 @@ class SerialPool(SlabPool):
             self.options.for_block(),
             passes=(KeyboardInterrupt,),
         )
+        self._block.build_again = self._build_again
         self.envs_in_python = self._block.why_python()
         self._block.attach(self.slab)
         self.words = CommandWords(self.slab)
@@ -147,9 +148,21 @@ class SerialPool(SlabPool):
         """Make the loop read the envs again, after a change other than by a command."""
         self.slab.words["mail_seq"][0] += 1
 
-    def _build(self, builder: Builder, env_id: int, factory: Factory) -> None:
+    def _build_env(self, env_id: int, factory: Factory) -> Adapter:
+        with building(self._info, self.options.first_env_id + env_id):
+            adapter = self._builder.adopt(factory, self.blueprint.env_kwargs[env_id])
+        self.adapters[env_id] = adapter
+        return adapter
+
+    def _build_again(self, env_id: int, closed: Adapter) -> Adapter:
+        """Build another instance of an env; see `Block`."""
+        self.adapters.pop(env_id, None)
+        self._builder.forget(closed)
+        return self._build_env(env_id, self._factories[env_id])
+
+    def _build(self, env_id: int, factory: Factory) -> None:
         try:
-            self.adapters[env_id] = builder.adopt(factory, self.blueprint.env_kwargs[env_id])
+            self._build_env(env_id, factory)
         except EnvherdError:
             raise
         except Exception as error:
@@ -186,7 +199,10 @@ class SerialPool(SlabPool):
         self.words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
         self._serve()
 
-    submit_later = submit
+    def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
+        """Carry out a command for some envs, to complete one that they have failed to."""
+        self.words.complete(env_ids)
+        self.submit(env_ids, op, target, columns, flags)
 
     def _take(self, frame: dict[str, Any]) -> None:
         self.outcome.take(plain.decode(plain.encode(frame)))  # refuses what a worker could not send

@@ -14,7 +14,7 @@ from envherd.shm.interrupts import ignoring_refusals
 from envherd.shm.slab import SlabPlan
 
 LABEL = "envherd-slab"
-SCHEMA = "envherd.slab/1"
+SCHEMA = "envherd.slab/2"
 #: Bytes for the text that is known only after the slab was created.
 _PATH_BYTES = 512
 

@@ -7,12 +7,21 @@ from typing import Any
 
 import numpy as np
 
+from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.fast_commands import FastCommands, NativeExchange
 from envherd.executor.pools.replies import Outcome
 from envherd.shm.private_view import PrivateView
+from envherd.shm.specs import EnvSpec
+
+
+def refuse_batches(specs: Sequence[EnvSpec], options: ExecutorOptions) -> None:
+    """Raise ValueError if exceptions are to end episodes of envs that are batches: they would end those of all rows."""
+    batched = next((spec for spec in specs if spec.batch_shape), None)
+    if batched is not None:
+        options.refuse_interrupts(f"making envs that are batches of rows ({batched.batch_shape})")
 
 
 class SlabPool:

@@ -32,7 +32,7 @@ from envherd.executor.pools.fast_commands import (
 from envherd.executor.pools.questions import Questions
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.slab_plate import LABEL, describe, show_path
-from envherd.executor.pools.slab_pool import SlabPool
+from envherd.executor.pools.slab_pool import SlabPool, refuse_batches
 from envherd.executor.pools.supervisor import Supervisor
 from envherd.executor.pools.waiting import Clock, Deadline, Overdue
 from envherd.shm.nameplate import create_named
@@ -93,6 +93,7 @@ class WorkerPool(SlabPool):
         """
         try:
             self.specs = self.crew.start()
+            refuse_batches(self.specs, self.options)
             self.envs_in_python = self.crew.envs_in_python
             self._make_slab()
         except FactoryError:
@@ -237,7 +238,8 @@ class WorkerPool(SlabPool):
         return bool(len(self.words.lose_answers(np.array(self.blueprint.blocks[worker_id]), self.outcome)))
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
-        """As `submit`, for envs of a worker that is being replaced: its successor carries out the commands."""
+        """As `submit`, to complete commands that envs have failed to; never waits for a successor."""
+        self.words.complete(env_ids)
         self.words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
         for worker_id in filter(self.supervisor.is_serving, self.worker_ids):
             self._rings[worker_id]()  # after an interrupt, the successor may serve already
@@ -293,7 +295,8 @@ class WorkerPool(SlabPool):
         if self._caller is not None and not self._is_reading:
             wait_ns = _LOOK_NS if timeout_s is None or timeout_s >= LOOK_S else 0  # shorter ones: `_wait_slowly` below
             if (num_found := self._caller.first(env_ids, count, wait_ns, self._found)) >= 0:
-                return self._found[:num_found].copy()
+                found = self._found[:num_found].copy()
+                return self.words.by_order(found) if self.words.has_completed else found
         while self._done.try_wait():
             pass  # tokens are hints; tokens of unawaited answers must not pile up
         self._follow_up()

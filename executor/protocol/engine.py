@@ -241,9 +241,13 @@ class Engine(Calls):
             )
         has_ended, number, first = bool(states.needs_reset[source]), self.num_branches, self.options.first_env_id
         seeds = [branch_seed(self.seed, first + i, number) if reseed else None for i in targets.tolist()]
-        self.num_branches, self.received = number + 1, None
+
+        def give_up() -> None:
+            self.num_branches, self.received = number + 1, None  # not before: a refused branch changes nothing
+            self.flights.losses.lose(targets)
+
         try:
-            fork(source, targets, seeds, partial(self.flights.losses.lose, targets))
+            fork(source, targets, seeds, give_up)
         except EnvherdError:
             self.flights.losses.accept()
             raise
@@ -309,5 +313,5 @@ class Engine(Calls):
         """Return the statistics so far."""
         flights, loans = self.flights, self.positions.loans
         lent = 0 if loans is None else loans.num_lent
-        known = {"env_errors": flights.num_errors, "interrupted": flights.losses.num_interrupted}
+        known = {"interrupted": flights.losses.num_interrupted}
         return count(self.pool, self.memory, self.ready_at, **known, frames_lent=lent, path=str(self.plain))

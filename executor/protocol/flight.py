@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
-from envherd.executor.pools.error_messages import env_error, first_fault
+from envherd.executor.pools.error_messages import Frame, env_error, first_fault
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.executor.protocol.call_guard import call_name
@@ -112,8 +113,7 @@ class Flights:
     Attributes:
         pool, positions, side, states: of the executor.
         current: the flight that the current call begins or lands; None between calls.
-        losses: of workers.
-        num_errors: exceptions of envs.
+        losses: of workers, and exceptions of envs.
     """
 
     def __init__(
@@ -123,7 +123,6 @@ class Flights:
         self.all_ids = np.arange(pool.num_envs)
         self.states = EnvStates(pool.num_envs)
         self.current: Flight | None = None
-        self.num_errors = 0
         self._recycler = recycler
         self.losses = Losses(pool, positions, self.states, options)
         self._has_infos = options.info_policy != "drop"
@@ -348,6 +347,9 @@ class Flights:
         is_fresh = (is_reset | is_over & (ops == STEP_RESET)) & is_alive
         flight.was_reset = _some(ids[is_fresh])
         fresh = ids[is_fresh]
+        if flight.op != Op.RESET:
+            instead = is_fresh & is_reset  # of a step: it has taken up these envs' column, too
+            positions.stepped(ids[instead], at[instead] - positions.where.root_ahead)
         is_over[is_fresh] = positions.were_reset(fresh, at[is_fresh] + positions.where.root_ahead * ~is_reset[is_fresh])
         has_answered = is_alive & self.states.under_way[ids]
         self.states.move(ids[has_answered & is_over], Event.ENDS)
@@ -361,8 +363,9 @@ class Flights:
         try:
             if self.pool.outcome:
                 outcome, own = self._note_unusual(flight)
-                error = self.losses.replace(outcome.losses, own) or self._make_good(flight, own)
-                error = error or self.fault_error(outcome.faults)
+                raised = self._fault_to_raise(outcome.faults)
+                faults = outcome.faults if raised is None else {}
+                error = self.losses.replace(outcome.losses, own) or self._make_good(flight, own, faults) or raised
                 if error is not None:
                     raise error
             else:
@@ -385,7 +388,6 @@ class Flights:
         self.side.note_values(outcome.side)
         self.side.note_infos(outcome.infos, ids.tolist())
         self._forget_interrupted(flight)
-        self.num_errors += len(outcome.faults)
         failed = [i for i, fault in outcome.faults.items() if fault["phase"] == "step"]
         for env_id in [*own[is_stepped[own]].tolist(), *failed]:
             positions.cut_off(env_id, int(self.states.columns[env_id]))
@@ -408,19 +410,34 @@ class Flights:
             if flight.cut is not None:
                 self.losses.note_interrupted(flight.cut)
 
-    def _make_good(self, flight: Flight, lost: np.ndarray) -> EnvherdError | None:
-        """Reset, in the successors of lost workers, the envs that the flight would have reset."""
-        ops = self.states.ops[lost]
-        self.losses.note_interrupted(lost[ops != RESET])
+    def _make_good(self, flight: Flight, lost: np.ndarray, faults: Mapping[int, Frame]) -> EnvherdError | None:
+        """Mark the rows of failed envs as interrupted, and reset those that the flight would have reset.
+
+        Args:
+            flight: whose other envs have landed.
+            lost: int64 `[k]`, envs of lost workers; they are reset in the successors.
+            faults: of envs that have raised. One that has raised in its reset is built again.
+        """
+        broken = {i for i, fault in faults.items() if fault["phase"] == "reset"}.difference(lost.tolist())
+        failed = np.union1d(lost, [*faults]).astype(np.int64)
+        ops = self.states.ops[failed]
+        self.losses.note_interrupted(failed[(ops != RESET) & ~np.isin(failed, [*broken])])
         is_due = ops != STEP
         if not is_due.any():
             return None
-        at = self.states.columns[lost] + self.positions.where.root_ahead * (ops != RESET)
+        due = failed[is_due].tolist()
+        extras = flight.extras
+        if broken:
+            extras = {i: replace(extras.get(i, Prepare(env_id=i)), rebuilds=i in broken) for i in due}
+        infos = self.side.infos["next"]
+        of_steps = {i: infos[i] for i in due if i in infos}
+        at = self.states.columns[failed] + self.positions.where.root_ahead * (ops != RESET)
         try:
-            self.begin(Op.RESET, lost[is_due], at=at[is_due], extras=flight.extras).land()
+            self.begin(Op.RESET, failed[is_due], at=at[is_due], extras=extras).land()
         except EnvherdError as error:
             return error
-        flight.was_reset = np.union1d(lost[is_due], flight.was_reset if flight.was_reset is not None else _NOBODY)
+        infos.update(of_steps)
+        flight.was_reset = np.union1d(failed[is_due], flight.was_reset if flight.was_reset is not None else _NOBODY)
         return None
 
     def _recycle(self, flight: Flight) -> None:
@@ -457,14 +474,16 @@ class Flights:
             ready = pool.wait_some(sent, wanted, left, options.reset_timeout_s, kill_late=timeout_s is None)
             if pool.outcome.losses or pool.outcome.faults or pool.num_losses != self._num_settled:
                 self._settle_sent()
-                ready = ready[~np.isin(ready, pool.outstanding())]
+                if timeout_s is None and deadline is not None:
+                    end = time.monotonic() + deadline  # the resets that complete the answers have the same time
+                continue  # not with `ready`: such a reset may have raised by now
             if len(ready) >= wanted:
                 return ready
             if end is None or time.monotonic() < end:
                 continue
             if timeout_s is not None:
                 return ready
-            end = time.monotonic() + (deadline or 0.0)  # the late worker was killed; its successor has the same time
+            end = time.monotonic() + (deadline or 0.0)
 
     def let_finish(self, sent: np.ndarray) -> None:
         """Wait until sent envs, int64 `[k]`, have answered or their worker is lost; the answers remain for `recv`."""
@@ -476,18 +495,28 @@ class Flights:
         num_losses = pool.num_losses
         faults = dict(pool.outcome.faults)
         faulty = np.array([*faults], np.int64)
-        self.losses.drop(faulty, Event.FAILS)  # first: after an interrupt these must not count as sent
-        self.num_errors += len(faults)
-        losses = pool.outcome.hand_out(faulty).losses
+        raised = self._fault_to_raise(faults)
+        if raised is not None:
+            self.losses.drop(faulty, Event.FAILS)  # first: after an interrupt these must not count as sent
+        else:
+            pool.words.answers_lost[faulty] = True  # likewise: from here on, `left` has them
+        self._num_settled = -1  # until the end: an interrupt may come after the reports were taken
+        reported = pool.outcome.hand_out(faulty)
+        losses, broken = reported.losses, set[int]()
+        if raised is None:
+            broken = {i for i, fault in faults.items() if fault["phase"] == "reset"}
+            pool.outcome.keep(reported, broken)
         # Not only `losses`: an interrupt may have come after they were taken and before they were handled.
         answers_lost = self.states.under_way & pool.words.answers_lost
         workers = {int(w) for w in pool.worker_of[answers_lost]} & set(pool.lost)
         error = self.losses.replace({**{w: pool.lost[w] for w in workers}, **losses}, _NOBODY)
         left = np.flatnonzero(self.states.under_way & pool.words.answers_lost)
-        if error is None and len(left):
-            self.losses.cut_off_sent(left)
+        if error is not None:  # the others' answers are not lost by that
+            left = np.intersect1d(left, faulty)
+        if len(left):
+            self.losses.cut_off_sent(left, broken)
         self._num_settled = num_losses
-        error = error or self.fault_error(faults)
+        error = error or raised
         if error is not None:
             raise error
 
@@ -557,15 +586,25 @@ class Flights:
         self._close(flight)
         return _some(env_ids[is_fresh])
 
-    def fault_error(self, faults: Mapping[int, Any]) -> EnvherdError | None:
-        """Return the error for envs' faults; None without faults."""
+    def _fault_to_raise(self, faults: Mapping[int, Frame]) -> EnvherdError | None:
+        """Count and log envs' exceptions; return the error to raise, if they end more than these envs' episodes."""
         if not faults:
             return None
+        is_interrupted = self.losses.may_interrupt(faults)
+        error = self.fault_error(faults, is_interrupted=is_interrupted)
+        if not is_interrupted:
+            return error
+        self.losses.log(error, len(faults))
+        return None
+
+    def fault_error(self, faults: Mapping[int, Frame], *, is_interrupted: bool) -> EnvherdError:
+        """Return the error for envs' exceptions, whose episodes it writes to capsules."""
         frames = list(faults.values())
         worker_id = int(self.pool.worker_of[first_fault(frames)["env_id"]])
         if all(frame["type_name"] == InternalError.__name__ for frame in frames):
             return InternalError(frames[0]["message"], env_ids=tuple(sorted(faults)))
-        error: EnvherdError = env_error(frames, worker_id, self.pool.pid_of(worker_id), self.pool.gpu_of(worker_id))
+        pid, gpu = self.pool.pid_of(worker_id), self.pool.gpu_of(worker_id)
+        error: EnvherdError = env_error(frames, worker_id, pid, gpu, is_interrupted=is_interrupted)
         capsules = self.pool.capsules
         if capsules is not None:
             for frame in frames:

@@ -1,41 +1,79 @@
-"""Record envs' losses, and replace lost workers.
+"""Record the failures of envs (their workers' losses, and their own exceptions), and replace lost workers.
 
 Guarantees: an env whose worker is lost does not count as running before its instance in the successor was reset. A
-missing answer of a lost worker either becomes an interrupted row, or is raised.
+missing answer, of a lost worker or of an env that has raised, either becomes an interrupted row, or is raised.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
+from envherd.executor.pools.error_messages import log
 from envherd.executor.protocol.env_states import EnvStates, Event
 from envherd.executor.protocol.positions import Positions
-from envherd.workers.errors import EnvherdError
+from envherd.workers.errors import EnvherdError, InternalError
+from envherd.workers.messages import Prepare
 from envherd.workers.protocol import RESET, STEP, Flag, Op
 
 _NOBODY = np.zeros(0, np.int64)
+#: Seconds between two log lines about exceptions that interrupt episodes.
+_LOG_EVERY_S = 10.0
 
 
 class Losses:
-    """Records losses, and replaces lost workers if the options allow it.
+    """Records failures, and replaces lost workers if the options allow it.
 
     Attributes:
-        num_interrupted: rows that a loss has ended so far.
+        num_interrupted: rows that a failure has ended so far.
+        num_errors: exceptions of each env, int64 `[N]` (VIEW of the slab).
     """
 
     def __init__(self, pool: Pool, positions: Positions, states: EnvStates, options: ExecutorOptions) -> None:
         self._pool, self._positions, self._states = pool, positions, states
         self._is_replacing = options.on_worker_loss == "restart"
+        self._is_interrupting, self._max_in_a_row = options.on_env_error == "interrupt", options.max_restarts
         self.num_interrupted = 0
+        self.num_errors = pool.slab.words["errors"]
+        self._num_in_a_row = np.zeros(pool.num_envs, np.int64)  # exceptions of each env since its latest step
+        self._num_steps = np.zeros(pool.num_envs, np.int64)  # that each env had made at its latest exception
+        self._logged_at, self._num_unlogged = -_LOG_EVERY_S, 0
 
     def note_interrupted(self, env_ids: np.ndarray) -> None:
         """Mark the envs' rows of this step as interrupted."""
         self.num_interrupted += int(np.count_nonzero(~self._positions.interrupted[env_ids]))
         self._positions.interrupted[env_ids] = True
+
+    def may_interrupt(self, faults: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Count exceptions of envs; return whether they end only the episodes, and are not raised.
+
+        Args:
+            faults: env id -> fault message.
+        """
+        env_ids = np.array([*faults], np.int64)
+        steps = self._pool.slab.words["env_steps"][env_ids]
+        self.num_errors[env_ids] += 1
+        self._num_in_a_row[env_ids] *= steps == self._num_steps[env_ids]
+        self._num_in_a_row[env_ids] += 1
+        self._num_steps[env_ids] = steps
+        is_ours = any(fault.get("type_name") == InternalError.__name__ for fault in faults.values())
+        is_loop = (self._num_in_a_row[env_ids] > self._max_in_a_row).any()
+        return self._is_interrupting and not (is_ours or is_loop)
+
+    def log(self, error: EnvherdError, count: int) -> None:
+        """Log an error about exceptions of envs, `count` of them, unless such an error was logged a moment ago."""
+        now = time.monotonic()
+        if now < self._logged_at + _LOG_EVERY_S:
+            self._num_unlogged += count
+            return
+        more = f" There were {self._num_unlogged} others since the last such line." if self._num_unlogged else ""
+        self._logged_at, self._num_unlogged = now, 0
+        log.warning("%s%s\n%s", error.message, more, error.remote_traceback)
 
     def lose(self, env_ids: np.ndarray) -> None:
         """Record that envs without a command under way have lost their episodes."""
@@ -97,15 +135,24 @@ class Losses:
                 return error
         return None
 
-    def cut_off_sent(self, lost: np.ndarray) -> None:
-        """End the episodes of sent envs that were lost: after their reset, their answer is an interrupted row."""
+    def cut_off_sent(self, lost: np.ndarray, rebuilt: Iterable[int] = ()) -> None:
+        """End the episodes of sent envs that have failed: after their reset, their answer is an interrupted row.
+
+        Args:
+            lost: int64 `[k]`.
+            rebuilt: those whose reset has raised: new instances are reset. Their step's row is the env's own.
+        """
         pool, positions, states = self._pool, self._positions, self._states
-        pool.outcome.forget_rows(lost)
+        is_rebuilt = np.isin(lost, [*rebuilt])
+        pool.outcome.forget_rows(lost[~is_rebuilt])
         ops, columns = states.ops[lost], states.columns[lost]
-        is_stepped, is_due = ops != RESET, ops != STEP
+        is_stepped, is_due = (ops != RESET) & ~is_rebuilt, ops != STEP
         for env_id, column in zip(lost[is_stepped].tolist(), columns[is_stepped].tolist(), strict=True):
             positions.cut_off(env_id, column)
         self.note_interrupted(lost[is_stepped])
         pool.words.answers_lost[lost[~is_due]] = False
-        if is_due.any():
-            pool.submit_later(lost[is_due], Op.RESET, positions.where.target, columns[is_due], Flag.EACH)
+        for env_id in lost[is_rebuilt].tolist():
+            pool.prepare(Prepare(env_id=env_id, rebuilds=True))
+        for is_one, flags in ((is_due & ~is_rebuilt, Flag.EACH), (is_rebuilt, Flag.EACH | Flag.PREPARED)):
+            if is_one.any():
+                pool.submit_later(lost[is_one], Op.RESET, positions.where.target, columns[is_one], flags)

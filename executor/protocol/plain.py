@@ -76,6 +76,7 @@ def what_is_plain(
         (device is not None and device.type != "cpu", f"device={str(device)!r}"),
         (bool(side), f"values without a fixed shape: {reprlib.repr([*side])}"),
         (options.on_worker_loss == "restart", "on_worker_loss='restart'"),
+        (options.on_env_error == "interrupt", "on_env_error='interrupt'"),
     )
     odd = _those(
         (not IS_AS_EXPECTED, f"tensordict {tensordict.__version__} is not known"),

@@ -145,8 +145,8 @@ class Positions:
         num_ring: those of the ring, which come first; the others are lendable.
         specs: of each env.
         places: group and row of each env.
-        has_interrupted: whether a loss interrupts rows instead of being raised.
-        interrupted: bool `[N, 1]`, rows of the last step that a loss has interrupted.
+        has_interrupted: whether a loss, or an exception of an env, interrupts rows instead of being raised.
+        interrupted: bool `[N, 1]`, rows of the last step that were interrupted.
         ring: the frames of the ring.
         where: the columns with the latest rows: the ring's, or those of a rollout in progress.
         column: of the ring, of the latest command to all envs.
@@ -171,7 +171,7 @@ class Positions:
         self.num_ring = self.num_frames - slab.plan.num_lendable
         self.places = Places(slab.plan)
         self.specs = [slab.groups[group].spec for group, _ in self.places.pairs]
-        self.has_interrupted = options.on_worker_loss == "restart"
+        self.has_interrupted = options.interrupts
         self.interrupted = np.zeros((self.num_envs, 1), bool)
         self.ring = self.where = ring_columns(slab, self.places)
         self._before: tuple[Columns, np.ndarray, np.ndarray, np.ndarray] | None = None  # a move that is not complete
@@ -479,8 +479,12 @@ class Positions:
         self._set_flags(np.arange(self.num_envs), is_cut_off=False)
 
     def _set_flags(self, env_ids: np.ndarray, *, is_cut_off: bool) -> None:
+        last = len(self.where.groups[0]["root", "done"]) - 1
         for env_id in env_ids.tolist():
-            self._move_latest(env_id, int(self.columns[env_id]))
+            column = int(self.columns[env_id])
+            if not self.in_root[env_id]:  # of a rollout, the root of the step itself is already data
+                column = min(column + self.where.root_ahead, last)
+            self._move_latest(env_id, column)
             row = self.latest_root(env_id)
             for leaf in self.specs[env_id].done:
                 row[leaf.key][...] = is_cut_off and leaf.key[-1] != "terminated"

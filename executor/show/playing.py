@@ -452,7 +452,7 @@ class _Session:
         for at, env_id in enumerate(ids):
             episode = self._playing[env_id]
             if is_lost[at]:
-                self._fail(WorkerLost(f"step failed: the worker of env {env_id} was lost.", env_ids=(env_id,)))
+                self._fail(self._interruption(env_id))
                 continue
             episode.length += 1
             if episode.length == _LONG and self._rules.max_steps is None:
@@ -468,6 +468,15 @@ class _Session:
             self._film(episode, following, at, env_id)
             if is_over[at] or episode.length == self._rules.max_steps:
                 self._play.note(self._name, self._playing.pop(env_id))
+
+    def _interruption(self, env_id: int) -> EnvherdError:
+        """Return the error for an interrupted row."""
+        if self._env.options.on_env_error == "raise":
+            return WorkerLost(f"step failed: the worker of env {env_id} was lost.", env_ids=(env_id,))
+        return EnvError(
+            f"step failed: env {env_id} was interrupted: it raised, or its worker was lost (see the log).",
+            env_ids=(env_id,),
+        )
 
     def _fail(self, error: EnvherdError) -> None:
         """Record the episodes of the envs that an error concerns as failed."""

@@ -117,7 +117,6 @@ class SimulatorEngine(Calls):
         self._row: Row | None = None
         self._was_reset = self._has_ended = False
         self._reset_mask: np.ndarray | None = None
-        self._num_errors = 0
         self.guard = CallGuard(self)
         self.use_seed(seed)
 
@@ -254,7 +253,7 @@ class SimulatorEngine(Calls):
             self.states.land_all(self.all_ids if outcome.has_ended else None)
         else:
             self.states.move(self.all_ids, Event.FAILS)
-            self._num_errors += 1
+            self._words["errors"][0] += 1
             self._lose(has_row=outcome.row is not None)
             raise outcome.error
 
@@ -350,7 +349,7 @@ class SimulatorEngine(Calls):
 
     def statistics(self) -> Statistics:
         """Return the statistics so far."""
-        known = {"env_errors": self._num_errors, "interrupted": 0, "path": str(self.plain)}
+        known = {"interrupted": 0, "path": str(self.plain)}
         return count(self.pool, self.memory, self.ready_at, **known)
 
 

@@ -66,7 +66,9 @@ def probe(subject: Subject, budget_s: float, progress: Progress) -> Measurement:
     """
     began = time.monotonic()
     # One process for all of the time: its figures are read.
-    options = replace(subject.options, on_worker_loss="raise", recycle_after=None, max_worker_memory=None)
+    options = replace(
+        subject.options, on_worker_loss="raise", on_env_error="raise", recycle_after=None, max_worker_memory=None
+    )
     subject = replace(subject, options=options)
 
     def show(stage: str) -> None:

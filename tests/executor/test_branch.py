@@ -401,13 +401,21 @@ class TestLosses:
             env.step(acting(env, 0))
 
     def test_a_fork_that_the_system_refuses(self, monkeypatch):
-        with walks(2) as env:
-            crew: Any = env._pool.crew
-            monkeypatch.setattr(crew._zygote, "adopt", lambda *_: (_ for _ in ()).throw(WorkerLost("no such child")))
-            with pytest.raises(WorkerLost, match="no such child"):
-                env.branch(0, [1])
-            assert [who[2] for who in env.call("who")] == [0, 0]
-            env.step(acting(env, 0))
+        """It changes nothing, not even the seeds of later copies."""
+        found = []
+        for is_refused in (True, False):
+            with walks(2) as env, monkeypatch.context() as patched:
+                crew: Any = env._pool.crew
+                error = WorkerLost("no such child")
+                patched.setattr(crew._zygote, "adopt", lambda *_, error=error: (_ for _ in ()).throw(error))
+                if is_refused:
+                    with pytest.raises(WorkerLost, match="no such child"):
+                        env.branch(0, [1], reseed=True)
+                    assert [who[2] for who in env.call("who")] == [0, 0]
+                patched.undo()
+                env.branch(0, [1], reseed=True)
+                found.append(torch.stack(data_of(env, 3)))
+        assert torch.equal(*found)
 
 
 class Strike(Interrupt):

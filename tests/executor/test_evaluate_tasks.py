@@ -351,11 +351,15 @@ def test_an_executor_goes_on_after_a_failure(executor):
 
 
 @pytest.mark.broken_pool
-@pytest.mark.parametrize("on_worker_loss", ["raise", "restart"])
-def test_an_executor_goes_on_after_a_lost_worker_that_is_replaced(on_worker_loss, tmp_path):
-    options, out = ExecutorOptions(on_worker_loss=on_worker_loss), tmp_path / "found.json"
-    with ParallelEnv(3, functools.partial(Task, faults={1: "kill"}), num_workers=3, seed=0, options=options) as env:
-        if on_worker_loss == "raise":
+@pytest.mark.parametrize(
+    ("fault", "options"),
+    [("kill", {}), ("kill", {"on_worker_loss": "restart"}), ("raise", {"on_env_error": "interrupt"})],
+    ids=["raise", "restart", "interrupt"],
+)
+def test_an_executor_goes_on_after_a_failure_that_interrupts_an_episode(fault, options, tmp_path):
+    make, out = functools.partial(Task, faults={1: fault}), tmp_path / "found.json"
+    with ParallelEnv(3, make, num_workers=3, seed=0, options=ExecutorOptions(**options)) as env:
+        if not options:
             with pytest.raises(WorkerLost, match="SIGKILL"):
                 evaluate(press, env, 6, out=out)
         else:

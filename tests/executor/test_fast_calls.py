@@ -176,7 +176,7 @@ def state_of(env: Any) -> dict[str, Any]:
         "is_dirty": engine.is_dirty,
         "is_rolling": engine.is_rolling,
         "holder": [*engine.guard._holder],
-        "errors": engine.flights.num_errors,
+        "errors": engine.flights.losses.num_errors.tolist(),
         **{
             name: words[name].tolist() for name in ("command_seq", "reply_seq", "status", "env_steps", "resets", "ends")
         },

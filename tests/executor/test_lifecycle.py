@@ -21,6 +21,7 @@ from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.executor.pools.worker_process import WorkerProcess, worker_config
 from envherd.executor.pools.zygote import Zygote
 from envherd.workers import messages
+from envherd.workers.process import zygote as worker_zygote
 from envherd.workers.testing import CountingEnv
 from tests.faults.children import in_child
 from tests.gates import alarm, wait_for
@@ -275,3 +276,15 @@ def test_a_program_that_ends_while_a_thread_is_in_a_call_reports_no_loss(step_s,
     script.write_text(_ENDS_IN_A_CALL)
     done = script_host.run(script, str(step_s), folder=tmp_path, output=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "Closed\n", "")
+
+
+def test_a_helper_forgets_the_logs_of_workers_that_have_ended():
+    """Once their processes are gone: it may start workers for months."""
+    one, other = socket.socketpair()
+    with one, other:
+        helper = worker_zygote.Zygote(one, -1, 0, must_exec=False)
+        helper._alive, helper._worker_of_log = {2}, {11: 1, 12: 2}
+        helper._sweep(lambda _: False)
+        os.close(helper._wake_read)
+        os.close(helper._wake_write)
+    assert helper._worker_of_log == {12: 2}

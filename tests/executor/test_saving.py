@@ -24,7 +24,7 @@ from envherd import (
 )
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.envs import STEP
-from tests.executor.calls import RESTART, both, kill
+from tests.executor.calls import RESTART, both, kill, only
 from tests.executor.drives import act
 from tests.extras import needs
 
@@ -274,6 +274,18 @@ def test_after_seeds_alone_all_envs_show_that_they_need_a_reset():
         env.reset()
         env.load_state_dict(env.state_dict(with_envs=False))
         assert env.current()["done"].all()
+
+
+@pytest.mark.parametrize("reset", [lambda env: env.reset(), lambda env: env.rollout(1)], ids=["reset", "rollout"])
+def test_a_reset_of_all_envs_ends_what_was_loaded(reset):
+    """The first collector does not continue episodes that are not those of the checkpoint."""
+    with SerialEnv(2, CountingEnv, seed=0) as env:
+        env.reset()
+        env.load_state_dict(env.state_dict())
+        env.reset(only(env, 0))
+        assert env.is_resumed
+        reset(env)
+        assert not env.is_resumed
 
 
 def test_envs_that_were_sent_are_refused():

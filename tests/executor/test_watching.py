@@ -108,7 +108,7 @@ def test_a_restarted_worker_is_seen(tmp_path):
 
 def test_nameplates_that_are_not_of_executors_are_left_out():
     """Slabs of another version, of another process (a fork holds its parent's), and segments with only the label."""
-    plain = {"schema": "envherd.slab/1", "pid": os.getpid(), "namespace": "pid:[1]", "made_at": 0, "env": "x"}
+    plain = {"schema": "envherd.slab/2", "pid": os.getpid(), "namespace": "pid:[1]", "made_at": 0, "env": "x"}
     plain |= {"blocks": [], "words": {}, "nbytes": 0}
     contents = [plain, {**plain, "schema": "envherd.slab/2"}, {**plain, "pid": 1}, {}]
     kept = [create_named(100, LABEL, content) for content in contents]

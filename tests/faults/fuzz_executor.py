@@ -45,6 +45,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "capsules": {"capsules": True, "on_worker_loss": "restart"},
     "portable": {"start_method": "portable", "num_workers": "few", "on_worker_loss": "restart"},
     "serial": {"is_serial": True},
+    "mends": {"num_workers": "few", "on_env_error": "interrupt", "on_worker_loss": "restart"},
+    "mends alone": {"on_env_error": "interrupt", "infos": "plain"},
+    "mends text": {"kinds": "text", "on_env_error": "interrupt", "on_worker_loss": "restart"},
+    "mends tasks": {"kinds": "mixed", "on_env_error": "interrupt", "copy": False},
+    "mends threads": {"env_threads": True, "num_workers": "few", "on_env_error": "interrupt", "capsules": True},
+    "mends serial": {"is_serial": True, "on_env_error": "interrupt"},
+    "mends gymnasium": {"facade": "gymnasium", "on_env_error": "interrupt", "on_worker_loss": "restart"},
+    "mends pettingzoo": {"facade": "pettingzoo", "on_env_error": "interrupt", "on_worker_loss": "restart"},
+    "mends sb3": {"facade": "sb3", "on_env_error": "interrupt", "on_worker_loss": "restart"},
+    "mends torchrl": {"facade": "torchrl", "on_env_error": "interrupt", "on_worker_loss": "restart"},
     "gymnasium": {"facade": "gymnasium", "on_worker_loss": "restart"},
     "pettingzoo": {"facade": "pettingzoo", "on_worker_loss": "restart"},
     "sb3": {"facade": "sb3", "on_worker_loss": "restart"},
@@ -54,7 +64,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 INTERRUPTED = (
     *("plain", "shared", "infos", "threads", "ahead", "recycle", "serial", "raise", "raise views", "pairs", "tasks"),
     "portable",
-    *("views", "gymnasium", "pettingzoo", "sb3"),
+    *("views", "gymnasium", "pettingzoo", "sb3", "mends", "mends alone", "mends serial"),
 )
 VARIANTS |= {f"interrupted {name}": VARIANTS[name] for name in INTERRUPTED}
 VARIANTS["interrupted deaths"] = VARIANTS["shared"]
@@ -80,7 +90,10 @@ def draw_setting(rng: random.Random, variant: str) -> Setting:
         kind_of = (kinds,) * num_envs
     options: dict[str, Any] = {"stall_log_s": 5.0, "close_timeout_s": 2.0, "max_restarts": 10_000}
     options["restart_window_s"] = 0.001  # no waits between restarts
-    names = ("on_worker_loss", "start_method", "reset_ahead", "env_threads", "recycle_after", "infos", "step_timeout_s")
+    names = (
+        *("on_worker_loss", "on_env_error", "start_method", "reset_ahead", "env_threads", "recycle_after", "infos"),
+        "step_timeout_s",
+    )
     options |= {name: asked[name] for name in names if name in asked}
     if "capsules" in asked:
         options["capsules"] = Capsules(Path(tempfile.gettempdir(), "envherd-fuzz-capsules"), max_files=3)

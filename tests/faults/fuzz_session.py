@@ -45,6 +45,11 @@ class Setting:
         """Whether lost workers are replaced."""
         return self.options.get("on_worker_loss") == "restart"
 
+    @property
+    def mends(self) -> bool:
+        """Whether exceptions of envs end only their episodes."""
+        return self.options.get("on_env_error") == "interrupt"
+
 
 #: Operations that break workers.
 DEADLY = ("trap", "kill", "kill_soon")
@@ -214,7 +219,7 @@ class Session:
         return self.num_kills > 0 or self.num_sprung > 0
 
     def _has_lost(self) -> bool:
-        return self.num_losses > 0
+        return self.num_losses > 0 or (self.setting.mends and self.num_sprung > 0)
 
     def _note_refused(self, env_ids: Any) -> None:
         for env_id in env_ids:
@@ -302,13 +307,16 @@ class Session:
         for env_id, part, root_after in zip(env_ids, self._parts(td, env_ids), following, strict=True):
             self._take_env(env_id, part, root_after, resets, may_begin, is_cut, has_root)
 
+    def _marks(self) -> bool:
+        return self.setting.restarts or self.setting.mends
+
     def _take_env(self, env_id, part, root_after, resets, may_begin, is_cut, has_root):  # noqa: PLR0917
         nexts = part.get("next")
         roots = self._observed(part, env_id) if has_root else None
         observed = self._observed(nexts, env_id)
         flags = {key: self._flags(nexts, key) for key in ("done", "terminated", "truncated")}
         rewards = nexts.get("reward").cpu().numpy().reshape(-1, self.lanes)
-        is_lost = self._flags(nexts, "interrupted") if self.setting.restarts else np.zeros_like(flags["done"])
+        is_lost = self._flags(nexts, "interrupted") if self._marks() else np.zeros_like(flags["done"])
         given = part.get("action", None)
         actions = (
             given.cpu().numpy().reshape(-1, self.lanes) if given is not None else np.array([self.pending[env_id][1]])
@@ -831,7 +839,7 @@ class Session:
         hows = [How.RAISE, How.SLOW] if self.setting.is_serial else [How.KILL, How.KILL, How.EXIT, How.RAISE, How.SLOW]
         if "step_timeout_s" in self.setting.options:
             hows += [How.HANG, How.STOP]
-        how = self.rng.choice(hows)
+        how = self.rng.choice([*hows, *[How.RAISE] * (4 * self.setting.mends)])
         whens = [When.RESET, When.STEP, When.STEP, When.RESET_DONE, When.STEP_DONE]
         if how in (How.KILL, How.EXIT) and self.setting.restarts:
             whens.append(When.BUILD)

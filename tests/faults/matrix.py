@@ -66,7 +66,10 @@ FAULTS = (*EXCEPTIONS, *BAD_OBSERVATIONS, *_ENDS, *HANGS, "stop")
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of the matrix: a fault in a state, under a policy of `on_worker_loss` and a start method."""
+    """One cell of the matrix: a fault in a state, under a policy and a start method.
+
+    The policy is one of `on_worker_loss`; "interrupt" is one of `on_env_error`.
+    """
 
     fault: str
     state: str
@@ -86,6 +89,11 @@ class Cell:
         return "ends" if self.fault in _ENDS else "hangs"
 
     @property
+    def is_mended(self) -> bool:
+        """Whether nothing is raised: the envs' rows are interrupted."""
+        return self.policy == ("interrupt" if self.kind == "raises" else "restart") and self.state != "render"
+
+    @property
     def is_possible(self) -> bool:
         """Whether the cell is possible: an idle env cannot raise, and only steps and resets return observations."""
         if self.state == "idle":
@@ -99,6 +107,7 @@ def _all_cells() -> list[Cell]:
     cells = [Cell(fault, state) for fault in FAULTS for state in STATES]
     mending = [state for state in STATES if state not in ("build", "close")]
     cells += [Cell(fault, state, "restart") for fault in (*_ENDS, *HANGS, "stop") for state in mending]
+    cells += [Cell(fault, state, "interrupt") for fault in (*EXCEPTIONS, *BAD_OBSERVATIONS) for state in mending]
     # the start method affects how workers end, not what envs raise
     cells += [Cell(fault, state, "raise", "spawn") for fault in ("segfault", "kill", "gil") for state in STATES]
     cells += [replace(cell, start_method="portable") for cell in cells if cell.start_method == "zygote"]
@@ -132,6 +141,11 @@ QUICK = {
     Cell("sleep", "reset"),
     Cell("stop", "close"),
     Cell("gil", "close"),
+    Cell("value_error", "step", "interrupt"),
+    Cell("unprintable", "reset", "interrupt"),
+    Cell("system_exit", "sent", "interrupt"),
+    Cell("ragged", "rollout", "interrupt"),
+    Cell("value_error", "render", "interrupt"),
     Cell("abort", "idle", "restart"),
     Cell("segfault", "step", "restart"),
     Cell("kill", "reset", "restart"),
@@ -175,7 +189,8 @@ def drive(cell: Cell, flag: Path) -> Finding:
     envs[VICTIM] = breaking if at else envs[VICTIM]
     options = ExecutorOptions(
         start_method=cell.start_method,  # type: ignore[arg-type]
-        on_worker_loss=cell.policy,  # type: ignore[arg-type]
+        on_worker_loss="raise" if cell.policy == "interrupt" else cell.policy,  # type: ignore[arg-type]
+        on_env_error="interrupt" if cell.policy == "interrupt" else "raise",
         step_timeout_s=DEADLINE_S if cell.kind == "hangs" else 30.0,
         reset_timeout_s=DEADLINE_S * 3 if cell.kind == "hangs" else 30.0,
         build_timeout_s=(4.0 if cell.start_method == "zygote" else 12.0)
@@ -213,12 +228,11 @@ def _break_and_go_on(cell: Cell, env: Any) -> tuple[Any, float, str]:
         os.kill(pids[VICTIM], FROM_OUTSIDE[cell.fault])
     seen, seconds = _catch(functools.partial(CALLS[cell.state], env))
     _check_states(cell, env)
-    is_mended = cell.policy == "restart" and cell.kind != "raises" and cell.state != "render"
-    if is_mended:
+    if cell.is_mended:
         assert seen is None, f"expected rows marked interrupted, got {seen!r}"
-        counted = env.statistics()
-        assert counted.worker_losses == 1
-        assert [worker.generation for worker in counted.workers] == [1, 0]
+        counted, is_lost = env.statistics(), cell.kind != "raises"
+        assert (counted.worker_losses, counted.errors_per_env) == (is_lost, (0, not is_lost, 0))
+        assert [worker.generation for worker in counted.workers] == [is_lost, 0]
         if cell.state != "reset":
             assert counted.interrupted in (1, 2)  # of those sent, the neighbour may have been faster
         seen = "rows `interrupted`" if cell.state != "reset" else "nothing: reset again"
@@ -275,7 +289,7 @@ def _check_states(cell: Cell, env: Any) -> None:
     is_given: list[Event] = [] if command is None else [command]
     undisturbed = [*is_given, Event.ANSWERED] if is_given else []
     broken = [*is_given, Event.FAILS if cell.kind == "raises" else Event.IS_LOST]
-    if cell.policy == "restart" and is_given:
+    if cell.is_mended and is_given:
         broken += [Event.RESET, Event.ANSWERED]  # by the successor
     events = {NEIGHBOUR: undisturbed if cell.kind == "raises" else broken, VICTIM: broken, BYSTANDER: undisturbed}
     if not is_given and (cell.kind == "raises" or cell.policy == "restart"):

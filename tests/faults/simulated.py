@@ -26,7 +26,7 @@ from envherd.shm.socket_bells import Bell
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.shm.sync import Doorbell
 from envherd.workers import messages
-from envherd.workers.adapters.base import StepValues
+from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.block.block import Block
 from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
@@ -118,6 +118,13 @@ class SimulatedWorker:
         self._num_read = 0
         adapters = {env_id: PlainAdapter(env) for env_id, env in self.envs.items()}
         self._block = Block(worker_id, adapters, 0, self.frames.append, options.for_block())
+        self._block.build_again = self._build_again
+
+    def _build_again(self, env_id: int, _: Adapter) -> Adapter:
+        before, rebuilt = self.envs[env_id], Scripted()
+        rebuilt.stepped, rebuilt.faults = before.stepped, before.faults  # the row of a step is not handed out yet
+        self.envs[env_id] = rebuilt
+        return PlainAdapter(rebuilt)
 
     def attach(self, slab: Slab, plan: SlabPlan, bells: tuple[list[Bell], Bell] | None) -> None:
         """Begin to serve; `bells` are those that are not in the slab."""

@@ -1,10 +1,27 @@
 """An exception of an env names that env in the caller; its worker and all other envs continue. See also `matrix`."""
 
+import dataclasses
 import functools
 
+import gymnasium
+import numpy as np
 import pytest
+import torch
 
-from envherd.executor import EnvError, FactoryError, ParallelEnv, ResetNeeded
+from envherd import Capsules, RayParallelEnv
+from envherd.executor import (
+    AsyncCollector,
+    Collector,
+    EnvError,
+    ExecutorOptions,
+    FactoryError,
+    ParallelEnv,
+    ResetNeeded,
+    SerialEnv,
+)
+from envherd.executor.rollouts.rollout import RolloutRunner
+from envherd.executor.rollouts.stepwise import StepwiseRun
+from envherd.workers.protocol import Op
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from envherd.workers.testing.faults import BAD_OBSERVATIONS, EXCEPTIONS
 from tests.executor.calls import ENDLESS, act, both, counters, only
@@ -78,3 +95,178 @@ def test_a_failed_reset_leaves_the_others_reset(make):
             env.step(act(env))
         assert caught.value.env_ids == (1,)
         assert env.statistics().env_errors == 1
+
+
+def test_envs_that_a_step_resets_take_up_its_column_though_another_env_fails():
+    """Their next steps must not overwrite its rows."""
+    with SerialEnv(3, [ENDLESS, functools.partial(FaultyEnv, "value_error"), ENDLESS]) as env:
+        env.reset()
+        env.step(act(env))
+        engine = env.engine
+        with pytest.raises(EnvError):
+            engine.flights.begin(
+                Op.STEP, resets=np.array([0]), write_inputs=functools.partial(engine.write_inputs, act(env))
+            ).land()
+        assert len({*engine.positions.step_columns.tolist()}) == 1
+
+
+INTERRUPT = ExecutorOptions(on_env_error="interrupt")
+#: Every third step raises.
+STEPS = functools.partial(FaultyEnv, "value_error", step=3)
+#: Every reset of an instance but its first one raises.
+RESETS = functools.partial(FaultyEnv, "value_error", at="reset", episode=1, length=4)
+
+
+class Fragile(FaultyEnv):
+    """Raises in its third step of each episode, and in each reset but the first of an instance."""
+
+    def __init__(self):
+        super().__init__("value_error", step=3)
+
+    def reset(self, seed, options=None):
+        observation = super().reset(seed, options)
+        if self.episode > 0:
+            raise KeyError("it must be built again")
+        return observation
+
+
+def collected(make, factory, collector, **changed):
+    options = dataclasses.replace(INTERRUPT, **changed)
+    with make(3, factory, seed=0, options=options) as env:
+        data = [*collector(env, act_randomly, frames_per_batch=30, total_frames=90, close_env=False)]
+        statistics = env.statistics()
+    assert sum(batch.numel() for batch in data) == 90
+    return torch.cat(data, 1 if collector is Collector else 0), statistics
+
+
+def act_randomly(td):
+    """Return actions that depend on the observations alone."""
+    return td.set("action", td["observation"].sum(-1) % 3)
+
+
+def check(data):
+    """Require that each row follows from the row before it, or is interrupted and repeats its root."""
+    before, after, is_cut = data["observation"], data["next", "observation"], data["next", "interrupted"]
+    stepped = torch.stack([before[..., 0], before[..., 1] + 1, data["action"]], -1)
+    assert torch.equal(after, torch.where(is_cut, before, stepped))
+    assert not data["next", "reward"][is_cut].any()
+    assert not data["next", "terminated"][is_cut].any()
+    assert data["next", "truncated"][is_cut].all()
+    has_ended = data["next", "done"][:, :-1, 0]
+    following, latest = data["observation"][:, 1:], after[:, :-1]
+    assert torch.equal(following[~has_ended], latest[~has_ended])
+    assert not following[has_ended][:, 1].any()  # an episode begins
+    return is_cut
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("factory", "per_env"), [(STEPS, 10), (RESETS, 7), (Fragile, 19)], ids=["steps", "resets", "both"]
+)
+def test_an_env_that_raises_often_starves_no_collector(factory, per_env):
+    """Each has 30 frames of it; the data are the same for any number of workers."""
+    makes = [SerialEnv, *(functools.partial(ParallelEnv, num_workers=count) for count in (1, 2, 3))]
+    found = [collected(make, factory, Collector) for make in makes]
+    first = found[0][0]
+    assert check(first).sum() == (0 if factory is RESETS else 30)
+    for data, statistics in found:
+        assert (data == first).all()
+        assert statistics.errors_per_env == (per_env,) * 3
+        assert statistics.env_errors == 3 * per_env
+        assert statistics.worker_losses == 0
+        assert statistics.interrupted == (0 if factory is RESETS else 30)
+    for make in (SerialEnv, makes[2]):
+        check(collected(make, factory, AsyncCollector)[0])
+    threads, _ = collected(makes[2], factory, Collector, env_threads=True)
+    assert (threads == first).all()
+
+
+@both
+def test_a_rollout_in_steps_has_the_same_rows(make):
+    """As for envs on a device."""
+    data = []
+    for run in (None, StepwiseRun):
+        with make(3, Fragile, seed=0, options=INTERRUPT) as env:
+            env._rollouts = RolloutRunner(env.engine, run)
+            data.append(env.rollout(20, act_randomly, break_when_any_done=False))
+    check(data[0])
+    assert (data[0] == data[1]).all()
+
+
+def step_on(env):
+    env.reset()
+    for _ in range(9):
+        env.step_and_maybe_reset(act(env))
+
+
+@pytest.mark.parametrize("at", ["step", "reset"])
+@both
+def test_an_env_that_always_raises_is_an_error_at_last(make, at, caplog):
+    """After as many exceptions without a step as a worker may have restarts."""
+    broken = functools.partial(FaultyEnv, "value_error", at=at, step=1)
+    with make(2, [broken, STEPS], seed=0, options=INTERRUPT) as env:
+        for times in (1, 2):  # also at once, if it has made no step since
+            with pytest.raises(EnvError, match=f"{at} failed: the env raised ValueError") as caught:
+                step_on(env)
+            assert caught.value.env_ids == (0,)
+            assert "faults.py" in caught.value.remote_traceback
+            others = int(at == "step")
+            assert env.statistics().errors_per_env == (INTERRUPT.max_restarts + times, others)
+        assert len([line for line in caplog.messages if "rows count as interrupted" in line]) == 1
+
+
+@both
+def test_what_else_raises_is_raised(make):
+    with make(2, functools.partial(FaultyEnv, "value_error", at="render"), options=INTERRUPT) as env:
+        env.reset()
+        with pytest.raises(EnvError, match="render failed"):
+            env.render()
+        with pytest.raises(EnvError, match="get lack failed"):
+            env.get("lack")
+        assert env.statistics().env_errors == 0
+
+
+@both
+def test_the_episode_is_written_to_a_capsule(make, tmp_path):
+    options = dataclasses.replace(INTERRUPT, capsules=Capsules(tmp_path, max_files=3))
+    with make(2, STEPS, seed=0, options=options) as env:
+        env.reset()
+        for _ in range(9):
+            env.step_and_maybe_reset(act(env))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"env{i}-episode{k}-step3.capsule" for i, k in ((0, 0), (1, 0), (0, 1))}
+
+
+@both
+def test_where_an_exception_ends_more_than_an_episode_is_refused(make):
+    with pytest.raises(ValueError, match=r"batches of rows \(\(2,\)\) failed: expected on_env_error='raise'"):
+        make(2, functools.partial(gymnasium.make_vec, "CartPole-v1", 2, vectorization_mode="sync"), options=INTERRUPT)
+    with pytest.raises(ValueError, match="reset_ahead failed: expected on_env_error='raise'"):
+        dataclasses.replace(INTERRUPT, reset_ahead=True)
+    with pytest.raises(ValueError, match="RayParallelEnv failed: expected on_env_error='raise'"):
+        RayParallelEnv(2, CountingEnv, options=INTERRUPT)
+
+
+class Changing(CountingEnv):
+    """Its second instance has another spec."""
+
+    num_built = 0
+
+    def __init__(self):
+        Changing.num_built += 1
+        super().__init__(size=2 * (Changing.num_built > 1))
+
+    def reset(self, seed, options=None):
+        if self.episode == 0:
+            raise ValueError("no second episode")
+        return super().reset(seed, options)
+
+
+def test_a_new_instance_must_be_like_the_one_before(monkeypatch):
+    monkeypatch.setattr(Changing, "num_built", 0)
+    with SerialEnv(1, Changing, options=INTERRUPT) as env:
+        env.reset()
+        with pytest.raises(EnvError, match=r"a new instance with the spec of the one before, got another: .*pixels"):
+            env.reset()
+        monkeypatch.setattr(Changing, "num_built", 0)
+        assert counters(env.reset()) == [0]

@@ -30,6 +30,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
     "restart": ({"blocks": [[0], [1]], **RESTARTS}, 30),
     "pairs": ({"blocks": [[0, 1], [2]], "ring_frames": 2, "poison": True}, 25),
     "pairs that restart": ({"blocks": [[0, 1], [2]], "ring_frames": 2, **RESTARTS}, 25),
+    "interrupt": ({"blocks": [[0], [1]], **RESTARTS, "on_env_error": "interrupt"}, 30),
+    "pairs that interrupt": ({"blocks": [[0, 1], [2]], "on_env_error": "interrupt", "max_restarts": 10_000}, 25),
     "portable": ({"blocks": [[0], [1]], "pool": SimulatedPortablePool}, 15),
     "portable that restarts": ({"blocks": [[0], [1]], "pool": SimulatedPortablePool, **RESTARTS}, 15),
 }
@@ -63,7 +65,7 @@ def test_nothing_goes_wrong(name, monkeypatch):
     assert explorer.num_repeated > 2
     assert not missing, missing
     in_c = {(before, event) for before, event, _ in trace.in_c}
-    steps_in_c = native.load() is not None and "restart" not in name and "portable" not in name
+    steps_in_c = native.load() is not None and not any(word in name for word in ("restart", "portable", "interrupt"))
     assert in_c >= MET_IN_C if steps_in_c else not in_c
 
 
@@ -178,6 +180,21 @@ def test_an_interrupt_while_a_worker_is_replaced_leaves_no_row_of_it(monkeypatch
             env.send(actions(1), [1])
             interrupted(lambda: env.recv(env_ids=[1]), interrupt)
             assert env.recv()["next", "interrupted"].all(), interrupt.where
+
+
+@pytest.mark.parametrize("in_c", [True, False])
+def test_envs_of_a_lost_worker_keep_their_place_in_the_order(monkeypatch, in_c):
+    """Also after a second loss; and later ones have the places of their own sends."""
+    if not in_c:
+        monkeypatch.setattr(native, "find", lambda: (None, "this is a test"))
+    with contextlib.closing(simulated(monkeypatch, [[0], [1], [2]], **RESTARTS)) as env:
+        env.reset()
+        for order in ([1, 0, 2], [2, 1, 0]):
+            env._pool.fates = dict.fromkeys(range(3), Fate.LATE) | {order[0]: Fate.DIES_BEFORE}
+            for env_id in order:
+                env.send(actions(1), [env_id])
+            assert env.recv()["env_ids"].tolist() == order
+            env.reset()
 
 
 def test_a_successor_that_has_just_come_into_service_is_not_late(monkeypatch):

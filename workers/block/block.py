@@ -10,6 +10,7 @@ Knows nothing of processes or doorbells: both the worker's loop and `SerialEnv` 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +55,12 @@ class Block:
         options: see `BlockOptions`.
         passes: exceptions that reach the caller instead of counting as an env's: Ctrl-C, if the envs run in its
             process.
+
+    Attributes:
+        build_again: `(env id, its closed adapter)`: builds an env as it was built before, and returns the new adapter.
     """
+
+    build_again: Callable[[int, Adapter], Adapter]
 
     def __init__(
         self,
@@ -69,11 +75,10 @@ class Block:
         self._passes = passes
         self.worker_id = worker_id
         self.slots = {i: Slot(i, adapter, check_finite=options.check_finite) for i, adapter in adapters.items()}
-        if options.info_keys is not None:
-            for slot in self.slots.values():
-                slot.adapter.on_left_out = slot.leave_out
         self._report = report
         self._isolate_rng, self._info_keys = options.isolate_rng, options.info_keys
+        for slot in self.slots.values():
+            self._listen(slot)
         self._has_episode_seeds = options.episode_seeds
         self._first_env_id = options.first_env_id
         self.use_root_seed(root_seed)
@@ -81,6 +86,11 @@ class Block:
         self._pickles = options.infos == "pickle"
         self._words: dict[str, memoryview] = {}
         self._unpacked: dict[int, tuple[int, int, int, int]] = {}
+
+    def _listen(self, slot: Slot) -> None:
+        """Let an adapter report the entries of infos that it leaves out."""
+        if self._info_keys is not None:
+            slot.adapter.on_left_out = slot.leave_out
 
     def attach(self, slab: Slab) -> None:
         """Take these envs' rows of a slab."""
@@ -261,6 +271,7 @@ class Block:
         """If only the reset after a step has raised, report the step's data besides its row; otherwise drop them."""
         if op != _STEP_RESET or slot.phase != "reset":
             slot.infos.clear()
+            slot.side["next"][:] = [None] * len(slot.side["next"])  # or the next reset would report the step before
             return
         slot.infos.pop("root", None)
         if slot.infos or slot.has_side:
@@ -302,6 +313,8 @@ class Block:
     def _next_episode(self, slot: Slot, mask: np.ndarray | None) -> list[Any]:
         """Reset an env, or the rows of it that a mask names, for its next episode; return its observation."""
         prepared, slot.prepared = slot.prepared, None
+        if not slot.is_built or (prepared is not None and prepared.rebuilds):
+            self._rebuild(slot)
         episodes = self._words["episode"]
         episode = episodes[slot.env_id]
         seed = slot.seed_of(episode)
@@ -315,6 +328,32 @@ class Block:
         elif slot.journal is not None:
             slot.journal.begin(episode, seed, [JournalFlag.WITH_OPTIONS] if options else [])
         return self._begin_episode(slot, seed, options, mask)
+
+    def _rebuild(self, slot: Slot) -> None:
+        """Close an env, and build a new instance in its place. If that fails, the env's next reset tries again."""
+        if slot.is_built:
+            for sink in slot.sinks.values():
+                sink.native = None  # first: C would reset the instance that is closed
+            slot.is_built = False
+            with contextlib.suppress(Exception):
+                slot.adapter.close()
+        outer = seeding.caller_state()
+        seeding.seed_globals(seeding.build_seed(self.root_seed, self._first_env_id + slot.env_id))
+        try:
+            adapter = self.build_again(slot.env_id, slot.adapter)
+        finally:
+            seeding.restore_caller(outer)
+        if adapter.spec != slot.spec:
+            adapter.close()
+            raise SpecError(
+                f"reset failed: expected a new instance with the spec of the one before, got another: "
+                f"{slot.spec.difference(adapter.spec)}. Make the factory build equal envs at every call."
+            )
+        slot.adapter, slot.rng_state = adapter, None
+        self._listen(slot)
+        for sink in slot.sinks.values():
+            self._compile(slot, sink)
+        slot.is_built = True
 
     def _begin_episode(
         self, slot: Slot, seed: int | None, options: dict[str, Any] | None, mask: np.ndarray | None

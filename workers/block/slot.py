@@ -71,6 +71,7 @@ class Slot:
 
     def __init__(self, env_id: int, adapter: Adapter, *, check_finite: bool) -> None:
         self.adapter = adapter
+        self.is_built = True  # False while a new instance could not be built: the adapter is closed
         self.spec = adapter.spec
         self.check_finite = check_finite
         self.place = (0, 0)
@@ -244,7 +245,6 @@ def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Kee
 
     def keep(column: int, values: StepValues) -> list[Any]:
         observation, reward, terminated, truncated = values
-        env_steps[env_id] += 1
         if len(observation) != num_observations or len(reward) != num_rewards:
             raise wrong_count(slot.spec, observation, reward)
         if observe_only is None:
@@ -264,6 +264,7 @@ def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Kee
         else:
             ended = note_ends(column, terminated, truncated)
         state[0] = (if_ended if ended else if_running)[state[0]]
+        env_steps[env_id] += 1
         if ended:
             ends[env_id] += 1
         elif follow is not None:

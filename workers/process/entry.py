@@ -32,6 +32,7 @@ from envherd.shm.slab import Slab, Storage
 from envherd.shm.socket_bells import SocketBell
 from envherd.shm.sync import Doorbell
 from envherd.workers import current, messages, registries, seeding
+from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.registry import install_import_hooks
 from envherd.workers.block.block import Block
 from envherd.workers.build import Builder
@@ -130,6 +131,7 @@ class Worker:
         self._fds: list[int] = []
         self._block: Block | None = None
         self._build: messages.Build | None = None
+        self._builder = Builder()
         self._slab: Slab | None = None
         self._loop: Loop | None = None
         self._threads: EnvThreads | None = None
@@ -181,18 +183,17 @@ class Worker:
 
     def _on_build(self, message: messages.Build) -> None:
         self._build = message
-        builder = Builder(
+        self._builder = Builder(
             message.block.info_keys, message.block.env_type, episode_statistics=message.block.episode_statistics
         )
         adapters = {}
         env_ids, first = message.worker.env_ids, message.block.first_env_id
-        info = self._enter(message.worker)
+        self._enter(message.worker)
         self._threads = EnvThreads(env_ids) if message.block.env_threads else None
-        for env_id, factory, kwargs in zip(env_ids, message.factories, message.env_kwargs, strict=True):
+        for env_id in env_ids:
             seeding.seed_globals(seeding.build_seed(message.root_seed, first + env_id))
             try:
-                with current.building(info, first + env_id):
-                    adapters[env_id] = self._on_thread(env_id, functools.partial(builder.build, factory, kwargs))
+                adapters[env_id] = self._on_thread(env_id, functools.partial(self._build_env, env_id))
             except BaseException as error:  # a factory may raise anything; the parent decides
                 self._channel.send_plain(Fault.from_exception(env_id, "build", error).to_plain())
                 return
@@ -201,12 +202,26 @@ class Worker:
             self._block = ThreadedBlock(*parts, self._threads)
         else:
             self._block = AheadBlock(*parts) if message.block.reset_ahead else Block(*parts)
+        self._block.build_again = self._build_again
         listen_for_stack_requests(self._log_fd)  # an imported package may have replaced the handler
         specs = {str(env_id): adapter.spec.to_plain() for env_id, adapter in adapters.items()}
         self._channel.send_plain({"kind": "specs", "specs": specs, "why_python": self._block.why_python()})
 
-    def _enter(self, worker: WorkerInfo) -> WorkerInfo:
-        """Make this process that worker, with the ids of messages, which are returned."""
+    def _build_env(self, env_id: int) -> Adapter:
+        message = self._build
+        assert message is not None
+        env_ids = message.worker.env_ids
+        index = env_ids.index(env_id) if env_id in env_ids else 0  # a copy of another env remains what that one is
+        with current.building(current.worker(), message.block.first_env_id + env_id):
+            return self._builder.build(message.factories[index], message.env_kwargs[index])
+
+    def _build_again(self, env_id: int, closed: Adapter) -> Adapter:
+        """Build another instance of an env; see `Block`."""
+        self._builder.forget(closed)
+        return self._build_env(env_id)
+
+    def _enter(self, worker: WorkerInfo) -> None:
+        """Make this process that worker, with the ids of messages."""
         assert self._build is not None
         first = self._build.block.first_env_id
         info = dataclasses.replace(
@@ -215,7 +230,6 @@ class Worker:
             env_ids=tuple(first + env_id for env_id in worker.env_ids),
         )
         current.enter(info)
-        return info
 
     def _on_attach(self, message: messages.Attach) -> None:
         assert self._block is not None
@@ -301,7 +315,8 @@ class Worker:
             return
         for env_id, slot in self._block.slots.items():
             try:
-                self._on_thread(env_id, slot.adapter.close)
+                if slot.is_built:
+                    self._on_thread(env_id, slot.adapter.close)
             except BaseException as error:  # an env that cannot close must not keep the others open
                 self._channel.send_plain(Fault.from_exception(env_id, "close", error).to_plain())
 

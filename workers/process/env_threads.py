@@ -130,6 +130,7 @@ class ThreadedBlock(Block):
     ) -> None:
         super().__init__(worker_id, adapters, root_seed, report, options)
         self.threads, self._steps_first = threads, not options.limits_resets
+        self._build_lock = threading.Lock()
         for slot in self.slots.values():
             slot.unwatched.clear()
 
@@ -157,6 +158,11 @@ class ThreadedBlock(Block):
         if fault is not None or not replies:
             return fault or ask_one(message)
         return {**replies[0], "values": [value for reply in replies for value in reply["values"]]}
+
+    def _rebuild(self, slot: Slot) -> None:
+        """Build a new instance of an env; as at the start, one env at a time."""
+        with self._build_lock:
+            super()._rebuild(slot)
 
     def _with_own_rng(self, slot: Slot, phase: str, call: Callable[[], Any]) -> Any:  # noqa: ARG002
         """Call an env; all envs share the generators."""

@@ -175,7 +175,7 @@ class Zygote:
         self._must_exec = must_exec
         self._statuses: dict[int, int] = {}
         self._alive: set[int] = set()
-        self._worker_of_log: dict[int, int] = {}  # inode -> pid, also of those that have ended
+        self._worker_of_log: dict[int, int] = {}  # inode -> pid, also of those that have ended since the last sweep
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -316,6 +316,7 @@ class Zygote:
             adopted = set(_children()) - self._alive
             killed = {pid for pid in adopted if pid in killed or is_left(pid)}
             if not killed:
+                self._worker_of_log = {log: pid for log, pid in self._worker_of_log.items() if pid in self._alive}
                 return
             for pid in killed:
                 with contextlib.suppress(OSError):

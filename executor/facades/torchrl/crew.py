@@ -7,18 +7,19 @@ Guarantees: an env that raises is an `EnvError` after all others have answered; 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.pools.blueprint import choose_workers, draw
-from envherd.executor.pools.error_messages import env_error
+from envherd.executor.pools.error_messages import Frame, env_error
 from envherd.executor.pools.portable import make_pool
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_states import Event
@@ -28,6 +29,7 @@ from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
 from envherd.workers.adapters.hosts.torchrl_guest import GuestFactory
 from envherd.workers.build import describe, modules_of, pickle_factory
 from envherd.workers.errors import ActionError
+from envherd.workers.messages import Prepare
 from envherd.workers.protocol import Op
 
 #: Additional modules that a helper process imports if they are installed, by a module that the factories refer to. With
@@ -98,6 +100,8 @@ class Crew:
     def tell(self, env_ids: Sequence[int], calls: Sequence[Call]) -> list[Any]:
         """Make a different call to each env; return the results in that order.
 
+        With `on_env_error="interrupt"`, a reset that raises is made again with a new instance of the env.
+
         Raises:
             EnvError: an env raised; all others have made their calls.
             WorkerLost, WorkerTimeout, Busy, Closed.
@@ -106,17 +110,36 @@ class Crew:
             self._replace_lost(env_ids, calls)
             asked = tuple(dumps(call) for call in calls)
             answers = self._engine.ask("each", list(env_ids), name="perform", args=asked)
-        results, faults = [], []
+        results, faults = {}, {}
         for env_id in env_ids:
             has_worked, value = loads(answers[env_id]["plain"])
             if not has_worked:
-                faults.append({**value, "env_id": env_id})
-            results.append(value)
+                faults[env_id] = {**value, "env_id": env_id}
+            results[env_id] = value
         if faults:
-            self._engine.flights.num_errors += len(faults)
-            worker_id = int(self.pool.worker_of[faults[0]["env_id"]])
-            raise env_error(faults, worker_id, self.pool.pid_of(worker_id), self.pool.gpu_of(worker_id))
-        return results
+            again = {env_id: call for env_id, call in zip(env_ids, calls, strict=True) if env_id in faults}
+            self._rebuild(faults, again)
+            results |= zip(again, self.tell([*again], [*again.values()]), strict=True)
+        return [*results.values()]
+
+    def _rebuild(self, faults: Mapping[int, Frame], calls: Mapping[int, Call]) -> None:
+        """Put new instances in the places of envs whose resets have raised, if the options allow it.
+
+        Raises:
+            EnvError: they do not, or other calls have raised.
+        """
+        engine, pool = self._engine, self.pool
+        worker_id = int(pool.worker_of[min(faults)])
+        are_resets = all(name == "reset" for name, _, _ in calls.values())
+        is_interrupted = engine.flights.losses.may_interrupt(faults) and are_resets
+        pid, gpu = pool.pid_of(worker_id), pool.gpu_of(worker_id)
+        error = env_error([*faults.values()], worker_id, pid, gpu, is_interrupted=is_interrupted)
+        if not is_interrupted:
+            raise error
+        engine.flights.losses.log(error, len(faults))
+        with engine.guard:
+            extras = {env_id: Prepare(env_id=env_id, rebuilds=True) for env_id in faults}
+            engine.reset_envs(np.array([*faults], np.int64), extras)
 
     def _replace_lost(self, env_ids: Sequence[int], calls: Sequence[Call]) -> None:
         """Replace lost workers all of whose envs will be reset, if the options allow it; else keep their loss."""

@@ -21,7 +21,8 @@ class Faulty(gymnasium.Env[np.ndarray, Any]):
     """Observes its number of steps in the episode; its action says what goes wrong.
 
     Args:
-        folder: of its gate; its resets raise while that has a file `broken`.
+        folder: of its gate; its resets raise while that has a file `broken`, or `wrecked`, which the next instance
+            removes.
         size: of its observation.
     """
 
@@ -30,10 +31,11 @@ class Faulty(gymnasium.Env[np.ndarray, Any]):
     def __init__(self, folder: str, size: int = 1) -> None:
         self._folder, self._size, self.count = folder, size, 0
         self.observation_space = spaces.Box(0, 99, (size,), np.float32)
+        Path(folder, "wrecked").unlink(missing_ok=True)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
-        if Path(self._folder, "broken").exists():
+        if Path(self._folder, "broken").exists() or Path(self._folder, "wrecked").exists():
             raise ArithmeticError("no reset")
         self.count = 0
         return np.zeros(self._size, np.float32), {}

@@ -300,17 +300,43 @@ def test_a_worker_that_is_lost_is_named(kind: Any, start: Any, action: int, erro
         assert_works(driver)
 
 
+#: What lets all continue after a fault.
+REMEDIES: dict[int, dict[str, Any]] = {
+    DIES: {"on_worker_loss": "restart"},
+    HANGS: {"on_worker_loss": "restart", **LIMITS[HANGS]},
+    RAISES: {"on_env_error": "interrupt"},
+}
+
+
 @pytest.mark.broken_pool
-@pytest.mark.parametrize("action", [DIES, HANGS], ids=["dies", "hangs"])
+@pytest.mark.parametrize("action", REMEDIES, ids=["dies", "hangs", "raises"])
 @each
-def test_a_worker_that_is_lost_can_be_replaced(kind: Any, start: Any, action: int) -> None:
-    """Its env's episode has ended without another reward; the next one has begun."""
-    driver = start(on_worker_loss="restart", **LIMITS[action])
+def test_an_env_that_fails_can_be_interrupted(kind: Any, start: Any, action: int) -> None:
+    """Its episode has ended without another reward; the next one has begun."""
+    driver = start(**REMEDIES[action])
     driver.reset()
     driver.step([GOES_ON, GOES_ON])
     last, first = (0, 1) if kind.resets_in_step else (1, 0)
     assert driver.step([GOES_ON, action]) == ([2, last], [False, True])
     assert driver.step([GOES_ON, GOES_ON]) == ([3, first], [False, False])
+    assert_works(driver)
+
+
+@each
+def test_a_reset_that_raises_is_made_again_with_a_new_instance(kind: Any, start: Any, tmp_path: Any) -> None:
+    driver = start(**REMEDIES[RAISES])
+    assert_works(driver)
+    (tmp_path / "wrecked").touch()
+    assert_works(driver)
+    driver.step([GOES_ON, RAISES])
+    (tmp_path / "wrecked").touch()
+    if not kind.resets_in_step:
+        driver.step([GOES_ON, GOES_ON])
+    assert_works(driver)
+    (tmp_path / "broken").touch()
+    with pytest.raises(kind.of_steps[1], match="no reset"):  # as often as it is tried
+        driver.reset()
+    (tmp_path / "broken").unlink()
     assert_works(driver)
 
 
