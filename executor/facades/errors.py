@@ -10,22 +10,25 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from envherd.executor.pools.blueprint import as_factory
 from envherd.workers.errors import EnvError, EnvherdError, FactoryError, RemoteTraceback
 
 _kinds: dict[tuple[type[EnvherdError], type[Exception]], type[EnvherdError] | None] = {}
 
 
 def listed(operation: str, env_fns: Any) -> tuple[Any, ...]:
-    """Return the factories of a vector env.
+    """Return the factories of a vector env; some may be passed as names of envs.
 
     Raises:
-        TypeError: one function instead of a list.
+        TypeError: one function or name instead of a list.
+        FactoryError: an entry is no factory.
     """
-    if callable(env_fns):
+    if callable(env_fns) or isinstance(env_fns, str):
+        got, entry = ("one name", repr(env_fns)) if isinstance(env_fns, str) else ("one function", "make_env")
         raise TypeError(
-            f"{operation} failed: expected a list of functions, one per env, got one function. Write [make_env] * 8."
+            f"{operation} failed: expected a list of functions, one per env, got {got}. Write [{entry}] * 8."
         )
-    return tuple(env_fns)
+    return tuple(map(as_factory, env_fns))
 
 
 def as_raised(error: EnvherdError, call: str = "") -> EnvherdError:

@@ -17,8 +17,11 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from envherd.executor.batches.fast_tensordict import get_leaf
 from envherd.shm.specs import Key
 
-_WRAP = "Wrap it: TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."
-_NOTE = f"A policy is called with the batch, a TensorDict, and this one seems to take tensors. {_WRAP}"
+#: Advice for a callable that is no policy yet.
+WRAP = "Wrap it: TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."
+#: Advice for a model of another library, such as Stable-Baselines3.
+PREDICT = "Write: lambda td: td.set('action', torch.as_tensor(model.predict(td['observation'].numpy())[0]))."
+_NOTE = f"A policy is called with the batch, a TensorDict, and this one seems to take something else. {WRAP}"
 #: Root names that belong neither to the envs nor to the policy.
 _NOT_STATE = ("next", "env_ids", "interrupted")
 
@@ -85,12 +88,12 @@ def run_policy(policy: Callable[[TensorDictBase], Any], root: TensorDictBase) ->
 
     Raises:
         TypeError: the result is no TensorDict. Anything else: of the policy; an error that shows that the policy takes
-            tensors, or reads a key that is not there, has a note that explains it.
+            something else, or reads a key that is not there, has a note that explains it.
     """
     try:
         acted = policy(root)
-    except (TypeError, AttributeError) as error:
-        is_of_batch = "TensorDict" in str(error) or "__torch_function__" in str(error)
+    except (TypeError, AttributeError, AssertionError) as error:
+        is_of_batch = any(part in str(error) for part in ("TensorDict", "__torch_function__", "positional argument"))
         if is_of_batch and _NOTE not in getattr(error, "__notes__", ()):
             error.add_note(_NOTE)
         raise
@@ -101,7 +104,7 @@ def run_policy(policy: Callable[[TensorDictBase], Any], root: TensorDictBase) ->
     if not isinstance(acted, TensorDictBase):
         raise TypeError(
             f"rollout failed: expected the policy to return a TensorDict with the action, got "
-            f"{type(acted).__name__}. {_WRAP}"
+            f"{type(acted).__name__}. {WRAP}"
         )
     return acted
 
