@@ -18,8 +18,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from envherd.executor.cli.commands import carry_out, noting_interrupt, write_text
+from envherd.executor.cli.commands import carry_out, noting_interrupt
 from envherd.executor.cli.exit_codes import EXIT_FAILED
+from envherd.executor.cli.option_values import write_text
 from envherd.executor.cli.options import Bench
 from envherd.executor.machine.machine import usable_cores
 from envherd.executor.parallel import ParallelEnv
