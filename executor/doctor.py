@@ -23,8 +23,8 @@ import psutil
 
 from envherd.executor.machine.machine import Machine, read_machine
 from envherd.executor.machine.renderers import find_renderers
+from envherd.executor.machine.room import FILES_FIXED, FILES_PER_WORKER
 from envherd.executor.options import ExecutorOptions, StartMethod
-from envherd.executor.sizing.limits import FILES_FIXED, FILES_PER_WORKER
 from envherd.shm import platforms
 from envherd.shm.segment import Segment
 from envherd.workers import native

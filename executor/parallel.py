@@ -35,7 +35,8 @@ class ParallelEnv(BatchedEnv):
             `envherd size` and docs/sizing.md).
         make_env: a callable that builds one env, or a list of N callables (different tasks). It is
             pickled by value and called inside a worker; this process never builds an env. Called twice for each env
-            with `options.reset_ahead`, in two processes.
+            with `options.reset_ahead`, in two processes. A name of the command line (`"CartPole-v1"`,
+            `"meltingpot:clean_up"`) stands for a callable.
         num_workers: processes; None for one per usable core, at most N; "auto" measures and decides. Envs are
             spread over them in contiguous blocks. With `options.reset_ahead`, N (and as many that prepare resets).
         env_kwargs: keyword arguments of the factory calls: one dict for all, or a list of N.
@@ -46,7 +47,8 @@ class ParallelEnv(BatchedEnv):
         options: see `ExecutorOptions`.
 
     Raises:
-        ValueError: `options.reset_ahead` with fewer workers than envs, or with envs that are batches themselves.
+        ValueError: more envs or workers than the machine can hold; `options.reset_ahead` with fewer workers than envs,
+            or with envs that are batches themselves.
         FactoryError: not a factory, cannot be pickled, returned no env, or raised.
         SpecError: envs of one factory have different specs.
         WorkerLost, WorkerTimeout: a worker did not start.
@@ -55,7 +57,7 @@ class ParallelEnv(BatchedEnv):
     @names_right_keyword
     def __init__(  # noqa: PLR0913  # the signature that users know from other vector envs
         self,
-        num_envs: int | Literal["auto"] | Sequence[Factory],
+        num_envs: int | Literal["auto"] | Sequence[Factory | str],
         make_env: MakeEnv | None = None,
         *,
         num_workers: int | Literal["auto"] | None = None,

@@ -44,7 +44,7 @@ class SerialEnv(BatchedEnv):
     @names_right_keyword
     def __init__(  # noqa: PLR0913  # the signature that users know from other vector envs
         self,
-        num_envs: int | Sequence[Factory],
+        num_envs: int | Sequence[Factory | str],
         make_env: MakeEnv | None = None,
         *,
         num_workers: int | str | None = None,

@@ -297,6 +297,14 @@ def test_the_index_has_every_example():
     )
 
 
+def test_the_readmes_installation_begins_with_the_makefiles_two_commands():
+    installation = (ROOT / "README.md").read_text().partition("\n## Installation\n")[2]
+    commands = re.search(r"```\n(.*?)```", installation, re.DOTALL).group(1).splitlines()
+    assert [re.match(r"make (\w+) +# \w", line).group(1) for line in commands] == ["rollout", "test"]
+    targets = re.findall(r"^(\w+): ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {"rollout", "test"} <= set(targets)
+
+
 def test_the_readmes_first_screen_has_the_ratios_of_its_tables():
     text = (ROOT / "README.md").read_text()
     row = re.compile(r"^\| ([^|]+) \| ([^|]+) \| [\d,]+ \| [\d,]+ \| ([\d.]+)x ", re.MULTILINE)

@@ -5,6 +5,7 @@ Exit codes: 0 success, 1 failure of the command, 2 wrong usage, 130 interrupted 
 
 from __future__ import annotations
 
+import os
 import sys
 
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
@@ -12,6 +13,7 @@ from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 
 def main() -> None:
     """Run the command that `sys.argv` names; the console script `envherd`."""
+    _open_standard_descriptors()
     try:
         from envherd.executor.cli.app import app
     except ModuleNotFoundError as error:
@@ -23,9 +25,48 @@ def main() -> None:
     except KeyboardInterrupt:
         # The command did not handle it: Ctrl-C came during its start, or a second one came during its end.
         sys.exit(EXIT_INTERRUPTED)
+    except OSError as error:  # of the command's output, most often
+        _report(error)
+        sys.exit(EXIT_FAILED)
     except Exception as error:
         _show(error)
         sys.exit(EXIT_FAILED)
+    finally:
+        _write_out()
+
+
+def _open_standard_descriptors() -> None:
+    """Open /dev/null where the shell has closed a standard descriptor (`>&-`): the next file would have its number."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # has the lowest free number, which is `fd`
+
+
+def _write_out() -> None:
+    """Write what was printed. If that fails, drop it: Python would fail again at exit, with a traceback.
+
+    Raises:
+        SystemExit: it failed in a command that had succeeded.
+    """
+    ended = sys.exception()
+    has_failed = not isinstance(ended, SystemExit) or ended.code not in (0, None)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            if not has_failed:
+                _report(error)
+                sys.exit(EXIT_FAILED)
+
+
+def _report(error: OSError) -> None:
+    """Print an error in one line; nothing if the reader of the output has ended (`| head`)."""
+    if not isinstance(error, BrokenPipeError) and sys.stderr is not None:
+        sys.stderr.write(f"error: {error.strerror or error}.\n")
 
 
 def _show(error: Exception) -> None:

@@ -7,15 +7,32 @@ from importlib import metadata
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from envherd.executor.cli.doctor import doctor
 from envherd.executor.cli.evaluate import Evaluate
 from envherd.executor.cli.init import init
 from envherd.executor.cli.listing import list_envs
+from envherd.executor.cli.option_values import require_number
 from envherd.executor.cli.options import Check, Command, Record, Replay, Rollout, Size, Top
+
+
+class _Commands(TyperGroup):
+    """The commands; all take `--json` without a value, which stands for `--json -`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Add the value, which typer does not let an option leave out."""
+        for at in reversed(range(len(args))):
+            is_bare = at + 1 == len(args) or (args[at + 1].startswith("-") and args[at + 1] != "-")
+            if args[at] == "--json" and is_bare:
+                args.insert(at + 1, "-")
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
+
 
 app = typer.Typer(
     name="envherd",
+    cls=_Commands,
     help="Run reinforcement-learning envs in parallel worker processes.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -27,6 +44,8 @@ def _add(kind: type[Command] | type[Evaluate]) -> None:
     """Add the command that a class describes, under the name of the class."""
 
     def run(**options: Any) -> None:
+        for name, value in options.items():
+            require_number(name, value)
         raise typer.Exit(kind(**options).run())
 
     run.__signature__ = inspect.signature(kind, eval_str=True)  # type: ignore[attr-defined]  # typer reads the options

@@ -3,51 +3,73 @@
 from __future__ import annotations
 
 import functools
+import json
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from envherd.executor.cli.commands import carry_out
 from envherd.executor.cli.exit_codes import EXIT_FAILED
+from envherd.executor.cli.option_values import write_text
 from envherd.executor.cli.options import Check
+from envherd.executor.machine.room import require_room
 from envherd.executor.testing.compare import ContractViolation
 from envherd.executor.testing.contract import Contract, NoEpisodeEnd
 from envherd.workers.adapters.env_names import factory_for
 
+SCHEMA = "envherd.check/1"
+
 
 def run(options: Check) -> int:
     """Check every rule and print a line for each; return the exit code."""
-    return carry_out(
-        lambda: factory_for(options.env),
-        lambda factory: _check(
-            options.env,
-            Contract(
-                functools.partial(factory, **options.env_kwargs or {}),
-                num_steps=options.steps,
-                is_deterministic=not options.random,
-                together=options.together,
-            ),
-        ),
+    return carry_out(lambda: _prepare(options), lambda contract: _check(options, contract))
+
+
+def _prepare(options: Check) -> Contract:
+    """Check the options before an env is built; return the contract."""
+    require_room(options.together, options.together)
+    return Contract(
+        functools.partial(factory_for(options.env), **options.env_kwargs or {}),
+        num_steps=options.steps,
+        is_deterministic=not options.random,
+        together=options.together,
     )
 
 
-def _check(env: str, contract: Contract) -> int:
-    """Check and print every rule; return the exit code."""
-    console, num_broken = Console(), 0
+def _check(options: Check, contract: Contract) -> int:
+    """Check and report every rule; return the exit code."""
+    console, rules = Console(stderr=options.json == "-"), list[dict[str, Any]]()
+    code = _check_rules(options.env, contract, console, rules)
+    report = {"schema": SCHEMA, "env": options.env, "is_ok": code == 0, "num_steps": contract.num_steps, "rules": rules}
+    write_text(options.json, json.dumps(report, indent=2) + "\n")
+    return code
+
+
+def _check_rules(env: str, contract: Contract, console: Console, rules: list[dict[str, Any]]) -> int:
+    """Check and print every rule, and add it to `rules`; return the exit code."""
+    num_broken = 0
+
+    def note(rule: int, result: str, found: str = "") -> None:
+        rules.append({"rule": rule, "title": contract.TITLES[rule], "result": result, "found": found})
+
     for rule in sorted(contract.rules):
         what = f"{rule:2}  {contract.TITLES[rule]}"
         try:
             with console.status(what):
                 contract.check(rule)
         except NoEpisodeEnd as error:
+            note(rule, "unknown", str(error))
             console.print(Text("error: ", "bold red").append(str(error), "default"), soft_wrap=True)
             return EXIT_FAILED
         except ContractViolation as error:
             num_broken += 1
+            note(rule, "broken", str(error))
             console.print(Text("broken  ", "bold red").append(what, "default"), soft_wrap=True)
             console.print(Text(f"            {error}"), soft_wrap=True)
             continue
         is_partial = not contract.is_deterministic and rule in contract.COMPARES
+        note(rule, "skipped" if is_partial else "ok")
         mark = Text("skipped " if is_partial else "ok      ", "yellow" if is_partial else "green")
         console.print(mark.append(what, "default"), soft_wrap=True)
     if num_broken:

@@ -6,13 +6,14 @@ Guarantees: `carry_out` prints expected errors (see `carry_out`) and returns an 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -23,27 +24,33 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.storing import StoreError
 from envherd.executor.cluster.errors import ClusterError
+from envherd.executor.machine.room import TooMany
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.pools.capsule_file import CapsuleError
 from envherd.executor.pools.process_log import has_frames_of_others
+from envherd.executor.rollouts.policy_state import run_policy
 from envherd.executor.show.camera import MediaError
+from envherd.executor.show.per_player import as_policy
 from envherd.shm import platforms
 from envherd.workers.adapters.env_names import Made
 from envherd.workers.adapters.named import named_callable
 from envherd.workers.errors import EnvherdError, FactoryError
 
 Prepared = TypeVar("Prepared")
+#: How the messages of envherd's own errors begin.
+_OWN = re.compile(r"[^:\n]+ failed: expected ")
 
 
 def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int], *, searches_here: bool = True) -> int:
     """Run a command in two parts; return its exit code.
 
-    Prints `EnvherdError`, `MediaError`, `StoreError`, `OSError` and Ctrl-C.
+    Prints `EnvherdError`, `MediaError`, `StoreError`, `OSError`, `MemoryError`, Ctrl-C, and those `TypeError` and
+    `ValueError` that have a message of envherd.
 
     Args:
-        prepare: checks the options. Its errors are usage errors (exit code 2), as are every `ClusterError` and
-            `CapsuleError`.
+        prepare: checks the options. Its errors are usage errors (exit code 2), as are all `ClusterError`,
+            `CapsuleError` and `TooMany`.
         work: runs the command with the result of `prepare`; returns the exit code.
         searches_here: search modules in the current directory first, as `python -m` does. False if the command line
             names none: the directory may hold modules of others.
@@ -55,9 +62,16 @@ def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int], 
         prepared = prepare()
         code = EXIT_FAILED
         return work(prepared)
-    except (EnvherdError, MediaError, StoreError, OSError) as error:
+    except BrokenPipeError:  # the reader of the output has ended, which typer handles
+        raise
+    except (EnvherdError, MediaError, StoreError, OSError, MemoryError) as error:
         complain(errors, error)
-        return EXIT_USAGE if isinstance(error, (ClusterError, CapsuleError)) else code
+        return EXIT_USAGE if isinstance(error, (ClusterError, CapsuleError, TooMany)) else code
+    except (TypeError, ValueError) as error:
+        if _OWN.match(str(error)) is None:  # of a policy or another part of the user's
+            raise
+        complain(errors, error)
+        return code
     except KeyboardInterrupt:
         errors.print("interrupted")
         return EXIT_INTERRUPTED
@@ -65,9 +79,10 @@ def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int], 
 
 def complain(console: Console, error: Exception) -> None:
     """Print the message of an error, and the traceback in the worker if it shows more than the message."""
-    text = str(error)
-    if isinstance(error, OSError) and error.filename is not None and not isinstance(error, EnvherdError):
-        text = f"accessing {error.filename} failed: {error.strerror}."
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    if isinstance(error, OSError) and error.strerror is not None and not isinstance(error, EnvherdError):
+        where = "" if error.filename is None else f"accessing {error.filename} failed: "
+        text = f"{where}{error.strerror}."
     console.print(Text("error: ", "bold red").append(text, "default"), soft_wrap=True)
     remote = getattr(error, "remote_traceback", None)
     is_refusal = remote and "envherd.workers.errors." in remote.rstrip().rpartition("\n")[2]
@@ -94,14 +109,6 @@ def noting_interrupt() -> Iterator[list[int]]:
         yield pressed
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def write_text(path: str | None, text: str) -> None:
-    """Write a text to a file, or to standard output if `path` is `-`. If it is None, write nothing."""
-    if path == "-":
-        sys.stdout.write(text)
-    elif path is not None:
-        Path(path).write_text(text)
 
 
 def started(made: Made, num_envs: int, *, is_drawn: bool = False, cluster: str | None = None, **how: Any) -> BatchedEnv:
@@ -131,6 +138,13 @@ def drawing(options: ExecutorOptions) -> ExecutorOptions:
     return options if has_display else replace(options, env_vars={"MUJOCO_GL": "egl"})
 
 
+def acting(make_policy: Callable[[BatchedEnv], Any] | None, env: BatchedEnv) -> Callable[[Any], Any]:
+    """Return what sets the actions in a batch: the policy that `policy_maker` makes, or random actions."""
+    if make_policy is None:
+        return env.rand_action
+    return functools.partial(run_policy, as_policy("--policy", make_policy(env), env.spec))
+
+
 def policy_maker(name: str | None, option: str = "--policy") -> Callable[[BatchedEnv], Any] | None:
     """Return what makes the policy that an option MODULE:FACTORY names, from an executor; None without the option.
 
@@ -142,7 +156,10 @@ def policy_maker(name: str | None, option: str = "--policy") -> Callable[[Batche
     if name is None:
         return None
     factory = named_callable(name, f"{option} {name}")
-    takes_env = bool(inspect.signature(factory).parameters)
+    takes_env = True
+    with contextlib.suppress(ValueError):  # a builtin may have no signature
+        kinds = {one.kind for one in inspect.signature(factory).parameters.values()}
+        takes_env = not kinds <= {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
 
     def make_policy(env: BatchedEnv) -> Any:
         try:

@@ -6,30 +6,31 @@ from typing import Annotated, Any
 
 import typer
 
+from envherd.executor.cli.option_values import Json, write_text
+
 
 def doctor(
     *,
     env: Annotated[
         str | None, typer.Option(metavar="ENV", help="Also build this env, and show whether C steps it.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    json: Json = None,
 ) -> None:
     """Check Python, packages, Melting Pot, start methods, shared memory, limits, GPU, and leftovers of crashed runs.
 
     The exit code is 1 if anything fails, 0 otherwise; warnings do not count.
     """
     if env is None:
-        raise typer.Exit(_report("", None, is_json=json))
+        raise typer.Exit(_report("", None, json))
     from envherd.executor.cli.commands import carry_out  # imported here: they need packages that may be missing
     from envherd.workers.adapters.env_names import factory_for
 
-    raise typer.Exit(carry_out(lambda: factory_for(env), lambda make_env: _report(env, make_env, is_json=json)))
+    raise typer.Exit(carry_out(lambda: factory_for(env), lambda make_env: _report(env, make_env, json)))
 
 
-def _report(env: str, make_env: Any, *, is_json: bool) -> int:
+def _report(env: str, make_env: Any, path: str | None) -> int:
     """Print all findings; return the exit code."""
     import json as json_module
-    import sys
 
     from rich.console import Console
     from rich.text import Text
@@ -37,19 +38,16 @@ def _report(env: str, make_env: Any, *, is_json: bool) -> int:
     from envherd.executor.cli.exit_codes import EXIT_FAILED
     from envherd.executor.doctor import Finding, examine
 
-    console = Console()
+    console = Console(stderr=path == "-")
     styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     findings: list[Finding] = []
     for finding in examine(env, make_env):
         findings.append(finding)
-        if is_json:
-            continue
         line = Text(f"{finding.level:>4}  ", styles[finding.level]).append(f"{finding.name}: ", "bold")
         console.print(line.append(finding.found, "default"), soft_wrap=True)
         if finding.fix and finding.level != "ok":
             console.print(Text(f"      fix: {finding.fix}", "cyan"), soft_wrap=True)
     has_failed = any(finding.level == "fail" for finding in findings)
-    if is_json:
-        report = {"schema": "envherd.doctor/1", "is_ok": not has_failed, "findings": [vars(one) for one in findings]}
-        sys.stdout.write(json_module.dumps(report, indent=2) + "\n")
+    report = {"schema": "envherd.doctor/1", "is_ok": not has_failed, "findings": [vars(one) for one in findings]}
+    write_text(path, json_module.dumps(report, indent=2) + "\n")
     return EXIT_FAILED if has_failed else 0

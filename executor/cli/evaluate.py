@@ -24,6 +24,7 @@ from envherd.executor.cli.option_values import (
     Workers,
     new_folder,
     text_file,
+    write_text,
 )
 
 if TYPE_CHECKING:
@@ -108,17 +109,9 @@ class Evaluate:
 
     def _work(self, tasks: dict[str, Any], maker: Any, background_maker: Any) -> int:
         """Play and report; return the exit code."""
-        from envherd.executor.cli.commands import write_text
-        from envherd.workers.errors import FactoryError
-
         console = Console(stderr=self.json == "-", quiet=self.quiet)
-        try:
-            with console.status(f"playing {self.episodes} episodes of {len(tasks)} envs"):
-                found = self._evaluate(tasks, maker, background_maker)
-        except (ValueError, TypeError) as error:
-            if str(error).startswith(("evaluate failed", "PerPlayer failed")):  # the policies raised the others
-                raise FactoryError(str(error)) from None
-            raise
+        with console.status(f"playing {self.episodes} episodes of {len(tasks)} envs"):
+            found = self._evaluate(tasks, maker, background_maker)
         is_single = len(tasks) == 1
         one = next(iter(found.tasks.values()))
         console.print(table(one) if is_single else table_of_tasks(found))
@@ -159,7 +152,7 @@ class Evaluate:
 
 
 def _player(name: str) -> int | str:
-    return int(name) if name.strip().isdigit() else name.strip()
+    return int(name) if name.strip().isdecimal() else name.strip()
 
 
 def table(found: Evaluation) -> Table:

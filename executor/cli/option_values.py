@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+#: Above all root seeds that are drawn.
+_LARGEST = 2**63
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -33,9 +36,37 @@ def picture(suffix: str) -> Callable[[Path | None], Path | None]:
 
 def text_file(path: str | None) -> str | None:
     """Check the path of a file to write; the callback of options that also take `-`."""
+    if path == "-" and sys.stdout is None:
+        raise typer.BadParameter("expected an open standard output for -, got a closed one.")
     if path not in (None, "-"):
         require_place(Path(path))
     return path
+
+
+def write_text(path: str | None, text: str) -> None:
+    """Write a text to a file, or to standard output if `path` is `-`. If it is None, write nothing."""
+    if path == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()  # an error belongs to the command, and a reader of `envherd top` waits for each line
+    elif path is not None:
+        Path(path).write_text(text)
+
+
+def require_number(name: str, value: Any) -> None:
+    """Refuse NaN, infinity and numbers that no machine counts to, which the ranges of options let through.
+
+    Args:
+        name: of the option's field.
+        value: of the option, of any type.
+
+    Raises:
+        typer.BadParameter: such a number.
+    """
+    if isinstance(value, (int, float)) and not abs(value) < _LARGEST:
+        raise typer.BadParameter(
+            f"expected a number below 2**63, got {value if isinstance(value, float) else 'a larger one'}.",
+            param_hint=f"--{name.replace('_', '-')}",
+        )
 
 
 def new_folder(path: Path | None) -> Path | None:
@@ -62,10 +93,12 @@ def require_place(path: Path) -> None:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    """Return the keyword arguments in a text; the parser of `--env-kwargs`."""
+    """Return the keyword arguments in a text, or in the file that `@PATH` names; the parser of `--env-kwargs`."""
     try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
+        found = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+    except OSError as error:
+        raise typer.BadParameter(f"expected a file with a JSON object, got {text!r} ({error.strerror}).") from None
+    except (ValueError, RecursionError) as error:
         raise typer.BadParameter(f"expected a JSON object, got {text!r} ({error}).") from None
     if not isinstance(found, dict):
         raise typer.BadParameter(f"expected a JSON object, got {text!r}.")
@@ -80,7 +113,10 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     if match is None or match.group(2) not in _UNITS:
         raise typer.BadParameter(f"expected a number and a unit, e.g. 256GiB or 512MB, got {text!r}.")
-    return int(float(match.group(1)) * _UNITS[match.group(2)])
+    size = float(match.group(1)) * _UNITS[match.group(2)]
+    if not size < _LARGEST:
+        raise typer.BadParameter(f"expected less than 2**63 bytes, got {text[:40]!r}.")
+    return int(size)
 
 
 # ---- options of several commands -------------------------------------------------------------------
@@ -90,7 +126,9 @@ ENV_HELP = (
     "envpool:TASK[:ROWS], torchrl:MODULE:CALLABLE or python:MODULE:CALLABLE (a callable that "
     "returns an env)."
 )
-_ENV_KWARGS_HELP = "Keyword arguments of the env as a JSON object, e.g. '{\"max_episode_steps\": 50}'."
+_ENV_KWARGS_HELP = (
+    "Keyword arguments of the env as a JSON object, e.g. '{\"max_episode_steps\": 50}', or @FILE that holds one."
+)
 _MAX_STEPS_HELP = "Truncate episodes after this number of steps (meltingpot, gymnasium, pettingzoo)."
 _WORKERS_HELP = "Number of worker processes; default: one per usable core."
 _POLICY_HELP = "FACTORY(env) returns the policy; default: random actions."
@@ -107,6 +145,7 @@ Sheet = Annotated[
     Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a contact sheet (PNG).")
 ]
 Json = Annotated[
-    str | None, typer.Option(metavar="PATH", callback=text_file, help="Write the results as JSON; - prints them.")
+    str | None,
+    typer.Option(metavar="[PATH]", callback=text_file, help="Write the results as JSON; - or no PATH prints them."),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors, and what is written to -.")]

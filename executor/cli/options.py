@@ -31,7 +31,13 @@ from envherd.executor.cli.option_values import (
     new_folder,
     parse_size,
     picture,
+    text_file,
 )
+
+#: The largest durations, and more processors than any machine has.
+_DAY_S, _MINUTE_MS, _MOST_CPUS = 86_400, 60_000, 2**16
+#: `check` keeps all steps in memory.
+_MOST_CHECKED = 1_000_000
 
 
 class Command:
@@ -170,7 +176,10 @@ class Check(Command):
     """
 
     env: Env
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each of two envs; episodes must end within them.")] = 200
+    steps: Annotated[
+        int,
+        typer.Option(min=1, max=_MOST_CHECKED, help="Steps of each of two envs; episodes must end within them."),
+    ] = 200
     random: Annotated[
         bool,
         typer.Option("--random", help="Skip the comparisons of two runs, for envs that seeds do not determine."),
@@ -180,6 +189,7 @@ class Check(Command):
         typer.Option(min=0, help="Also compare this many envs in one process with envs in a process each."),
     ] = 0
     env_kwargs: EnvKwargs = None
+    json: Json = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,14 +202,18 @@ class Size(Command):
     env: Env
     envs: Annotated[int | None, typer.Option(min=1, help="Fix the number of envs; default: chosen.")] = None
     workers: Annotated[int | None, typer.Option(min=1, help="Fix the number of workers; default: chosen.")] = None
-    policy_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds that the policy takes per batch.")] = 0.0
+    policy_ms: Annotated[
+        float, typer.Option(min=0.0, max=_MINUTE_MS, help="Milliseconds that the policy takes per batch.")
+    ] = 0.0
     target_steps_per_s: Annotated[
         float | None, typer.Option(min=0.0, help="Recommend the smallest setting with this many env-steps per second.")
     ] = None
     episode_steps: Annotated[
         int | None, typer.Option(min=1, help="Steps of an episode; default: measured. Set it for very long episodes.")
     ] = None
-    cpus: Annotated[int | None, typer.Option(min=1, help="Plan for a machine with this many cores.")] = None
+    cpus: Annotated[
+        int | None, typer.Option(min=1, max=_MOST_CPUS, help="Plan for a machine with this many cores.")
+    ] = None
     memory: Annotated[
         int | None,
         typer.Option(metavar="SIZE", parser=parse_size, help="Plan for this much available memory, e.g. 256GiB."),
@@ -207,7 +221,7 @@ class Size(Command):
     gpu: Annotated[
         int | None, typer.Option(metavar="SIZE", parser=parse_size, help="Plan for a GPU with this much memory.")
     ] = None
-    budget: Annotated[float, typer.Option(min=0.5, help="Maximum seconds of the measurement.")] = 20.0
+    budget: Annotated[float, typer.Option(min=0.5, max=_DAY_S, help="Maximum seconds of the measurement.")] = 20.0
     headroom: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the memory to leave free.")] = 0.2
     env_kwargs: EnvKwargs = None
     plot: Annotated[
@@ -215,6 +229,11 @@ class Size(Command):
     ] = None
     json: Json = None
     quiet: Quiet = False
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the options describe another machine."""
+        return not (self.cpus is None and self.memory is None and self.gpu is None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,9 +245,14 @@ class Top(Command):
 
     once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False
     json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: one object with --once, otherwise one per line.")
-    ] = False
-    interval: Annotated[float, typer.Option(min=0.1, help="Refresh interval in seconds.")] = 1.0
+        str | None,
+        typer.Option(
+            metavar="[PATH]",
+            callback=text_file,
+            help="Write the latest reading as JSON; - or no PATH prints it: one object with --once, else one per line.",
+        ),
+    ] = None
+    interval: Annotated[float, typer.Option(min=0.1, max=_DAY_S, help="Refresh interval in seconds.")] = 1.0
     pid: Annotated[int | None, typer.Option(help="Show only the executors of this process.")] = None
     stack: Annotated[
         int | None, typer.Option(metavar="WORKER", help="Also show the Python stack of the worker in this row, from 0.")

@@ -11,7 +11,7 @@ from rich.console import Console
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.cli.commands import carry_out, noting_interrupt, policy_maker, started
+from envherd.executor.cli.commands import acting, carry_out, noting_interrupt, policy_maker, started
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED
 from envherd.executor.cli.media import Film, grid, reduced, require_pillow, save_animation
 from envherd.executor.cli.options import Record
@@ -47,7 +47,7 @@ def _work(options: Record, made: Made, make_policy: Any) -> int:
     num_steps = num_episodes = 0
     with started(made, 1, is_drawn=options.agent is None, seed=options.seed) as env:
         look = _Views(env).look if options.views else Camera(env, options.agent).look_at_first
-        act = env.rand_action if make_policy is None else make_policy(env)
+        act = acting(make_policy, env)
         root = env.reset()
         frame = look(root)
         film = Film(_GIF_FRAMES, options.steps)

@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.cli.commands import carry_out, complain, noting_interrupt, policy_maker, started, write_text
+from envherd.executor.cli.commands import acting, carry_out, complain, noting_interrupt, policy_maker, started
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from envherd.executor.cli.media import Pictures
+from envherd.executor.cli.option_values import write_text
 from envherd.executor.cli.options import Rollout
 from envherd.executor.cli.returns import Returns
 from envherd.executor.cli.storing import RolloutStore
@@ -66,7 +67,7 @@ def _work(options: Rollout, made: Made, make_policy: Any, pictures: Pictures, st
         how: dict[str, Any] = {"num_workers": options.workers, "seed": options.seed}
         env = started(made, options.envs, is_drawn=pictures.are_wanted, cluster=options.cluster, **how)
     with env:
-        act = env.rand_action if make_policy is None else make_policy(env)
+        act = acting(make_policy, env)
         counted, returns, failure = _collect(options, env, act, pictures, store, console)
         memory = memory_of(os.getpid(), is_alone=True)
         requested = {"env": options.env, "num_envs": options.envs, "num_workers": env.num_workers, "seed": env.seed}

@@ -11,7 +11,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from envherd.executor.cli.commands import carry_out, write_text
+from envherd.executor.cli.commands import carry_out
+from envherd.executor.cli.option_values import write_text
 from envherd.executor.cli.options import Size
 from envherd.executor.machine.gpus import Gpu
 from envherd.executor.machine.machine import Machine, read_machine
@@ -40,20 +41,21 @@ def _prepare(options: Size) -> tuple[Factory, Goal]:
         episode_steps=options.episode_steps,
         headroom=options.headroom,
     )
+    if not options.is_planned:
+        goal.require_room()
     return factory_for(options.env), goal
 
 
 def _work(options: Size, factory: Factory, goal: Goal) -> int:
     """Size the env and report the result; return the exit code."""
     console = Console(stderr=options.json == "-", quiet=options.quiet)
-    is_here = options.cpus is None and options.memory is None and options.gpu is None
     with Console(stderr=True, quiet=options.quiet).status("starting") as status:
         sizing = recommend(
             factory,
             env_kwargs=options.env_kwargs or None,
             goal=goal,
             budget_s=options.budget,
-            machine=None if is_here else planned(read_machine(), options.cpus, options.memory, options.gpu),
+            machine=planned(read_machine(), options.cpus, options.memory, options.gpu) if options.is_planned else None,
             progress=lambda text, share: status.update(f"{text} ({share:.0%} of {options.budget:g} s)"),
         )
     console.print(table(options.env, sizing))

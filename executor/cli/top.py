@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from typing import Any
 
@@ -15,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
+from envherd.executor.cli.option_values import write_text
 from envherd.executor.cli.options import Top
 from envherd.executor.monitor.statistics import WorkerStatistics
 from envherd.executor.monitor.watching import Watch, plates, stack_of
@@ -43,7 +43,7 @@ def run(options: Top) -> int:
                 watches = watcher.look()
                 stack = _stack(watches, options.stack)
                 if options.json:
-                    _print_json(options, watches, stack)
+                    _write_json(options, watches, stack)
                 elif live is None:
                     console.print(Text(stack), soft_wrap=True, end="\n" if stack else "")
                     console.print(screen(watches, "", console.width))
@@ -69,11 +69,10 @@ def _refusal(options: Top, watches: list[Watch]) -> str:
     return f"expected --stack as a row of the table, 0 to {num_workers - 1}, got {options.stack}."
 
 
-def _print_json(options: Top, watches: list[Watch], stack: str) -> None:
+def _write_json(options: Top, watches: list[Watch], stack: str) -> None:
     plain: dict[str, Any] = {"schema": SCHEMA, "executors": [watch.to_plain() for watch in watches]}
     plain |= {"stack": stack} if stack else {}
-    sys.stdout.write(json.dumps(plain, indent=2 if options.once else None) + "\n")
-    sys.stdout.flush()
+    write_text(options.json, json.dumps(plain, indent=2 if options.once else None) + "\n")
 
 
 class Watcher:
@@ -89,10 +88,12 @@ class Watcher:
         for key in [key for key in self._watches if key not in found]:
             self._watches.pop(key).close()
         for key, plate in found.items():
-            if key not in self._watches:
-                with contextlib.suppress(OSError):  # it closed in the meantime
-                    self._watches[key] = Watch(plate)
-        return [watch.look() for watch in self._watches.values()]
+            if key in self._watches:
+                self._watches[key].look()
+                continue
+            with contextlib.suppress(OSError):  # it closed in the meantime
+                self._watches[key] = Watch(plate)
+        return list(self._watches.values())
 
     def close(self) -> None:
         """Stop watching all executors."""

@@ -73,7 +73,7 @@ class RayParallelEnv(BatchedEnv):
     @names_right_keyword
     def __init__(  # noqa: PLR0913  # what `ParallelEnv` takes, and where it shall run
         self,
-        num_envs: int | Sequence[Factory],
+        num_envs: int | Sequence[Factory | str],
         make_env: MakeEnv | None = None,
         *,
         num_nodes: int | None = None,

@@ -10,22 +10,26 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from envherd.executor.pools.blueprint import as_factory
 from envherd.workers.errors import EnvError, EnvherdError, FactoryError, RemoteTraceback
 
 _kinds: dict[tuple[type[EnvherdError], type[Exception]], type[EnvherdError] | None] = {}
 
 
 def listed(operation: str, env_fns: Any) -> tuple[Any, ...]:
-    """Return the factories of a vector env.
+    """Return the factories of a vector env; some may be passed as names of envs.
 
     Raises:
-        TypeError: one function instead of a list. ValueError: none.
+        TypeError: one function or name instead of a list.
+        ValueError: an empty list.
+        FactoryError: an entry is no factory.
     """
-    if callable(env_fns):
+    if callable(env_fns) or isinstance(env_fns, str):
+        got, entry = ("one name", repr(env_fns)) if isinstance(env_fns, str) else ("one function", "make_env")
         raise TypeError(
-            f"{operation} failed: expected a list of functions, one per env, got one function. Write [make_env] * 8."
+            f"{operation} failed: expected a list of functions, one per env, got {got}. Write [{entry}] * 8."
         )
-    if not (found := tuple(env_fns)):
+    if not (found := tuple(map(as_factory, env_fns))):
         raise ValueError(f"{operation} failed: expected at least one function, got an empty list.")
     return found
 

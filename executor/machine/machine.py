@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import psutil
 
 from envherd.executor.machine.cgroups import Cgroup, read_cgroup
 from envherd.executor.machine.gpus import Gpu, read_gpus
-from envherd.shm.cgroups import read_word
+from envherd.shm.cgroups import read_count, read_word
 from envherd.shm.platforms import bytes_of_disk, open_descriptors, resource, usable_cpus, user_id
 
 _ROOT = Path("/")
@@ -85,13 +86,7 @@ class Machine:
     @property
     def processes_left(self) -> int | None:
         """Processes and threads that may still be created; None without a limit."""
-        rooms = [room for room in (self.cgroup.pids_room, self._nproc_left) if room is not None]
-        return min(rooms, default=None)
-
-    @property
-    def _nproc_left(self) -> int | None:
-        limit = self.limits.get("nproc")
-        return None if limit is None or user_id() == 0 else max(0, limit - self.user_threads)
+        return _least_left(self.cgroup, self.limits, self.user_threads)
 
 
 def read_machine(root: Path = _ROOT) -> Machine:
@@ -118,6 +113,48 @@ def read_machine(root: Path = _ROOT) -> Machine:
         cpu_pressure=_cpu_pressure(),
         gpus=read_gpus(),
     )
+
+
+def processes_left() -> int | None:
+    """Return how many processes and threads this process may still create, at most; None without a limit."""
+    rooms = (_least_left(read_cgroup(), _limits(), _user_threads()), read_count(Path("/proc/sys/kernel/pid_max")))
+    return min((room for room in rooms if room is not None), default=None)
+
+
+def _least_left(cgroup: Cgroup, limits: dict[str, int | None], user_threads: int) -> int | None:
+    """Return how many processes and threads the tightest limit leaves; root is not held to "nproc"."""
+    nproc = None if user_id() == 0 else limits.get("nproc")
+    own = None if nproc is None else max(0, nproc - user_threads)
+    return min((room for room in (cgroup.pids_room, own) if room is not None), default=None)
+
+
+class Others:
+    """Measures how much of the processors' time other programs take from now on.
+
+    Args:
+        cpus: ids of the processors.
+    """
+
+    def __init__(self, cpus: tuple[int, ...]) -> None:
+        self._cpus = cpus
+        self._began, self._taken_s = time.monotonic(), self._read()
+
+    def share(self) -> float:
+        """Return the share so far, 0..1. What has run is known to 10 ms for each process."""
+        span_s = max(1e-9, (time.monotonic() - self._began) * len(self._cpus))
+        return min(1.0, max(0.0, (self._read() - self._taken_s) / span_s))
+
+    def _read(self) -> float:
+        """Return seconds that the processors have run programs other than this one, its children and theirs."""
+        seconds = 0.0
+        for cpu, times in enumerate(psutil.cpu_times(percpu=True)):
+            if cpu in self._cpus:
+                seconds += times.user + times.system + getattr(times, "nice", 0.0) + getattr(times, "steal", 0.0)
+        own = psutil.Process()
+        for process in (own, *own.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                seconds -= sum(process.cpu_times()[:4])  # with those of children that have ended
+        return seconds
 
 
 def usable_cores(root: Path = _ROOT) -> int:

@@ -6,6 +6,7 @@ Also check that the envs which were built have specs that fit together.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,18 +14,21 @@ from typing import Any
 import numpy as np
 
 from envherd.executor.machine.machine import usable_cores
+from envherd.executor.machine.room import require_room
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.interpreters import check_interpreter, spread_apart
 from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters import is_env_like
+from envherd.workers.adapters.env_names import factory_for
 from envherd.workers.adapters.named import reference_of
 from envherd.workers.build import Factory, are_equal, check_factory, describe, modules_of, pickle_factory
 from envherd.workers.errors import FactoryError, SpecError
 from envherd.workers.interpreters import interpreter_of
 from envherd.workers.seeding import as_root_seed
 
-MakeEnv = Factory | Sequence[Factory]
+#: A factory or a name of an env (see `env_names`), or a list of them.
+MakeEnv = Factory | str | Sequence[Factory | str]
 EnvKwargs = dict[str, Any] | Sequence[dict[str, Any]] | None
 
 #: Module of envs -> slow module that they import when they are built, if it is installed: a `GymEnv` checks for
@@ -42,7 +46,8 @@ def counted(num_envs: Any, make_env: MakeEnv | None) -> tuple[Any, MakeEnv]:
         if not num_envs:
             raise ValueError("make_env failed: expected at least one factory, got an empty list.")
         return len(num_envs), num_envs
-    if callable(num_envs) or isinstance(num_envs, (list, tuple)):
+    is_name = isinstance(num_envs, str) and make_env is None
+    if callable(num_envs) or isinstance(num_envs, (list, tuple)) or is_name:
         raise FactoryError(
             f"num_envs failed: expected the number of envs first, got {num_envs!r}. Write (4, make_env), or give a "
             f"list of factories alone."
@@ -54,21 +59,37 @@ def as_factories(num_envs: int, make_env: MakeEnv) -> list[Factory]:
     """Return one factory per env.
 
     Raises:
-        FactoryError: an env instance, or something that cannot be called.
-        ValueError: `num_envs` below 1, or a list of another length.
+        FactoryError: an env instance, something that cannot be called, or a name of no env.
+        ValueError: `num_envs` below 1 or far more than the machine can hold, or a list of another length.
     """
     if isinstance(num_envs, bool) or not isinstance(num_envs, (int, np.integer)) or num_envs < 1:
         raise ValueError(f"num_envs failed: expected an int of at least 1, got {num_envs!r}.")
     num_envs = int(num_envs)
+    require_room(num_envs)
     if isinstance(make_env, (list, tuple)):
         if len(make_env) != num_envs:
             raise ValueError(f"make_env failed: expected {num_envs} factories, one per env, got {len(make_env)}.")
         factories = list(make_env)
     else:
         factories = [make_env] * num_envs
-    for factory in dict.fromkeys(map(id, factories)):
-        check_factory(next(f for f in factories if id(f) == factory))
-    return factories
+    made = {id(factory): as_factory(factory) for factory in factories}
+    return [made[id(factory)] for factory in factories]
+
+
+def as_factory(make_env: Any) -> Factory:
+    """Return a factory itself, or the one that a name such as `CartPole-v1` stands for: the same for the same name.
+
+    Raises:
+        FactoryError: anything else, or a name of no env.
+    """
+    if isinstance(make_env, str):
+        return _factory_named(make_env)
+    check_factory(make_env)
+    made: Factory = make_env
+    return made
+
+
+_factory_named = functools.cache(factory_for)
 
 
 def as_kwargs(num_envs: int, env_kwargs: EnvKwargs) -> tuple[dict[str, Any], ...]:
@@ -138,7 +159,10 @@ def draw(
 
     Raises:
         FactoryError: a factory or its keyword arguments cannot be pickled.
+        ValueError, OSError: the machine has no room for so many workers; see `require_room`.
     """
+    num_workers = len(factories) if options.alone else num_workers
+    require_room(num_workers=num_workers * (1 + options.reset_ahead))
     kwargs = as_kwargs(len(factories), env_kwargs)
     _check_kwargs(kwargs)
     interpreters = [interpreter_of(factory) for factory in factories]
@@ -154,7 +178,7 @@ def draw(
     return Blueprint(
         factories=tuple(pickled[id(factory)] for factory in factories),
         env_kwargs=kwargs,
-        blocks=spread_apart(interpreters, len(factories) if options.alone else num_workers),
+        blocks=spread_apart(interpreters, num_workers),
         root_seed=as_root_seed(seed),
         preload=preload,
         interpreters=tuple(interpreters),

@@ -33,7 +33,7 @@ from envherd.executor.pools.error_messages import (
 from envherd.executor.pools.interpreters import environment_for, start_of
 from envherd.executor.pools.preloading import helper_for
 from envherd.executor.pools.variables import gpus_of, variables_of
-from envherd.executor.pools.worker_process import WorkerProcess, check_descriptors, worker_config
+from envherd.executor.pools.worker_process import WorkerProcess, worker_config
 from envherd.executor.pools.zygote import Zygote, surroundings_of
 from envherd.executor.progress import showing
 from envherd.shm import platforms
@@ -132,7 +132,6 @@ class Crew:
             ValueError: the options do not fit this machine.
         """
         self.options.check_here()
-        check_descriptors(len(self.blueprint.blocks))
         self._log_ready(0)
         self._get_helper()
         for worker_id in range(len(self.blueprint.blocks)):

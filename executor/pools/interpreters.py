@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -25,7 +26,7 @@ _NEEDED = ("numpy", "cloudpickle")
 _TIMEOUT_S = 60.0
 #: For any version of Python.
 _ASK = """
-import json, sys
+import json, os, sys
 lacks = {}
 for name in sys.argv[1:]:
     try:
@@ -33,8 +34,11 @@ for name in sys.argv[1:]:
     except Exception as error:
         lacks[name] = "%s: %s" % (type(error).__name__, error)
 name = sys.implementation.name if hasattr(sys, "implementation") else "cpython"
-print(json.dumps({"version": list(sys.version_info[:3]), "name": name, "lacks": lacks}))
+answer = json.dumps({"version": list(sys.version_info[:3]), "name": name, "lacks": lacks})
+os.write(1, ("<envherd>" + answer + "</envherd>").encode("ascii"))
 """
+#: The answer, which a `sitecustomize` may surround with output of its own, or have sent to standard error.
+_ANSWER = re.compile(rb"<envherd>(.*?)</envherd>", re.DOTALL)
 #: Variables that would lead an interpreter to the packages of this one.
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 
@@ -50,17 +54,19 @@ def check_interpreter(python: str) -> None:
         done = subprocess.run(
             [python, "-c", _ASK, *_NEEDED],
             capture_output=True,
-            text=True,
             timeout=_TIMEOUT_S,
-            check=True,
+            check=False,
             stdin=subprocess.DEVNULL,
             env=environment_for(dict(os.environ)),
         )
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        output = getattr(error, "stderr", None) or ""
-        why = output.strip().splitlines()[-1:] or [str(error)]
-        raise FactoryError(f"InPython failed: expected a Python interpreter, got {python} ({why[0]}).") from None
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise FactoryError(f"InPython failed: expected a Python interpreter, got {python} ({error}).") from None
+    found = _ANSWER.search(done.stdout + done.stderr)
+    if found is None:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        why = lines[-1] if lines else f"exit code {done.returncode}"
+        raise FactoryError(f"InPython failed: expected a Python interpreter, got {python} ({why}).")
+    answer: dict[str, Any] = json.loads(found.group(1))
     version = ".".join(map(str, answer["version"]))
     if tuple(answer["version"]) < OLDEST or answer["name"] != "cpython":
         oldest = ".".join(map(str, OLDEST))

@@ -6,7 +6,6 @@ Assumes: Linux (pidfd, memfd, /proc).
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import signal
@@ -24,9 +23,6 @@ from envherd.workers.errors import WorkerLost
 from envherd.workers.messages import Channel
 
 _LAST_LINES = 60
-#: Number of descriptors of the owner: for each worker (socket, log, pidfd), and once per executor (the helper's socket,
-#: lifeline and log; the slab; temporary ones while a process is started).
-_FDS_PER_WORKER, _FDS_OF_EXECUTOR = 3, 12
 
 
 class WorkerProcess:
@@ -172,22 +168,6 @@ def describe_exit(code: int | None) -> str:
         return f"{signal.Signals(-code).name}({code})"
     except ValueError:
         return f"signal {-code}"
-
-
-def check_descriptors(num_workers: int) -> None:
-    """Refuse to start workers beyond the limit on open files.
-
-    Raises:
-        OSError: EMFILE, with the numbers.
-    """
-    limit = platforms.files_limit()
-    num_open, num_wanted = platforms.open_descriptors(), num_workers * _FDS_PER_WORKER + _FDS_OF_EXECUTOR
-    if limit is not None and num_open + num_wanted > limit:
-        raise OSError(
-            errno.EMFILE,
-            f"starting workers failed: expected room for {num_wanted} more open files ({num_workers} workers), got a "
-            f"limit of {limit} of which {num_open} are open. Raise it (ulimit -n), or use fewer workers",
-        )
 
 
 def worker_config(options: ExecutorOptions, worker_id: int) -> dict[str, Any]:

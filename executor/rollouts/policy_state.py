@@ -90,7 +90,7 @@ def run_policy(policy: Callable[[TensorDictBase], Any], root: TensorDictBase) ->
 
     Raises:
         TypeError: the result is no TensorDict. Anything else: of the policy; an error that shows that the policy takes
-            tensors, or reads a key that is not there, has a note that explains it.
+            something else, or reads a key that is not there, has a note that explains it.
     """
     try:
         acted = policy(root)

@@ -18,13 +18,14 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.batches.arguments import WRAP_MODEL, as_count, need_callables
+from envherd.executor.batches.arguments import as_count, need_callables
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.keywords import names_right_keyword
+from envherd.executor.machine.room import require_room
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.policy import Placed, Policy
 from envherd.executor.pools.blueprint import checked_options, choose_workers
-from envherd.executor.show.per_player import OTHERS, PerPlayer, acting_groups, choose_policies
+from envherd.executor.show.per_player import OTHERS, PerPlayer, acting_groups, as_policy, choose_policies
 from envherd.executor.show.playing import Part, Play, RandomActions, Rules
 from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile, fingerprint
 from envherd.executor.show.results import Evaluation, Evaluations
@@ -173,7 +174,9 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
                 play.play_in(next(iter(tasks)), executor)
             elif play.num_left:
                 chosen = default_options() if options is None else _with_infos(options)
-                play.run(choose_workers(play.num_left, num_workers), chosen)
+                seats = choose_workers(play.num_left, num_workers)
+                require_room(num_workers=seats)
+                play.run(seats, chosen)
     finally:
         records.write()
     if play.build_error is not None and all(records.tasks[name].cast is None for name in tasks):
@@ -352,13 +355,7 @@ def _single(policies: Any, spec: EnvSpec, **of_players: Any) -> Policy:
         )
     if policies is None:
         return RandomActions(spec)
-    if isinstance(policies, (Mapping, PerPlayer)) or not callable(policies):
-        advice = f" {WRAP_MODEL}" if hasattr(policies, "predict") else ""
-        raise TypeError(
-            f"evaluate failed: expected a callable or None as the policy of {spec.family} envs of {kind} (or a dict "
-            f"of them by task), got {policies!r}.{advice}"
-        )
-    return policies
+    return as_policy("evaluate", policies, spec)
 
 
 def _by_name(policies: Policies) -> Mapping[str | int, Policy | None]:

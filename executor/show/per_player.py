@@ -19,6 +19,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
+from envherd.executor.batches.arguments import WRAP, WRAP_MODEL
 from envherd.executor.policy import Policy
 from envherd.executor.rollouts.policy_state import leaf_keys, run_policy
 from envherd.shm.specs import Discrete, EnvSpec, Key
@@ -204,6 +205,32 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         shape = (num_envs, len(self.names))
         values = {key: value.expand(*shape, *value.shape).clone() for key, value in state.items()}
         return TensorDict({}, [num_envs]).set(self.group, TensorDict(values, shape))
+
+
+def as_policy(call: str, given: Any, spec: EnvSpec) -> Policy:
+    """Return the policy that a user's object stands for: a callable itself, or a `PerPlayer` for a dict.
+
+    Args:
+        call: for messages.
+        given: a callable, or a dict of policies by player, role and "*" (see `PerPlayer`).
+        spec: of the envs.
+
+    Raises:
+        TypeError: anything else, or a dict for envs that do not have exactly one group of players.
+    """
+    has_players = len(acting_groups(spec)) == 1
+    if isinstance(given, Mapping) and has_players:
+        return PerPlayer(given, spec)
+    if not callable(given) or (isinstance(given, (Mapping, PerPlayer)) and not has_players):
+        kind = "one agent" if not spec.groups else "players" if has_players else "several groups of agents"
+        expected = "a callable or a dict of them by player" if has_players else "a callable"
+        advice = WRAP_MODEL if hasattr(given, "predict") else WRAP
+        raise TypeError(
+            f"{call} failed: expected {expected} as the policy of {spec.family} envs of {kind}, got "
+            f"{type(given).__name__}. {advice}"
+        )
+    policy: Policy = given
+    return policy
 
 
 def choose_policies(

@@ -12,12 +12,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from envherd.executor.machine.machine import Machine
+from envherd.executor.machine.room import FILES_FIXED, FILES_PER_WORKER
 from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.settings import Goal, Refusal, Run, Setting, counted
 from envherd.workers.errors import EnvherdError
 
-#: Number of descriptors that the executor keeps open, in all and for each worker.
-FILES_FIXED, FILES_PER_WORKER = 6, 3
 #: Seconds of a batch in addition to the envs', and of these for each env (CartPole, 2 processors: 27 us with 8 envs in
 #: SerialEnv, about 150 us with 64 envs on 2 workers; 2026-11-27).
 _BATCH_S, _ENV_S = 30e-6, 1e-6

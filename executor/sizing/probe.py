@@ -47,6 +47,10 @@ _SHORT_STEP_S, _SHORT_ENVS, _LIGHT_BYTES = 0.2e-3, 8, 128 * 2**20
 _PATIENCE_FACTOR, _PATIENCE_S = 4.0, 30.0
 #: Bytes by which a process may grow because of Python itself.
 _NOISE_BYTES = 64 * 1024
+#: Most seconds until a worker has counted its last command, and seconds between looks.
+_IDLE_S, _NAP_S = 1.0, 1e-4
+#: No step takes less: all figures are times, and none is 0.
+_LEAST_STEP_S = 1e-8
 #: Least share of a step's processor time that counts as that of other threads.
 _LEAST_HIDDEN = 0.02
 
@@ -184,6 +188,7 @@ class _Env:
         busy_s, cpu_s, delay_s, hidden_s = ((after[1:] - before[1:]) / 1e9).tolist()
         bins, busy_s = without_pause(bins, busy_s)
         # Between commands the worker also computes, as it looks for the next one, and waits for a processor.
+        busy_s = max(busy_s, steps * _LEAST_STEP_S)
         undisturbed_s = min(busy_s, max(busy_s - delay_s, cpu_s, steps * (quantile(bins, 0.1) or 0.0)))
         own_s = min(cpu_s, undisturbed_s)
         hidden_s = hidden_s if hidden_s > _LEAST_HIDDEN * own_s else 0.0
@@ -204,6 +209,9 @@ class _Env:
         The first are the number of steps, and ns: busy, on a processor, waiting for one, on one in other threads.
         """
         words = self._words
+        end = time.monotonic() + _IDLE_S
+        while words["phase"][0] and time.monotonic() < end:  # a worker counts the time of a command after its answer
+            time.sleep(_NAP_S)
         counts = words["env_steps"].sum(), words["busy_ns"][0] - words["reset_ns"][0]
         times = np.subtract(processor_ns(self.pid), self._in_resets)
         return np.array([*counts, *times]), words["step_bins"].copy()

@@ -18,11 +18,14 @@ _BUSY = 0.6
 _MOSTLY_RESETS = 0.5
 #: Least growth of one env in 1,000 steps that is not noise, in bytes.
 _GROWS = 2 * _MIB
-#: Share of the time spent waiting for a processor above which measurements are doubtful.
+#: Share of the probe's time spent waiting for a processor, and of the processors' time that other programs took, above
+#: which measurements are doubtful.
 _DISTURBED = 0.2
 
 
-def reasons(limits: Limits, chosen: Run, runs: Sequence[Run], serial: Run | None) -> tuple[str, tuple[str, ...]]:
+def reasons(
+    limits: Limits, chosen: Run, runs: Sequence[Run], serial: Run | None, others_share: float = 0.0
+) -> tuple[str, tuple[str, ...]]:
     """Return the bottleneck, in one or two words, and the sentences.
 
     Args:
@@ -30,9 +33,11 @@ def reasons(limits: Limits, chosen: Run, runs: Sequence[Run], serial: Run | None
         chosen: the run of the chosen setting.
         runs: all settings that were considered.
         serial: what `SerialEnv` makes with as many envs; None if it is no choice.
+        others_share: of the processors' time, that other programs took meanwhile.
     """
     binding, sentence = _binding(limits, chosen, runs)
-    return binding, (sentence, *_kind(limits, chosen, serial), *_about_env(limits, chosen))
+    sentences = (sentence, *_kind(limits, chosen, serial), *_about_env(limits, chosen))
+    return binding, (*sentences, *_about_load(limits, others_share))
 
 
 def _binding(limits: Limits, chosen: Run, runs: Sequence[Run]) -> tuple[str, str]:
@@ -115,8 +120,10 @@ def _kind(limits: Limits, chosen: Run, serial: Run | None) -> Iterator[str]:
             f"env that crashes takes the program with it; --workers 1 keeps it apart."
         )
     elif is_quiet and serial is not None and serial.steps_per_s >= GOOD_ENOUGH * chosen.steps_per_s:
+        factor = serial.steps_per_s / chosen.steps_per_s
+        many = "as many" if factor < 1 / GOOD_ENOUGH else f"{factor:.1f} times as many"
         yield (
-            f"SerialEnv, in the caller's process, makes as many: {serial.steps_per_s:,.0f} env-steps/s by the probe. "
+            f"SerialEnv, in the caller's process, makes {many}: {serial.steps_per_s:,.0f} env-steps/s by the probe. "
             f"Use it unless the envs may crash."
         )
     if setting.reset_ahead:
@@ -158,10 +165,16 @@ def _about_env(limits: Limits, chosen: Run) -> Iterator[str]:
             f"the env grows by {grown / _MIB:,.1f} MiB per 1,000 steps: at this rate memory is full after about "
             f"{steps:,.0f} steps of each env."
         )
-    if measured.contention > _DISTURBED:
-        quota = "the CPU quota was used up, or " if limits.machine.is_throttled else ""
-        speeds = "" if chosen.is_scaled else " Speeds are those of a busy machine."
-        yield (
-            f"{quota}other processes used the machine: the probe waited for a processor for "
-            f"{measured.contention:.0%} of its time.{speeds}"
-        )
+
+
+def _about_load(limits: Limits, others_share: float) -> Iterator[str]:
+    """Yield a sentence if the measurements are doubtful."""
+    contention = limits.measured.contention
+    if contention <= _DISTURBED and others_share <= _DISTURBED:
+        return
+    quota = "the CPU quota was used up, or " if limits.machine.is_throttled else ""
+    yield (
+        f"{quota}other programs used the machine: they took {others_share:.0%} of the processors' time, and the probe "
+        f"waited for a processor for {contention:.0%} of its own. Another run may advise otherwise: measure when the "
+        f"machine is idle."
+    )

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from envherd.executor.machine.machine import Machine, read_machine
+from envherd.executor.batches.arguments import as_count
+from envherd.executor.machine.machine import Machine, Others, read_machine
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.blueprint import MakeEnv, choose_apart
 from envherd.executor.pools.portable import is_portable
@@ -114,11 +115,16 @@ def recommend(  # noqa: PLR0913  # the env, the goal and the limits
     Raises:
         FactoryError, EnvError, WorkerLost, WorkerTimeout: the env failed, its process died, or a call took too long.
         DoesNotFit: not even one fits.
+        ValueError, OSError: the goal has more envs or workers than this machine can hold.
     """
-    began, here, goal = time.monotonic(), read_machine(), goal or Goal()
+    goal = goal or Goal()
+    if machine is None:
+        goal.require_room()
+    began, here = time.monotonic(), read_machine()
     options = replace(options or ExecutorOptions(), reset_ahead=False)
     subject = Subject(make_env, env_kwargs or {}, options)
     with subject.helper():
+        others = Others(here.cpus)
         measured = probe(
             subject,
             _PROBE_SHARE * budget_s,
@@ -131,9 +137,10 @@ def recommend(  # noqa: PLR0913  # the env, the goal and the limits
         if is_portable(options):
             wanted = [setting for setting in wanted if not setting.reset_ahead]
         if machine is not None or not wanted[0].num_workers:  # `SerialEnv` makes what the probe made
-            return decide(limits, plan(limits, wanted[0]))
+            return decide(limits, plan(limits, wanted[0]), others.share())
         confirmation = Confirmation(subject, limits, (began, began + budget_s), progress)
-        return decide(limits, confirmation.run(limits.fitting(wanted)))
+        runs = confirmation.run(limits.fitting(wanted))
+        return decide(limits, runs, others.share())
 
 
 def plan(limits: Limits, wanted: Setting) -> tuple[Run, ...]:
@@ -145,8 +152,14 @@ def plan(limits: Limits, wanted: Setting) -> tuple[Run, ...]:
     return tuple(map(limits.predict, limits.fitting([wanted])))
 
 
-def decide(limits: Limits, runs: tuple[Run, ...]) -> Sizing:
-    """Return the decision from what was run or planned; pure."""
+def decide(limits: Limits, runs: tuple[Run, ...], others_share: float = 0.0) -> Sizing:
+    """Return the decision from what was run or planned; pure.
+
+    Args:
+        limits: of the machine.
+        runs: what was run or planned.
+        others_share: of the processors' time, that other programs took meanwhile.
+    """
     measured, goal = limits.measured, limits.goal
     ran = [one for one in runs if one.refusal is None]
     fastest = max(ran, key=lambda one: one.steps_per_s)
@@ -156,7 +169,7 @@ def decide(limits: Limits, runs: tuple[Run, ...]) -> Sizing:
         serial = limits.predict(Setting(num_envs=chosen.setting.num_envs, num_workers=0))
         if chosen.setting.num_workers:
             considered = (*runs, serial)
-    binding, why = reasons(limits, chosen, runs, serial)
+    binding, why = reasons(limits, chosen, runs, serial, others_share)
     advice = Advice(
         setting=chosen.setting,
         predicted=chosen,
@@ -167,7 +180,8 @@ def decide(limits: Limits, runs: tuple[Run, ...]) -> Sizing:
         most_envs_in_memory=limits.most_envs(chosen.setting.num_workers),
         meets_target=goal.is_met_by(chosen),
     )
-    relative = tuple(replace(one, relative=one.steps_per_s / fastest.steps_per_s) for one in considered)
+    most = max(one.steps_per_s for one in considered if one.refusal is None)
+    relative = tuple(replace(one, relative=one.steps_per_s / most) for one in considered)
     return Sizing(machine=limits.machine, measured=measured, runs=relative, advice=advice)
 
 
@@ -188,21 +202,19 @@ def resolve(
         return num_envs, num_envs
     if num_envs != "auto" and num_workers != "auto":
         return num_envs, num_workers
-    for name, value in (("num_envs", num_envs), ("num_workers", num_workers)):
-        if isinstance(value, str) and value != "auto":
-            raise ValueError(f"{name} failed: expected an int or 'auto', got {value!r}.")
     is_list = isinstance(make_env, (list, tuple))
     if is_list and num_envs == "auto":
         num_envs = len(make_env)  # type: ignore[arg-type]  # a list
         if num_workers != "auto":
             return num_envs, num_workers
+    fixed: dict[str, int | None] = {}
+    for name, value in (("num_envs", num_envs), ("num_workers", num_workers)):
+        if isinstance(value, str) and value != "auto":
+            raise ValueError(f"{name} failed: expected an int or 'auto', got {value!r}.")
+        fixed[name] = None if value == "auto" else as_count("ParallelEnv", name, value, or_none=name == "num_workers")
     factory: Any = make_env[0] if is_list else make_env  # type: ignore[index]  # a list
     first_kwargs = env_kwargs if env_kwargs is None or isinstance(env_kwargs, dict) else env_kwargs[0]
-    goal = replace(
-        WORKERS_ONLY,
-        num_envs=None if num_envs == "auto" else num_envs,
-        num_workers=num_workers if isinstance(num_workers, int) else None,
-    )
+    goal = replace(WORKERS_ONLY, num_envs=fixed["num_envs"], num_workers=fixed["num_workers"])
     done = recommend(factory, env_kwargs=first_kwargs, goal=goal, budget_s=AUTO_BUDGET_S, options=options)
     setting = done.advice.setting
     _log.info("auto: %d envs on %d workers; %s", setting.num_envs, setting.num_workers, " ".join(done.advice.why))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from envherd.executor.machine.room import require_room
+
 #: "sync": a step of all envs at a time. "first-k": `send`, and `recv` of the half that is ready first.
 Mode = Literal["sync", "first-k"]
 
@@ -70,6 +72,11 @@ class Goal:
     episode_steps: int | None = None
     headroom: float = 0.2
     workers_only: bool = False
+
+    def require_room(self) -> None:
+        """Refuse fixed numbers that this machine cannot hold; see `machine.room`."""
+        num_workers = self.num_workers or 0
+        require_room(self.num_envs or 1, min(num_workers, self.num_envs or num_workers))
 
     def is_met_by(self, run: Run) -> bool | None:
         """Return whether a run reaches the target; None without one."""

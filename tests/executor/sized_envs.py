@@ -24,6 +24,14 @@ class SleepingEnv(CountingEnv):
         return super().step(action)
 
 
+class SlowEnv(CountingEnv):
+    """Takes longer for a step than a short probe lasts."""
+
+    def step(self, action):
+        time.sleep(0.4)
+        return super().step(action)
+
+
 class ThreadedEnv(CountingEnv):
     """Computes in a thread, and waits for it."""
 

@@ -109,6 +109,23 @@ USER_MODULE = """
         return td.set("action", td["done"].long())
 
 
+    def by_player(env):
+        return {"*": None}
+
+
+    class Model:
+        def predict(self, observation):
+            return observation, None
+
+
+    def model(env):
+        return Model()
+
+
+    def returns_a_dict(*, seed=0):
+        return lambda td: {"action": 0}
+
+
     def stubborn():
         return lambda td: td.set("action", 2 * td["done"][:, 0].long() + 2)
 """
@@ -169,6 +186,117 @@ def test_what_is_asked_for_wrongly_is_refused_before_anything_starts(folder, arg
     assert expected in " ".join(result.stderr.replace("│", " ").split())
     assert "Traceback" not in result.output
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == ["my_envs.py"]
+
+
+#: What no machine has, or no number is.
+ODD_NUMBERS = [
+    ("rollout", "--envs", 10**9),
+    ("rollout", "--envs", "9" * 23),
+    ("rollout", "--workers", "9" * 400),
+    ("rollout", "--steps", "9" * 23),
+    ("rollout", "--seed", "9" * 5000),
+    ("evaluate", "--episodes", "9" * 23),
+    ("check", "--together", 10**6),
+    ("check", "--steps", 10**9),
+    ("size", "--envs", 10**9),
+    ("size", "--workers", 10**9),
+    ("size", "--cpus", 10**9),
+    ("size", "--budget", "nan"),
+    ("size", "--policy-ms", "inf"),
+    ("size", "--memory", "9" * 400 + "GiB"),
+    ("size", "--target-steps-per-s", "nan"),
+    ("top", "--interval", "nan"),
+    ("top", "--interval", "1e300"),
+]
+
+
+@pytest.mark.parametrize(("command", "option", "value"), ODD_NUMBERS)
+def test_absurd_numbers_are_refused_before_anything_starts(command, option, value):
+    env = [] if command == "top" else [COUNTING]
+    result = CliRunner().invoke(app, [command, *env, option, str(value)], env={"COLUMNS": "200"})
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.stderr
+    assert option in result.stderr or "failed: expected at most" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("command", "how", "code", "line"),
+    [
+        (f"rollout {COUNTING} --steps 3 --workers 1 -q --json -", ">&-", 2, "got a closed one"),
+        (f"rollout {COUNTING} --steps 3 --workers 1 -q --json -", ">/dev/full", 1, "error: No space left on device."),
+        (f"rollout {COUNTING} --steps 3 --workers 1 -q --json -", "| true", 1, ""),
+        (f"rollout {COUNTING} --steps 3 --workers 1", ">&- 2>&- <&-", 0, ""),
+        ("list gymnasium", ">/dev/full", 1, "error: No space left on device."),
+        ("list gymnasium", "| head -1", 1, ""),
+        ("doctor --json", ">&-", 2, "got a closed one"),
+        ("top --once --json", ">&-", 2, "got a closed one"),
+        ("--version", ">/dev/full", 1, "error: No space left on device."),
+    ],
+)
+def test_an_output_that_is_closed_or_full_gives_one_line(command, how, code, line):
+    script = f"set -o pipefail; {Path(sys.executable).with_name('envherd')} {command} {how}"
+    done = subprocess.run(["bash", "-c", script], stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert line in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.usefixtures("folder")
+def test_json_is_printed_without_a_path_too():
+    for value in ([], ["-"], ["found.json"]):
+        result = check(COUNTING, "--steps", "20", "--json", *value)
+        assert result.exit_code == 0, result.output
+        found = json.loads(Path("found.json").read_text() if "found.json" in value else result.stdout)
+        assert (found["schema"], found["is_ok"]) == ("envherd.check/1", True)
+        assert [rule["result"] for rule in found["rules"]] == ["ok"] * 9
+    result = check("my_envs:Forgets", "--steps", "20", "--json", "--random")
+    assert json.loads(result.stdout)["rules"][5]["result"] == "skipped"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_keyword_arguments_can_be_in_a_file():
+    Path("kwargs.json").write_text('{"length": 4}')
+    plain = figures_of(rollout(COUNTING, "--steps", "8", "--envs", "1", "--env-kwargs", "@kwargs.json", "--json"))
+    assert plain["episodes"] == 2
+    for kwargs, message in (("@none.json", "No such file"), ("[" * 10**5, "JSON object"), ("9" * 5000, "JSON object")):
+        result = rollout(COUNTING, "--env-kwargs", kwargs)
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+@needs("gymnasium")
+@pytest.mark.parametrize("command", [["rollout"], ["evaluate"], ["record", "--gif", "film.gif"]])
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (
+            "by_player",
+            "expected a callable as the policy of gymnasium envs of one agent, got dict. Wrap it",
+        ),
+        ("model", "got Model. Write: lambda td: td.set('action', torch.as_tensor(model.predict("),
+        ("returns_a_dict", "expected the policy to return a TensorDict with the action, got dict. Wrap it"),
+    ],
+)
+def test_what_is_no_policy_is_refused_alike_by_all_commands(command, policy, message):
+    result = CliRunner().invoke(app, [*command, "CartPole-v1", "--policy", f"my_envs:{policy}"])
+    assert result.exit_code == 1, result.output
+    assert message in result.stderr
+
+
+@needs("pettingzoo")
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("command", [["rollout"], ["evaluate"], ["record", "--gif", "film.gif"]])
+def test_policies_by_player_are_taken_by_all_commands(command):
+    name = "pettingzoo:mpe2.simple_spread_v3"
+    done = CliRunner().invoke(app, [*command, name, "--policy", "my_envs:by_player", "--max-steps", "3"])
+    assert done.exit_code == 0, done.output
 
 
 @pytest.mark.slow

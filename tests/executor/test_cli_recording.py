@@ -182,9 +182,12 @@ def test_the_steps_of_episodes_can_be_limited(tmp_path):
     assert data["next", "truncated"][:, [4, 9, 14, 19]].all()
     assert data["next", "done"].sum() == 8
     assert envherd("replay", tmp_path / "data").exit_code == 0
+    for name in ("gymnasium.envs.classic_control:CartPoleEnv", "gymnasium.envs.classic_control:MountainCarEnv"):
+        done = envherd("rollout", name, "--envs", 1, "--steps", 10, "--max-steps", 5, "--json", "-")
+        assert json.loads(done.stdout)["episodes"] == 2, done.output
     refused = envherd("rollout", COUNTING, "--max-steps", 5)
-    assert refused.exit_code == 2
-    assert "--max-steps failed" in refused.output
+    assert refused.exit_code == 1
+    assert "--max-steps failed: expected an env of Gymnasium from" in refused.output
 
 
 @pytest.mark.slow

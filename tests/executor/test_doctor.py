@@ -32,7 +32,7 @@ def test_limits_that_are_too_low_are_said():
     machine = replace(read_machine(), cpu_pressure=0.0, limits={"nofile": 100}, open_files=10, cgroup=Cgroup())
     assert levels(doctor.limits, machine) == ["fail", "ok"]
     finding = next(doctor.limits(machine))
-    assert (finding.found, finding.fix) == ("90 left: enough for 28 workers", "ulimit -n 65536")
+    assert (finding.found, finding.fix) == ("90 left: enough for 26 workers", "ulimit -n 65536")
     assert levels(doctor.limits, replace(machine, limits={"nofile": 600, "as": 2**32})) == ["warn", "ok", "warn"]
     starved = replace(machine, cgroup=Cgroup(cpu_quota=0.5, oom_kills=2, pids_room=5, memory_room=2**20))
     assert levels(doctor.cores, starved) == ["warn", "ok"]

@@ -22,6 +22,8 @@ from tests.extras import needs
 KNOWN = {
     "meltingpot:clean_up": MeltingPotFactory("clean_up"),
     "gymnasium:CartPole-v1": NamedFactory("gymnasium", "CartPole-v1"),
+    "gymnasium:CartPole": NamedFactory("gymnasium", "CartPole-v1"),  # the highest version, as `gymnasium.make` takes it
+    "gymnasium_vec:CartPole:3": NamedFactory("gymnasium_vec", "CartPole-v1", num_rows=3),
     "dm_control:cartpole/balance": NamedFactory("dm_control", "cartpole/balance"),
     "pettingzoo:mpe2.simple_spread_v3": PettingZooFactory("mpe2.simple_spread_v3"),
     "pettingzoo:sisl/multiwalker-v9": PettingZooFactory("sisl/multiwalker-v9"),
@@ -48,7 +50,7 @@ SHORT = {
 UNKNOWN = {
     "meltingpot:clean_pu": ["'clean_pu'", "clean_up"],
     "gymnasium:CartPol-v1": ["'CartPol-v1'", "CartPole-v1"],
-    "gymnasium:CartPole": ["CartPole-v1"],
+    "gymnasium:CartPol": ["CartPole-v1"],
     "gymnasium:no_such_package_x:Thing-v0": ["no_such_package_x"],
     "dm_control:cartpole/balanc": ["cartpole/balance"],
     "dm_control:cartpole": ["DOMAIN/TASK", "cartpole/balance"],
@@ -198,8 +200,8 @@ def test_episodes_are_limited_by_a_field_or_an_argument(name, limit):
 
 
 def test_families_without_a_limit_are_refused():
-    with pytest.raises(FactoryError, match="expected an env of one of meltingpot, gymnasium, pettingzoo, got"):
-        made_for("python:envherd.workers.testing:CountingEnv", None, 5)
+    with pytest.raises(FactoryError, match="expected an env of one of meltingpot, gymnasium, pettingzoo, python"):
+        made_for("gymnasium_vec:CartPole-v1", None, 5)
 
 
 @needs("pettingzoo")

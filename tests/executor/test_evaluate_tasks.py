@@ -303,7 +303,10 @@ def test_an_error_of_the_policy_ends_a_run_in_which_an_env_hangs():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"policies": {"size 2": press}}, "expected a callable or None as the policy"),
+        (
+            {"policies": {"size 2": press}},
+            "policy of gymnasium envs of one agent, got dict. Wrap it",
+        ),
         ({"focal": [0]}, "expected no focal for envs of one agent"),
         ({"env": ["CartPole-v1", "CartPole-v1"]}, "expected tasks of different names, got CartPole-v1 twice"),
         ({"env": {1: Task, "1": Task}}, "expected tasks of different names, got 1 twice"),

@@ -93,7 +93,7 @@ def test_one_policy_acts_for_several_groups_of_agents():
             ("agent", "action"), td["agent", "mask"].long()
         )
 
-    with pytest.raises(TypeError, match=r"envs of several groups of agents .*, got \{'adversary_0': None"):
+    with pytest.raises(TypeError, match=r"envs of several groups of agents, got dict"):
         evaluate({"adversary_0": None}, simple_tag_v3.parallel_env, episodes=1)
     found = evaluate(policy, simple_tag_v3.parallel_env, episodes=1, max_steps=3, num_workers=1)
     assert found.lengths.tolist() == [3]

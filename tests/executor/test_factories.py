@@ -5,9 +5,10 @@ import re
 import threading
 
 import gymnasium
+import numpy as np
 import pytest
 
-from envherd.executor import FactoryError, ParallelEnv, SerialEnv, SpecError
+from envherd.executor import ExecutorOptions, FactoryError, ParallelEnv, SerialEnv, SpecError
 from envherd.workers.testing import CountingEnv
 from tests.extras import needs
 
@@ -47,6 +48,35 @@ def a_torchrl_env():
     return PendulumEnv()
 
 
+@both
+@pytest.mark.parametrize("name", ["CartPole-v1", "gymnasium:CartPole"])
+def test_names_of_the_command_line_are_factories(make, name):
+    with make(2, name, seed=1) as env, make([name, name], seed=1) as listed, make(2, cartpole, seed=1) as plain:
+        expected = plain.rollout(5)["observation"]
+        assert (env.rollout(5)["observation"] == expected).all()
+        assert (listed.rollout(5)["observation"] == expected).all()
+
+
+@both
+@pytest.mark.parametrize("num_envs", [10**9, 10**23, np.int64(10**12), 10**5000], ids=["many", "huge", "numpy", "vast"])
+def test_more_envs_than_the_machine_can_hold_are_refused(make, num_envs):
+    with pytest.raises(ValueError, match=r"num_envs failed: expected at most [\d,]+, because .* MiB of memory"):
+        make(num_envs, cartpole)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_envs": 10**5, "num_workers": 10**5},
+        {"num_envs": 10**5, "options": ExecutorOptions(alone=True)},
+        {"num_envs": "auto", "num_workers": np.int64(10**12)},
+    ],
+)
+def test_more_workers_than_the_machine_can_hold_are_refused(arguments):
+    with pytest.raises((ValueError, OSError), match=r"num_workers failed: expected at most|more open files"):
+        ParallelEnv(make_env=cartpole, **arguments)
+
+
 AN_ENV = "expected a callable that builds an env, got an env: "
 MADE = r"gymnasium\.make\('CartPole-v1'\)"
 #: What is given, as a function that returns it -> what the error says.
@@ -56,7 +86,7 @@ NO_FACTORIES = {
     "an env in a list": (lambda: [cartpole, cartpole()], "got an env"),
     "a number": (lambda: 3, "got builtins.int"),
     "nothing": (lambda: None, "got builtins.NoneType"),
-    "a text": (lambda: "CartPole-v1", "got builtins.str"),
+    "a text": (lambda: "CartPol-v1", "'CartPol-v1' failed: expected one of .*Did you mean CartPole-v1"),
     "a dict": (lambda: {"env": 1}, "got builtins.dict"),
     "what returns nothing": (lambda: lambda: None, "returned None"),
     "what returns a number": (lambda: lambda: 42, "got builtins.int"),

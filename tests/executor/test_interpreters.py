@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from envherd import ExecutorOptions, FactoryError, InPython, ParallelEnv, SerialEnv, WorkerLost, WorkerTimeout
-from envherd.executor.pools.interpreters import num_runs, spread_apart
+from envherd.executor.pools.interpreters import check_interpreter, num_runs, spread_apart
 from tests.gates import wait_for
 
 #: A module that both interpreters import: an env without any library of envs.
@@ -224,10 +224,33 @@ def test_what_is_no_interpreter_or_target_is_refused(python, tmp_path):
 )
 def test_an_interpreter_that_cannot_run_workers_is_refused_with_the_remedy(tmp_path, answer, match):
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho '{{{answer}}}'\n")
+    python.write_text(f"#!/bin/sh\necho '<envherd>{{{answer}}}</envherd>'\n")
     python.chmod(0o755)
     with pytest.raises(FactoryError, match=match):
         ParallelEnv(1, InPython(python, "a:b"))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import atexit; atexit.register(print, 'bye')",
+        "import sys; sys.stdout.write('licence ok ')",
+        "import os; os.dup2(2, 1)",
+        "import atexit, os; atexit.register(os._exit, 3)",
+        "import sys; sys.stdout.reconfigure(encoding='utf-16'); print('hello')",
+    ],
+)
+@pytest.mark.usefixtures("module")
+def test_what_an_interpreter_prints_itself_is_no_obstacle(python, code, monkeypatch):
+    (packages,) = Path(python).parents[1].glob("lib/python*/site-packages")
+    site = packages / "sitecustomize.py"
+    site.write_text(code)
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-16")
+    check_interpreter.cache_clear()
+    try:
+        check_interpreter(python)
+    finally:
+        site.unlink()
 
 
 @pytest.mark.usefixtures("module")

@@ -99,6 +99,13 @@ def test_a_probe_notices_episodes_of_one_length():
 
 
 @pytest.mark.slow
+def test_a_probe_has_a_time_though_one_step_takes_all_of_it():
+    slow = probed(sized_envs.SlowEnv, budget_s=0.1)
+    assert slow.steps_measured == 1
+    assert 0.4 <= slow.step_mean_s < 4
+
+
+@pytest.mark.slow
 def test_a_probe_distinguishes_waiting_from_computing():
     sleeping, counting = (probed(make) for make in (sized_envs.SleepingEnv, CountingEnv))
     assert sleeping.step_mean_s > 2.7e-3  # durations are known to 10 %

@@ -11,6 +11,7 @@ import pytest
 
 from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.machine.gpus import Gpu, parse_apps
+from envherd.executor.machine.room import FILES_FIXED, FILES_PER_WORKER
 from envherd.executor.sizing.confirming import choose, speeds
 from envherd.executor.sizing.limits import DoesNotFit, Limits
 from envherd.executor.sizing.measurement import share_of_ends, without_pause
@@ -112,7 +113,7 @@ def refusal(setting=TWO, measured=None, **machine):
 def test_what_does_not_fit_says_why():
     assert refusal() is None
     assert refusal(memory=140 * MIB) == Refusal("memory", "takes 140 MiB of memory, 112 may be used")
-    assert refusal(limits={"nofile": 20}, open_files=10) == Refusal("open files", "takes 12 open files, 10 are left")
+    assert refusal(limits={"nofile": 20}, open_files=10) == Refusal("open files", "takes 18 open files, 10 are left")
     threads = refusal(measured=measured_of(num_threads=4), cgroup=Cgroup(pids_room=10))
     assert threads == Refusal("processes", "takes 11 processes and threads, 10 are left")
     gpu = refusal(measured=measured_of(gpu_bytes=3 * GIB), gpus=(Gpu("x", 4 * GIB, None),))
@@ -142,7 +143,7 @@ def test_machines_with_very_many_processors_are_planned_for_in_a_moment():
     asked = Setting(num_envs=12_800_000, num_workers=100_000)
     assert limits.refusal(asked).kind == "memory"
     fitting = limits.fitted(asked)
-    assert fitting.num_workers == (20_000 - 10 - 6) // 3
+    assert fitting.num_workers == (20_000 - 10 - FILES_FIXED) // FILES_PER_WORKER
     assert limits.refusal(replace(fitting, num_workers=fitting.num_workers + 1)).kind == "open files"
 
 
@@ -344,8 +345,12 @@ def test_what_a_reader_should_know_is_said():
     measured = measured_of(grown_per_1000_steps_bytes=9 * MIB, contention=0.5, num_threads=2, hidden_cpu_share=0.4)
     why = " ".join(decided(run_of(2, 1000.0), measured=measured).advice.why)
     assert "grows by 9.0 MiB per 1,000 steps" in why
-    assert "other processes used the machine: the probe waited for a processor for 50% of its time" in why
+    assert "other programs used the machine: they took 0% of the processors' time, and the probe waited" in why
     assert "computes in 2 threads besides the worker's" in why
+    limits = Limits(measured_of(), machine_of(), Goal(num_envs=8))
+    busy, quiet = (" ".join(decide(limits, (run_of(2, 1000.0),), share).advice.why) for share in (0.6, 0.1))
+    assert "other programs used the machine: they took 60% of the processors' time" in busy
+    assert "other programs" not in quiet
     assert "--episode-steps" in " ".join(decided(run_of(2, 1.0), measured=measured_of(end_share=0.0)).advice.why)
     alone = " ".join(decided(run_of(2, 1000.0), measured=measured_of(why_alone="one at a time")).advice.why)
     assert "each env needs its own worker: one at a time" in alone
@@ -357,7 +362,9 @@ def test_what_a_reader_should_know_is_said():
 def test_workers_are_compared_with_serial_by_the_probe():
     slow, fast = decided(run_of(2, 700.0)), decided(run_of(2, 1900.0))
     assert slow.serial.steps_per_s == pytest.approx(1000, rel=0.02)
-    assert "SerialEnv, in the caller's process, makes as many: 98" in slow.advice.why[1]
+    assert "SerialEnv, in the caller's process, makes 1.4 times as many: 98" in slow.advice.why[1]
+    assert max(one.relative for one in slow.runs) == 1.0
+    assert "makes as many: 98" in decided(run_of(2, 970.0)).advice.why[1]
     busy = decided(run_of(2, 300.0), measured=measured_of(contention=0.5))
     assert not any("SerialEnv" in why for one in (fast, busy) for why in one.advice.why)
     assert fast.advice.to_plain()["executor"] == "ParallelEnv"

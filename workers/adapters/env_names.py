@@ -23,7 +23,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -207,7 +208,7 @@ def _is_there(module: str) -> bool:
 def _split_rows(name: str) -> tuple[str, dict[str, Any]]:
     """Split `NAME:ROWS` at the last colon; the name may also contain colons."""
     first, _, last = name.rpartition(":")
-    return (first, {"num_rows": int(last)}) if first and last.isdigit() and int(last) else (name, {})
+    return (first, {"num_rows": int(last)}) if first and last.isdecimal() and int(last) else (name, {})
 
 
 def _listed(key: str, rest: str, full_name: str) -> str:
@@ -224,6 +225,9 @@ def _listed(key: str, rest: str, full_name: str) -> str:
     if module:
         import_named(module, full_name)
     known = sorted(family.names() if family.names else ())
+    if of_gymnasium and bare not in known:
+        bare = _latest(bare, [*known, *plug_in_ids()])
+        rest = f"{module}:{bare}" if module else bare
     if of_gymnasium and not module:
         plug_in = (registered_by_plug_ins() if bare in known else plug_in_ids()).get(bare)
         if plug_in is not None:
@@ -237,6 +241,12 @@ def _listed(key: str, rest: str, full_name: str) -> str:
             f"{closest(bare, known)}{family.elsewhere}"
         )
     return rest
+
+
+def _latest(name: str, known: Iterable[str]) -> str:
+    """Return the id of the highest version of an env that is named without one, as `gymnasium.make` takes it."""
+    versions = [int(one[len(name) + 2 :]) for one in known if re.fullmatch(re.escape(name) + r"-v[0-9]+", one)]
+    return f"{name}-v{max(versions)}" if versions else name
 
 
 def _check_module(module: str, full_name: str) -> None:

@@ -32,12 +32,14 @@ class NamedFactory:
         name: of the env, without its family.
         num_rows: envs in one env of `gymnasium_vec` or `envpool`.
         render_mode: "rgb_array" for envs that are to be drawn; None leaves it to the env.
+        max_steps: of `python`: truncate episodes after this number of steps; None leaves it to the env.
     """
 
     family: str
     name: str
     num_rows: int = 8
     render_mode: str | None = None
+    max_steps: int | None = None
 
     @property
     def preload(self) -> tuple[str, ...]:
@@ -138,7 +140,19 @@ def _build_called(made: NamedFactory, **env_kwargs: Any) -> Any:
             f"torchrl:{made.name} failed: expected a TorchRL env, got {type(env).__module__}.{type(env).__qualname__}. "
             f"Name it python:{made.name} to run envs of other families."
         )
-    return env
+    return env if made.max_steps is None else _limited(env, made.name, made.max_steps)
+
+
+def _limited(env: Any, name: str, max_steps: int) -> Any:
+    """Return an env of Gymnasium whose episodes are truncated."""
+    if not is_one_of(env, "gymnasium.core.Env"):
+        raise FactoryError(
+            f"--max-steps failed: expected an env of Gymnasium from {name}, got {type(env).__name__}. Set the limit in "
+            f"the env, or by --env-kwargs."
+        )
+    from gymnasium.wrappers import TimeLimit
+
+    return TimeLimit(env, max_steps)
 
 
 # ---- which names there are -------------------------------------------------------------------------
@@ -211,8 +225,9 @@ def reference_of(factory: Any) -> dict[str, Any]:
         return {**inner, "kwargs": {**inner.get("kwargs", {}), **factory.keywords}} if inner else {}
     if isinstance(factory, NamedFactory):
         rows = f":{factory.num_rows}" if FAMILIES[factory.family].has_rows else ""
-        fields = {"render_mode": factory.render_mode} if factory.render_mode else {}
-        return {"env": f"{factory.family}:{factory.name}{rows}", "fields": fields}
+        fields = {"render_mode": factory.render_mode, "max_steps": factory.max_steps}
+        changed = {name: value for name, value in fields.items() if value is not None}
+        return {"env": f"{factory.family}:{factory.name}{rows}", "fields": changed}
     for key, family in FAMILIES.items():
         kind: Any = family.factory
         if type(factory) is kind:
@@ -347,5 +362,5 @@ FAMILIES = {
         limit="max_cycles",
     ),
     "torchrl": Family(form="torchrl:MODULE:CALLABLE", package="torchrl", is_listed=False),
-    "python": Family(form="python:MODULE:CALLABLE", is_listed=False),
+    "python": Family(form="python:MODULE:CALLABLE", is_listed=False, limit="max_steps"),
 }

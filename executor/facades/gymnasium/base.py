@@ -31,13 +31,12 @@ from envherd.executor.facades.gymnasium.worker import FINAL_OBSERVATION
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.blueprint import checked_options
 from envherd.executor.protocol.flight import Flight
-from envherd.workers.build import check_factory
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import Op
 
 #: (observations, rewards, terminations, truncations, infos)
 StepResult = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
-EnvFns = Sequence[Callable[[], Any]]
+EnvFns = Sequence[Callable[[], Any] | str]
 
 
 class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
@@ -68,8 +67,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.num_envs = len(self.env_fns)
         check_mode(observation_mode)
-        for env_fn in self.env_fns:
-            check_factory(env_fn)
 
     def _options(self, options: ExecutorOptions | None) -> ExecutorOptions:
         """Return options changed for Gymnasium's behaviour: all infos, and the envs' own seeding."""

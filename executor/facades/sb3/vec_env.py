@@ -48,12 +48,11 @@ from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.serial import SerialEnv
 from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters import find_adapter
-from envherd.workers.build import check_factory
 from envherd.workers.errors import ActionError, Busy, EnvError, EnvherdError, FactoryError, SpecError
 from envherd.workers.options import Infos
 from envherd.workers.protocol import Op
 
-EnvFn = Callable[[], Any]
+EnvFn = Callable[[], Any] | str
 #: The method that sb3-contrib looks for.
 _ACTION_MASKS = "action_masks"
 #: SB3's methods that ask the envs, by what the executor asks.
@@ -392,8 +391,6 @@ class SubprocVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is no
     ) -> None:
         options = _as_sb3(checked_options(options), start_method)
         env_fns = listed("SubprocVecEnv", env_fns)
-        for env_fn in env_fns:
-            check_factory(env_fn)
         factories = [Sb3Factory(env_fn, env_id) for env_id, env_fn in enumerate(env_fns)]
         super().__init__(ParallelEnv(len(factories), factories, num_workers=num_workers, options=options))
 

@@ -26,6 +26,7 @@ from envherd.executor.facades.torchrl.attributes import Attributes, Dispatcher, 
 from envherd.executor.facades.torchrl.batched import MakeEnv
 from envherd.executor.facades.torchrl.crew import Crew, WorkerHandle
 from envherd.executor.facades.torchrl.data import BatchedData
+from envherd.executor.machine.room import require_room
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.build import check_factory
 from envherd.workers.errors import FactoryError
@@ -93,7 +94,10 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         options: ExecutorOptions | None = None,
         **kwargs: Any,
     ) -> None:
-        for factory in [create_env_fn] if callable(create_env_fn) else create_env_fn:
+        if isinstance(num_workers, int):
+            require_room(num_workers)
+        factories: Any = create_env_fn
+        for factory in [factories] if callable(factories) or isinstance(factories, str) else factories:
             check_factory(factory, "GymEnv('CartPole-v1')")
         for name, why in _REFUSED.items() if options is not None else ():
             default, value = getattr(ExecutorOptions, name), getattr(options, name)

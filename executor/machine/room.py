@@ -1,0 +1,69 @@
+"""Refuse numbers of envs and of processes that this machine cannot hold, before anything starts.
+
+Guarantees: only what cannot be is refused. The bounds are those of the smallest env and of a worker that has nothing
+but it, so an executor that passes may still be too large: its slab is admitted against the memory when envs have been
+built (`shm.segment.admit`), and `envherd size` measures how many fit.
+"""
+
+from __future__ import annotations
+
+import errno
+
+from envherd.executor.machine.machine import processes_left
+from envherd.shm import platforms
+from envherd.shm.segment import available_bytes
+from envherd.workers.errors import EnvherdError
+
+#: Descriptors of the owner: for each worker (socket, log, pidfd), and once for an executor (the helper's socket,
+#: lifeline and log; the slab; temporary ones while a process is started).
+FILES_PER_WORKER, FILES_FIXED = 3, 12
+#: Bytes of the smallest env in all processes together, and of the smallest worker, below what `CountingEnv` takes (27
+#: KiB in `SerialEnv`, 55 in workers of 6.4 MiB; 2026-11-28).
+_ENV_BYTES, _WORKER_BYTES = 24 * 2**10, 2 * 2**20
+#: No more than this many are always tried: reading the limits on processes takes milliseconds.
+_FEW = 16
+
+
+class TooMany(EnvherdError, ValueError):
+    """More envs or worker processes than the machine can hold, whatever the envs are. Nothing was started."""
+
+
+def require_room(num_envs: int = 1, num_workers: int = 0) -> None:
+    """Refuse numbers that the machine cannot hold.
+
+    Args:
+        num_envs: N.
+        num_workers: processes to start; 0 for envs in this process.
+
+    Raises:
+        TooMany: the memory, or the limits on processes; with the largest number that may fit.
+        OSError: EMFILE: the limit on open files.
+    """
+    available = available_bytes()
+    for name, count, each in (("num_envs", num_envs, _ENV_BYTES), ("num_workers", num_workers, _WORKER_BYTES)):
+        if available is not None and count > _FEW and count * each > available:
+            raise TooMany(
+                f"{name} failed: expected at most {available // each:,}, because {available / 2**20:,.0f} MiB of "
+                f"memory are available and each takes at least {each / 2**10:,.0f} KiB, got {_shown(count)}. Use "
+                f"fewer; `envherd size` measures how many fit."
+            )
+    left = processes_left() if num_workers > _FEW else None
+    if left is not None and num_workers > left:
+        raise TooMany(
+            f"num_workers failed: expected at most {left:,}, the number of processes and threads that the limits here "
+            f"leave, got {_shown(num_workers)}. Use fewer workers, or raise the limit (ulimit -u, docker --pids-limit, "
+            f"TasksMax=, kernel.pid_max)."
+        )
+    limit = platforms.files_limit()
+    num_open, num_wanted = platforms.open_descriptors(), num_workers * FILES_PER_WORKER + FILES_FIXED
+    if num_workers and limit is not None and num_open + num_wanted > limit:
+        raise OSError(
+            errno.EMFILE,
+            f"starting workers failed: expected room for {num_wanted} more open files ({num_workers} workers), got a "
+            f"limit of {limit} of which {num_open} are open. Raise it (ulimit -n), or use fewer workers",
+        )
+
+
+def _shown(count: int) -> str:
+    """Return a number for a message; of a huge one only the size, because Python does not print those."""
+    return str(count) if count < 2**64 else f"a number of {count.bit_length()} bits"
