@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from envherd.executor.async_collector import AsyncCollector, AsyncStatistics
     from envherd.executor.batched import BatchedEnv
-    from envherd.executor.cluster.env import RayParallelEnv
+    from envherd.executor.cluster import RayRollouts
     from envherd.executor.cluster.errors import ClusterError
-    from envherd.executor.cluster.remote_rollouts import RemoteRollouts
     from envherd.executor.collector import Collector
     from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import Capsules, ExecutorOptions
@@ -110,8 +109,7 @@ _HOMES = {
     "PrometheusCollector": "envherd.executor.show.exporting",
     "RandomPlayer": "envherd.executor.show.per_player",
     "Rate": "envherd.executor.show.results",
-    "RayParallelEnv": "envherd.executor.cluster.env",
-    "RemoteRollouts": "envherd.executor.cluster.remote_rollouts",
+    "RayRollouts": "envherd.executor.cluster",
     "ResetNeeded": _ERRORS,
     "SerialEnv": "envherd.executor.serial",
     "SmallPictures": "envherd.workers.block.pictures",
@@ -174,8 +172,7 @@ __all__ = [
     "PrometheusCollector",
     "RandomPlayer",
     "Rate",
-    "RayParallelEnv",
-    "RemoteRollouts",
+    "RayRollouts",
     "ResetNeeded",
     "SerialEnv",
     "SmallPictures",
@@ -212,6 +209,10 @@ if not TYPE_CHECKING:  # to a type checker, unknown names remain unknown
             value = getattr(importlib.import_module(_HOMES[name]), name)
         elif name in _FACADES:
             value = importlib.import_module(f"{__name__}.{name}")
+        elif name == "RayParallelEnv":  # until 0.2; an AttributeError would lose its text in a `from envherd import`
+            raise ImportError(
+                "importing RayParallelEnv failed: expected RayRollouts, which replaces it (docs/cluster.md)."
+            )
         else:
             import difflib
 
