@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-
 # ---- the facade's runners and RLlib's own ------------------------------------------------------
 
 ROUNDS = 7

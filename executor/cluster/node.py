@@ -90,7 +90,8 @@ class Node:
             if state is not None and not self._is_current and call != "load":
                 self.load(state)
                 if rows is not None:
-                    self._env.engine.take_over([row.to_dict() for row in rows.unbind(0)], state["ended"])
+                    roots = [row.to_dict() for row in rows.unbind(0)]
+                    self._env.engine.take_over(roots, np.array(state["ended"]))
             self._is_current = True
             return getattr(self, call)(*args), self.save(with_envs=False)
         except EnvherdError as error:
@@ -163,14 +164,14 @@ class Node:
 
     def save(self, with_envs: bool | None) -> dict[str, Any]:  # noqa: FBT001
         """Return the state: that of `ParallelEnv`, the policy's generator, which envs have ended, and the place."""
-        ended = self._env.engine.states.needs_reset.copy()
-        others = {"torch": torch.get_rng_state().numpy(), "ended": ended, "place": self._place}
+        ended = self._env.engine.states.needs_reset.tolist()
+        others = {"torch": torch.get_rng_state(), "ended": ended, "place": self._place}
         return {**self._env.state_dict(with_envs=with_envs), **others}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore a state."""
         self._env.load_state_dict(state)
-        torch.set_rng_state(torch.tensor(state["torch"]))
+        torch.set_rng_state(state["torch"].clone())
 
     def statistics(self) -> Any:
         """Return the statistics of the envs."""

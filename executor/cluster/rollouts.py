@@ -12,6 +12,7 @@ Guarantees:
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
 import weakref
@@ -167,7 +168,9 @@ class RayRollouts:
         self._guard = CallGuard(self)
         groups: list[Any] = []
         begun = _connect(address)
-        self._finalizer = weakref.finalize(self, _release, groups, self._shares, self._options, has_begun_ray=begun)
+        self._finalizer = weakref.finalize(
+            self, _release, groups, self._shares, self._options, os.getpid(), has_begun_ray=begun
+        )
         how = {"num_workers": num_workers, "seed": self.seed, "options": self._options}
         what = versions(), registries.collect()
         try:
@@ -509,9 +512,11 @@ def _actor(group: Any, index: int, bundle: Mapping[str, float], runtime_env: Any
     )
 
 
-def _release(groups: Sequence[Any], shares: Sequence[_Share], options: ExecutorOptions, *, has_begun_ray: bool) -> None:
+def _release(
+    groups: Sequence[Any], shares: Sequence[_Share], options: ExecutorOptions, owner: int, *, has_begun_ray: bool
+) -> None:
     """Close the envs, end the actors, and release the reservation; end Ray if it was started for it."""
-    if not ray.is_initialized():
+    if not ray.is_initialized() or os.getpid() != owner:  # in a fork of the owner
         return
     try:
         calls = [share.actor.close.options(concurrency_group="watch").remote() for share in shares]

@@ -59,10 +59,7 @@ class Engine(Calls):
         intakes: check and write the inputs of each group of equal envs.
         plain: which calls are made in C.
         side_inputs: env id -> the inputs of its latest step that did not go through the slab, one per side leaf.
-        flights_type: of `flights`.
     """
-
-    flights_type: type[Flights] = Flights
 
     def __init__(
         self, pool: Pool, *, seed: int, device: torch.device | None, copy: bool, options: ExecutorOptions
@@ -85,7 +82,7 @@ class Engine(Calls):
             self.write_inputs = self.intakes[0].put
         recyclable = pool.recyclable if options.recycles else None
         recycler = None if recyclable is None else Recycler(recyclable, self.positions, self.side, options, self.memory)
-        self.flights = self.flights_type(pool, self.positions, self.side, options, recycler)
+        self.flights = Flights(pool, self.positions, self.side, options, recycler)
         self.states = self.flights.states
         self.positions.mark_lost(self.all_ids)  # they need a reset, and their roots show it
         self.guard = CallGuard(self)

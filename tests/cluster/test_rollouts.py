@@ -189,7 +189,7 @@ def test_a_loaded_state_continues_with_the_same_data(shared):
     file = io.BytesIO()
     torch.save(shared.state_dict(), file)
     file.seek(0)
-    state = torch.load(file, weights_only=False)
+    state = torch.load(file, weights_only=True)
 
     def go_on():
         yield shared.rollout(7, policy, auto_reset=False)
