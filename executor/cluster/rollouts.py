@@ -72,7 +72,7 @@ class _Share(SimpleNamespace):
     """The envs of one node.
 
     Attributes:
-        env_ids: int64 `[n]`.
+        env_ids: their ids.
         actor: runs the envs; see `Node`.
         place: where that is.
         state, rows: that the latest answers have returned; see `Node.do`.
@@ -82,6 +82,15 @@ class _Share(SimpleNamespace):
 
     def __str__(self) -> str:
         return f"{self.place} (envs {self.env_ids[0]}-{self.env_ids[-1]})"
+
+
+class _Call:
+    """What a `CallGuard` uses of an engine. An interrupt needs no repair: the next call drops the answers."""
+
+    is_dirty = is_rolling = is_in_flight = False
+
+    def recover(self) -> None:
+        self.is_dirty = False
 
 
 class RayRollouts:
@@ -126,7 +135,7 @@ class RayRollouts:
         FactoryError, SpecError, WorkerLost, WorkerTimeout: as `ParallelEnv`; the message names the node.
     """
 
-    is_resumed = is_dirty = is_rolling = is_in_flight = False
+    is_resumed = False
     num_losses = 0
     version = -1
     _policy: Any = None
@@ -165,7 +174,7 @@ class RayRollouts:
         self._node_timeout_s, self._looked_at, self._logged_at = node_timeout_s, 0.0, time.monotonic()
         self._pending: dict[Any, _Share] = {}
         self._shares: list[_Share] = []
-        self._guard = CallGuard(self)
+        self._guard = CallGuard(_Call())
         groups: list[Any] = []
         begun = _connect(address)
         self._finalizer = weakref.finalize(
@@ -195,10 +204,6 @@ class RayRollouts:
             raise
         self.num_workers = sum(number for _, number in reports)
         self._known = {leaf.key for spec in self.specs for leaf in spec.leaves()}
-
-    def recover(self) -> None:
-        """Continue after an interrupted call."""
-        self.is_dirty = False
 
     # ---- rollouts ----------------------------------------------------------------------------
 

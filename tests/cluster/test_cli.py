@@ -50,6 +50,7 @@ from envherd.executor.cli.app import app
 for address in (sys.argv[1], None):
     if address is None:
         sys.modules["ray"] = None
+        del sys.modules["envherd.executor.cluster.rollouts"]
     asked = ["rollout", "python:envherd.workers.testing:CountingEnv", "--ray", address or "auto"]
     result = CliRunner().invoke(app, asked)
     print(result.exit_code, result.stderr.replace("\\n", " "))

@@ -89,9 +89,12 @@ def test_a_collector_takes_it_and_a_policy_has_its_own_state(fresh):
     for _ in range(3):
         assert_equal(*[collector.collect() for collector in collectors])
     state = Sampler()
-    counts = [fresh[0].rollout(3, state)["count"]]
-    counts += [batch["count"] for batch in itertools.islice(fresh[0].stream(3, state), 2)]
-    assert all((count == torch.arange(3) + 3 * (k > 0)).all() for k, count in enumerate(counts))
+    next_of = {0: 3, 3: 3}
+    assert (fresh[0].rollout(3, state)["count"] == torch.arange(3)).all()
+    for batch in itertools.islice(fresh[0].stream(3, state), 4):
+        share = int(batch["env_ids"][0, 0])
+        assert (batch["count"] == torch.arange(3) + next_of[share]).all()
+        next_of[share] += 3
 
 
 def take_no_action(td):

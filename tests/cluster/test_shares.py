@@ -79,7 +79,6 @@ WRONG = {
     "workers": (lambda _: RayRollouts(1, CountingEnv, num_workers=0), ValueError, "expected num_workers as an int"),
     "an argument": (lambda _: any_rollouts(1, CountingEnv, nodes=2), TypeError, "Did you mean num_nodes?"),
     "an option": (lambda _: any_rollouts(1, CountingEnv, poison=True), TypeError, r"ExecutorOptions\(poison=...\)"),
-    "an address": (lambda _: RayRollouts(1, CountingEnv, address="127.0.0.1:1"), ClusterError, "127.0.0.1:1, got Conn"),
     "the old name": (lambda _: exec("from envherd import RayParallelEnv"), ImportError, "expected RayRollouts, which"),
 }
 
