@@ -274,3 +274,9 @@ def test_an_interrupted_rollout_is_dropped_and_closing_releases_all(tmp_path):
         rollouts.rollout(1)
     while ray.available_resources()["CPU"] != free:  # the test's timeout bounds it
         time.sleep(0.05)
+
+
+def test_the_example_learns_from_both_nodes(cluster, run_example):
+    printed = run_example("ray_rollouts", "--address", cluster.address)
+    assert printed.count("(4, 64) of version") == 12
+    assert "(8, 64) of version 12, from all nodes at once" in printed
