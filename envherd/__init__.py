@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from envherd.executor.async_collector import AsyncCollector, AsyncStatistics
     from envherd.executor.batched import BatchedEnv
-    from envherd.executor.cluster.env import RayParallelEnv
+    from envherd.executor.cluster import RayRollouts
     from envherd.executor.cluster.errors import ClusterError
-    from envherd.executor.cluster.remote_rollouts import RemoteRollouts
     from envherd.executor.collector import Collector
     from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import Capsules, ExecutorOptions
@@ -109,8 +108,7 @@ _HOMES = {
     "PrometheusCollector": "envherd.executor.show.exporting",
     "RandomPlayer": "envherd.executor.show.per_player",
     "Rate": "envherd.executor.show.results",
-    "RayParallelEnv": "envherd.executor.cluster.env",
-    "RemoteRollouts": "envherd.executor.cluster.remote_rollouts",
+    "RayRollouts": "envherd.executor.cluster",
     "ResetNeeded": _ERRORS,
     "SerialEnv": "envherd.executor.serial",
     "SmallPictures": "envherd.workers.block.pictures",
@@ -140,6 +138,8 @@ _FACADES = ("cleanrl", "gymnasium", "pettingzoo", "rllib", "sb3", "torchrl")
 
 #: A name that earlier versions had -> what to use instead.
 _GONE = {
+    "RayParallelEnv": "RayRollouts (docs/cluster.md)",
+    "RemoteRollouts": "RayRollouts (docs/cluster.md)",
     "VmasFactory": "return torchrl.envs.VmasEnv(scenario, num_envs=...) from the factory",
     "benchmarl": "set benchmarl.experiment.experiment.ParallelEnv (docs/torchrl.md)",
     "OldGymFactory": "wrap the env in the factory: shimmy.GymV21CompatibilityV0(env=env)",
@@ -193,8 +193,7 @@ __all__ = [
     "PrometheusCollector",
     "RandomPlayer",
     "Rate",
-    "RayParallelEnv",
-    "RemoteRollouts",
+    "RayRollouts",
     "ResetNeeded",
     "SerialEnv",
     "SmallPictures",

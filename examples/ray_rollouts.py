@@ -1,10 +1,10 @@
-"""Remote rollouts: the policy is sent to the envs' nodes, which return whole rollouts. This scales to many nodes.
+"""Rollouts on the nodes of a Ray cluster: each node runs its envs and a copy of the policy, and returns `[n, T]`.
 
-What it shows: `remote_rollouts()` of a cluster's executor. Each node runs the policy with its envs and returns `[n, T]`
-when it is done. New weights are sent with a version, and every rollout reports how many versions old its weights are.
-The learner makes a few steps of policy gradient, so that the weights change.
+What it shows: `RayRollouts.stream` returns rollouts in the order of their arrival, each with the version of its
+weights. New weights are sent once for all nodes. The learner makes a few steps of policy gradient, so that the weights
+change.
 
-Run: python examples/ray_rollouts.py [--address HOST:PORT]    (without an address, on two nodes started on this machine)
+Run: python examples/ray_rollouts.py [--address HOST:PORT]    (without an address, on two shares of this machine)
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import itertools
 
 import gymnasium
 import torch
-from ray_step import some_cluster  # type: ignore[import-not-found]  # in the same folder
 from tensordict import TensorDictBase
 from torch import nn
 
-from envherd import RayParallelEnv
+from envherd import RayRollouts
 
 NUM_ENVS, NUM_STEPS, NUM_BATCHES = 8, 64, 12
 
@@ -61,14 +60,12 @@ def main() -> None:
     torch.manual_seed(0)
     policy = Policy()
     optimizer = torch.optim.Adam(policy.parameters(), 1e-2)
-    with (
-        some_cluster(parser.parse_args().address) as address,
-        RayParallelEnv(NUM_ENVS, make_env, num_nodes=2, resources_per_node={"CPU": 1}, address=address, seed=0) as env,
-    ):
-        rollouts = env.remote_rollouts()
-        for batch in itertools.islice(rollouts.stream(NUM_STEPS, policy), NUM_BATCHES):
-            learn(policy, optimizer, batch.data)
-            print(f"{tuple(batch.data.shape)} of version {batch.version}, {batch.staleness} behind")
+    where = {"num_nodes": 2, "resources_per_node": {"CPU": 1}, "address": parser.parse_args().address}
+    with RayRollouts(NUM_ENVS, make_env, seed=0, **where) as rollouts:
+        for data in itertools.islice(rollouts.stream(NUM_STEPS, policy), NUM_BATCHES):
+            learn(policy, optimizer, data)
+            version = int(data["policy_version"][0, 0])
+            print(f"{tuple(data.shape)} of version {version}, {rollouts.version - version} behind")
         whole = rollouts.rollout(NUM_STEPS, policy, auto_reset=False)
         print(f"{tuple(whole.shape)} of version {rollouts.version}, from all nodes at once")
 

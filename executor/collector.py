@@ -27,7 +27,7 @@ _log = logging.getLogger("envherd")
 
 
 class Rolls(Protocol):
-    """The methods that a collector uses of an executor: `ParallelEnv`, `SerialEnv`, or `RemoteRollouts`."""
+    """The methods that a collector uses of an executor: `ParallelEnv`, `SerialEnv`, or `RayRollouts`."""
 
     num_envs: int
     specs: tuple[EnvSpec, ...]

@@ -131,8 +131,7 @@ class ExecutorOptions:
             See docs/asynchronous.md.
         capsules: a directory, or `Capsules(...)`. If an env raises, breaks its spec, crashes or hangs, its episode
             (seed and actions) is written to a file there. The error names the file, and `envherd replay FILE` runs the
-            episode again. None writes none. Not for `RayParallelEnv`, the TorchRL facade, and a torch simulator in
-            this process.
+            episode again. None writes none. Not for the TorchRL facade, and a torch simulator in this process.
         first_env_id: id of env 0 for seeds. Executors with the same root seed can each run a share of one large batch
             (on different machines, say). If each sets the id of its first env, their data equal that batch's, bit for
             bit.

@@ -52,8 +52,8 @@ BOXES = {
     "executor/doctor.py": Box(("executor/doctor.py",), "checks of the installation", 18, (3, 3)),
     "executor/show/": Box(("executor/show/*",), "evaluation, films, loggers", 18, (2, 2)),
     "executor/facades/": Box(("executor/facades/*",), "classes of other libraries", 18, (4, 4)),
-    "executor/testing/": Box(("executor/testing/*",), "contract tests for any env", 18, (1, 1)),
-    "executor/cluster/": Box(("executor/cluster/*",), "executors on Ray nodes, as one batch", 17, (1, 1)),
+    "executor/testing/": Box(("executor/testing/*",), "contract tests for any env", 18, (0, 0)),
+    "executor/cluster/": Box(("executor/cluster/*",), "rollouts on the nodes of Ray", 18, (1, 1)),
     "executor/parallel.py": Box(
         ("executor/parallel.py", "executor/__init__.py"), 'ParallelEnv, with "auto"', 17, (3, 3)
     ),

@@ -21,9 +21,8 @@ HOPS = [
     for file, functions in architecture.hops(section)
     for function in functions
 ]
-#: Modules that read a pool's reports besides rows: the flight, its part for losses, and a cluster's flights.
+#: Modules that read a pool's reports besides rows: the flight, and its part for losses.
 READERS = {
-    "executor/cluster/engine.py",
     "executor/protocol/flight.py",
     "executor/protocol/losses.py",
 }

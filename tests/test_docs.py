@@ -32,6 +32,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.glob("**/*.md"))]
 NEEDED = {
     "README.md": ("meltingpot", "gymnasium"),
     "docs/checkpoints.md": ("gymnasium", "box2d"),
+    "docs/cluster.md": ("gymnasium", "ray"),
     "docs/custom_envs.md": ("gymnasium",),
     "docs/evaluation.md": ("gymnasium",),
     "docs/faq.md": ("gymnasium", "media"),

@@ -30,9 +30,7 @@ TESTED = {
     "meltingpot_rollout",
     "meltingpot_torchrl",
     "ppo_cartpole",
-    "ray_async",
     "ray_rollouts",
-    "ray_step",
     "rllib_meltingpot",  # run by tests/executor/facades/test_rllib.py
     "sb3_meltingpot",
     "torchrl_collectors",

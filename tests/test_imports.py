@@ -45,7 +45,7 @@ ALLOWED = {
     "executor/show/exporting.py": {"prometheus_client"},
     "executor/progress.py": {"tqdm"},
     "executor/sizing/plotting.py": {"matplotlib"},
-    "executor/cluster/*.py": {"ray", "cloudpickle"},
+    "executor/cluster/*.py": {"ray"},
     "executor/facades/gymnasium/*": {"gymnasium"},
     "executor/facades/cleanrl/*": {"gymnasium"},
     "executor/facades/leaf_spaces.py": {"gymnasium"},

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -36,6 +36,9 @@ from envherd.shm import platforms
 from envherd.workers.adapters.env_names import Made
 from envherd.workers.adapters.named import named_callable
 from envherd.workers.errors import EnvherdError, FactoryError
+
+if TYPE_CHECKING:
+    from envherd.executor.cluster import RayRollouts
 
 Prepared = TypeVar("Prepared")
 #: How the messages of envherd's own errors begin.
@@ -111,25 +114,34 @@ def noting_interrupt() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def started(made: Made, num_envs: int, *, is_drawn: bool = False, cluster: str | None = None, **how: Any) -> BatchedEnv:
-    """Return an executor of a named env, on this machine or on the nodes of a Ray cluster.
+def started(made: Made, num_envs: int, *, is_drawn: bool = False, **how: Any) -> ParallelEnv:
+    """Return an executor of a named env.
 
     Args:
         made: of the env.
         num_envs: N.
         is_drawn: the envs will be drawn; see `drawing`.
-        cluster: address of the cluster's head, or `auto`; None for this machine.
         **how: further arguments of the executor.
     """
     factory, kwargs = made
-    how["env_kwargs"] = kwargs or None
     if is_drawn:
         how["options"] = drawing(how.get("options") or ExecutorOptions())
-    if cluster is not None:
-        from envherd.executor.cluster import RayParallelEnv
+    return ParallelEnv(num_envs, factory, env_kwargs=kwargs or None, **how)
 
-        return RayParallelEnv(num_envs, factory, address=cluster, **how)
-    return ParallelEnv(num_envs, factory, **how)
+
+def started_on_ray(made: Made, num_envs: int, address: str, **how: Any) -> RayRollouts:
+    """Return rollouts of a named env on the nodes of a Ray cluster.
+
+    Args:
+        made: of the env.
+        num_envs: N.
+        address: of the cluster's head, `auto` for the cluster in use, or `local` for a new one.
+        **how: further arguments of `RayRollouts`.
+    """
+    from envherd.executor.cluster import RayRollouts
+
+    factory, kwargs = made
+    return RayRollouts(num_envs, factory, env_kwargs=kwargs or None, address=address, **how)
 
 
 def drawing(options: ExecutorOptions) -> ExecutorOptions:
@@ -138,11 +150,9 @@ def drawing(options: ExecutorOptions) -> ExecutorOptions:
     return options if has_display else replace(options, env_vars={"MUJOCO_GL": "egl"})
 
 
-def acting(make_policy: Callable[[BatchedEnv], Any] | None, env: BatchedEnv) -> Callable[[Any], Any]:
-    """Return what sets the actions in a batch: the policy that `policy_maker` makes, or random actions."""
-    if make_policy is None:
-        return env.rand_action
-    return functools.partial(run_policy, as_policy("--policy", make_policy(env), env.spec))
+def acting(make_policy: Callable[[Any], Any], env: BatchedEnv | RayRollouts) -> Callable[[Any], Any]:
+    """Return what sets the actions in a batch: the policy that `policy_maker` makes."""
+    return functools.partial(run_policy, as_policy("--policy", make_policy(env), env.specs[0]))
 
 
 def policy_maker(name: str | None, option: str = "--policy") -> Callable[[BatchedEnv], Any] | None:

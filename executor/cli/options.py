@@ -72,9 +72,12 @@ class Rollout(Command):
     env: Env
     envs: NumEnvs = 4
     workers: Workers = None
-    cluster: Annotated[
+    ray: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Run on the nodes of a Ray cluster: HOST:PORT of its head, or auto."),
+        typer.Option(
+            metavar="ADDRESS",
+            help="Run on the nodes of a Ray cluster: HOST:PORT of its head, auto, or local (a new one).",
+        ),
     ] = None
     steps: Annotated[int, typer.Option(min=1, help="Steps of each env; envs whose episode ends are reset.")] = 200
     seed: Seed = None

@@ -47,7 +47,7 @@ def _work(options: Record, made: Made, make_policy: Any) -> int:
     num_steps = num_episodes = 0
     with started(made, 1, is_drawn=options.agent is None, seed=options.seed) as env:
         look = _Views(env).look if options.views else Camera(env, options.agent).look_at_first
-        act = acting(make_policy, env)
+        act = env.rand_action if make_policy is None else acting(make_policy, env)
         root = env.reset()
         frame = look(root)
         film = Film(_GIF_FRAMES, options.steps)

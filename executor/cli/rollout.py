@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich import box
@@ -14,9 +15,17 @@ from rich.console import Console, Group, RenderableType
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
+from tensordict import TensorDictBase
 
-from envherd.executor.batched import BatchedEnv
-from envherd.executor.cli.commands import acting, carry_out, complain, noting_interrupt, policy_maker, started
+from envherd.executor.cli.commands import (
+    acting,
+    carry_out,
+    complain,
+    noting_interrupt,
+    policy_maker,
+    started,
+    started_on_ray,
+)
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from envherd.executor.cli.media import Pictures
 from envherd.executor.cli.option_values import write_text
@@ -24,15 +33,23 @@ from envherd.executor.cli.options import Rollout
 from envherd.executor.cli.returns import Returns
 from envherd.executor.cli.storing import RolloutStore
 from envherd.executor.monitor.statistics import Statistics
+from envherd.executor.parallel import ParallelEnv
 from envherd.executor.show.camera import MediaError
 from envherd.executor.sizing.settings import size_text
 from envherd.workers.adapters.env_names import Made, full_name, made_for
 from envherd.workers.errors import EnvherdError
 from envherd.workers.processes import memory_of
 
+if TYPE_CHECKING:
+    from envherd.executor.cluster import RayRollouts
+
 SCHEMA = "envherd.rollout/1"
 #: Fields of `WorkerStatistics` in the figures.
 _OF_WORKER = ("worker_id", "pid", "env_ids", "busy_share", "uss_bytes", "pss_bytes")
+#: Counts that are summed over the nodes of a cluster.
+_SUMMED = ("env_steps", "agent_steps", "resets", "env_errors", "worker_losses", "interrupted")
+#: Steps of a rollout on a cluster; the bar moves, and Ctrl-C ends the command, after this number.
+_CHUNK = 50
 #: Agents shown by name in the table; the JSON has all of them.
 _MAX_NAMES = 16
 #: Seconds between updates of the progress bar; few updates, so that they do not slow down fast envs.
@@ -51,6 +68,8 @@ def _prepare(options: Rollout) -> tuple[Made, Any, Pictures, RolloutStore | None
         The factory and its arguments, what makes the policy or None, the pictures, and the store or None.
     """
     pictures = Pictures(options.gif, options.png, options.steps)
+    if pictures.are_wanted and options.ray is not None:
+        raise MediaError("--gif or --png failed: expected envs on this machine, got --ray. Leave one of them out.")
     made = made_for(options.env, options.env_kwargs, options.max_steps, with_frames=pictures.are_wanted)
     store = None if options.out is None else RolloutStore(options.out, options.steps)
     return made, policy_maker(options.policy), pictures, store
@@ -65,13 +84,17 @@ def _work(options: Rollout, made: Made, make_policy: Any, pictures: Pictures, st
         torch.set_num_threads(1)
     with console.status(f"starting {options.envs} envs"):
         how: dict[str, Any] = {"num_workers": options.workers, "seed": options.seed}
-        env = started(made, options.envs, is_drawn=pictures.are_wanted, cluster=options.cluster, **how)
+        env: ParallelEnv | RayRollouts
+        if options.ray is None:
+            env = started(made, options.envs, is_drawn=pictures.are_wanted, **how)
+        else:
+            env = started_on_ray(made, options.envs, options.ray, **how)
     with env:
-        act = acting(make_policy, env)
+        act = None if make_policy is None else acting(make_policy, env)
         counted, returns, failure = _collect(options, env, act, pictures, store, console)
         memory = memory_of(os.getpid(), is_alone=True)
         requested = {"env": options.env, "num_envs": options.envs, "num_workers": env.num_workers, "seed": env.seed}
-        found = figures({**requested, "steps": options.steps}, counted, returns, env.statistics(), memory)
+        found = figures({**requested, "steps": options.steps}, counted, returns, _totals(env), memory)
     unwritten: Exception | None = None
     try:
         if counted["steps_done"]:
@@ -93,10 +116,32 @@ def _work(options: Rollout, made: Made, make_policy: Any, pictures: Pictures, st
     return EXIT_INTERRUPTED if counted["interrupted"] else 0
 
 
+def _totals(env: ParallelEnv | RayRollouts) -> Statistics:
+    """Return the statistics of all envs; on a cluster without workers."""
+    if isinstance(env, ParallelEnv):
+        return env.statistics()
+    nodes = env.statistics()
+    return replace(nodes[0], workers=(), **{name: sum(getattr(one, name) for one in nodes) for name in _SUMMED})
+
+
+def _stepped(
+    env: ParallelEnv | RayRollouts, act: Callable[[Any], Any] | None, root: Any, num_steps: int
+) -> Iterator[TensorDictBase]:
+    """Yield each step of all envs, from their root."""
+    if isinstance(env, ParallelEnv):
+        for _ in range(num_steps):
+            td, root = env.step_and_maybe_reset((act or env.rand_action)(root))
+            yield td
+        return
+    for first in range(0, num_steps, _CHUNK):
+        data = env.rollout(min(_CHUNK, num_steps - first), act, auto_reset=not first)
+        yield from data.unbind(1)
+
+
 def _collect(
     options: Rollout,
-    env: BatchedEnv,
-    act: Callable[[Any], Any],
+    env: ParallelEnv | RayRollouts,
+    act: Callable[[Any], Any] | None,
     pictures: Pictures,
     store: RolloutStore | None,
     console: Console,
@@ -112,25 +157,29 @@ def _collect(
         EnvherdError: an env or a worker failed in the first reset or step.
     """
     counted: dict[str, Any] = {"steps_done": 0, "collect_s": 0.0, "keep_s": 0.0, "interrupted": False, "error": None}
-    returns = Returns(env.spec, env.num_envs)
+    returns = Returns(env.specs[0], env.num_envs)
     failure: EnvherdError | None = None
     clock, shown = time.perf_counter, 0.0
     speed = TextColumn("{task.fields[rate]:,.0f} env-steps/s  {task.fields[episodes]} episodes", style="green")
     bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), speed, console=console)
     task = bar.add_task("steps", total=options.steps, rate=0.0, episodes=0)
     with bar, torch.no_grad():
-        root = env.reset()
-        pictures.look(env, 0, root)
+        root = None
+        if isinstance(env, ParallelEnv):
+            root = env.reset()
+            pictures.look(env, 0, root)
+        steps = _stepped(env, act, root, options.steps)
         with noting_interrupt() as pressed:
             try:
                 for step in range(1, options.steps + 1):
                     start = clock()
-                    td, root = env.step_and_maybe_reset(act(root))
+                    td = next(steps)
                     stepped = clock()
                     returns.add(td["next"])
                     if store is not None:
                         store.add(td)
-                    pictures.look(env, step, td["next"])
+                    if isinstance(env, ParallelEnv):
+                        pictures.look(env, step, td["next"])
                     counted["steps_done"] = step
                     counted["collect_s"] += stepped - start
                     counted["keep_s"] += clock() - stepped

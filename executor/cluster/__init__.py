@@ -1,6 +1,19 @@
-"""Beyond one machine: the same batch over the nodes of a Ray cluster. Needs `envherd[ray]`."""
+"""Rollouts on the nodes of a Ray cluster. Needs `envherd[ray]`."""
 
-from envherd.executor.cluster.env import RayParallelEnv
+from typing import TYPE_CHECKING, Any
+
 from envherd.executor.cluster.errors import ClusterError
 
-__all__ = ["ClusterError", "RayParallelEnv"]
+if TYPE_CHECKING:
+    from envherd.executor.cluster.rollouts import RayRollouts
+
+__all__ = ["ClusterError", "RayRollouts"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the class when it is first used: the commands need the error alone, and Ray takes seconds."""
+    if name != "RayRollouts":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from envherd.executor.cluster.rollouts import RayRollouts
+
+    return RayRollouts

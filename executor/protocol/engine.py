@@ -27,7 +27,7 @@ from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.protocol.calls import Calls
 from envherd.executor.protocol.env_batches import EnvBatches
-from envherd.executor.protocol.env_states import State
+from envherd.executor.protocol.env_states import Event, State
 from envherd.executor.protocol.flight import Flight, Flights
 from envherd.executor.protocol.plain import what_is_plain
 from envherd.executor.protocol.positions import Positions
@@ -61,10 +61,7 @@ class Engine(Calls):
         stale_roots: looks at the batches that are passed.
         plain: which calls are made in C.
         side_inputs: env id -> the inputs of its latest step that did not go through the slab, one per side leaf.
-        flights_type: of `flights`.
     """
-
-    flights_type: type[Flights] = Flights
 
     def __init__(
         self, pool: Pool, *, seed: int, device: torch.device | None, copy: bool, options: ExecutorOptions
@@ -87,12 +84,13 @@ class Engine(Calls):
             self.write_inputs = self.intakes[0].put
         recyclable = pool.recyclable if options.recycles else None
         recycler = None if recyclable is None else Recycler(recyclable, self.positions, self.side, options, self.memory)
-        self.flights = self.flights_type(pool, self.positions, self.side, options, recycler)
+        self.flights = Flights(pool, self.positions, self.side, options, recycler)
         self.states = self.flights.states
         if loans is not None:
             loans.is_written = self.flights.is_written
         self.positions.mark_lost(self.all_ids)  # they need a reset, and their roots show it
         self.guard = CallGuard(self)
+        self._was_lost_elsewhere = np.zeros(self.num_envs, bool)
         self.side_inputs: dict[int, list[Any]] = {}
         self.use_seed(seed)
         self.stale_roots = StaleRoots.of(self.specs)
@@ -275,27 +273,45 @@ class Engine(Calls):
         self.ask("allow_steps", self.all_ids.tolist())
         self.restore(self.all_ids, None, None)
 
+    def take_over(self, roots: Sequence[Mapping[str, Any]], ended: np.ndarray) -> None:
+        """Continue the batch of another executor, which was lost with its envs.
+
+        A rollout without a reset then begins with an interrupted row for each env whose episode was lost.
+
+        Args:
+            roots: the last roots of all envs there.
+            ended: bool `[N]`, envs whose episodes had ended.
+        """
+        self.restore(self.all_ids, roots, ended)
+        self.states.move(np.flatnonzero(~ended), Event.IS_LOST)
+        self._was_lost_elsewhere = ~ended
+
     def reset_for_rollout(self, *, auto_reset: bool) -> tuple[np.ndarray, np.ndarray | None]:
         """Reset all envs, or those that have ended.
 
         Returns:
             `(fresh, cut)`: bool `[N]`, envs that were reset; int64 `[k]`, envs that were running until a loss during
-            this call (see `Flight`), or None for none.
+            this call or elsewhere (see `Flight`, `take_over`), or None for none.
         """
+        was_lost = self._was_lost_elsewhere
+        if was_lost.any():
+            self._was_lost_elsewhere = np.zeros(self.num_envs, bool)
         if auto_reset:
             self.write_reset_masks(None)
             self.reset_envs(self.all_ids)
             return np.ones(self.num_envs, bool), None
-        fresh = self.states.needs_reset
-        if not fresh.any():
-            return fresh, None
+        needs_reset = self.states.needs_reset
+        if not needs_reset.any():
+            return needs_reset, None
+        fresh = needs_reset & ~was_lost
         positions = self.positions
         running = np.flatnonzero(~fresh).tolist() if positions.has_interrupted else []
         flags = {
             i: {leaf.key: positions.latest_root(i)[leaf.key].copy() for leaf in self.specs[i].done} for i in running
         }
-        self.write_reset_masks(self.batches.ended_parts(fresh))
-        self.reset_envs(np.flatnonzero(fresh))
+        if fresh.any():
+            self.write_reset_masks(self.batches.ended_parts(fresh))
+            self.reset_envs(np.flatnonzero(fresh))
         cut = np.flatnonzero(self.states.needs_reset & ~fresh)
         for env_id in cut.tolist():  # the interrupted row reports the loss, not the row before it
             for key, flag in flags[env_id].items():

@@ -1,7 +1,7 @@
 """One Ray cluster of three nodes on this machine, for all tests here.
 
 It is started before the first count of a test's resources, so the check after each test finds only resources left by
-the executor. The driver's own sockets and maps of Ray's object store are not counted; hosts and their descendants are,
+the executor. The driver's own sockets and maps of Ray's object store are not counted; actors and their descendants are,
 on any node.
 """
 
@@ -16,24 +16,15 @@ import pytest
 
 from tests.conftest import Possessions, command, descendants
 from tests.extras import skip_without
-from tests.scale import IS_FULL
 
 _STORE_BYTES = 80 * 2**20
-#: A node whose raylet is silent is dead after some seconds, rather than most of a minute. Only full runs wait for that,
-#: and on a busy machine a raylet may be silent for some seconds.
-_HEALTH_CHECKS = {
-    "health_check_initial_delay_ms": 1000,
-    "health_check_period_ms": 1000,
-    "health_check_timeout_ms": 2000,
-    "health_check_failure_threshold": 3,
-}
-#: Seconds for Ray to end a killed host on a busy machine.
+#: Seconds for Ray to end a killed actor on a busy machine.
 _GRACE_S = 20.0
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
-    """Return a cluster: a head without processors, where the driver is, and nodes with eight and six."""
+    """Return a cluster: a head without processors, where the driver is, and three nodes with two."""
     skip_without("ray")
     import ray
     from ray.cluster_utils import Cluster
@@ -42,14 +33,13 @@ def cluster() -> Iterator[Any]:
     head = {
         "num_cpus": 0,
         "include_dashboard": False,
-        "include_log_monitor": False,  # nobody reads what it copies, and it takes a processor's time
+        "include_log_monitor": False,  # no test reads what it copies, and it takes a processor's time
         "object_store_memory": _STORE_BYTES,
-        "_system_config": _HEALTH_CHECKS if IS_FULL else {},
     }
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        for num_cpus in (8, 6):
-            cluster.add_node(num_cpus=num_cpus, object_store_memory=_STORE_BYTES, wait=False)
+        for _ in range(3):
+            cluster.add_node(num_cpus=2, object_store_memory=_STORE_BYTES, wait=False)
         cluster.wait_for_nodes()
         ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
         yield cluster
@@ -58,20 +48,16 @@ def cluster() -> Iterator[Any]:
         cluster.shutdown()
 
 
-def hosts() -> list[str]:
-    """Return envherd's descendants of this process: hosts, helpers, workers."""
-    found = []
-    for pid in sorted(descendants()):
-        line = command(pid)
-        if "NodeHost" in line or "envherd.workers" in line:
-            found.append(f"process {pid}: {line[:200]}")
-    return found
+def actors() -> list[str]:
+    """Return envherd's descendants of this process: actors, helpers, workers."""
+    lines = {pid: command(pid) for pid in sorted(descendants())}
+    return [f"process {pid}: {line[:200]}" for pid, line in lines.items() if "::Node" in line or "envherd" in line]
 
 
 def is_rays(line: str) -> bool:
     """Return whether a descriptor is one of the driver's connections to Ray, or a thread was not started by Python.
 
-    Ray's threads log an error that nobody has asked for, also of a host of an earlier test.
+    Ray's threads log an error of an earlier test's actor.
     """
     if line.startswith("thread Dummy-"):
         return True
@@ -84,16 +70,15 @@ def is_rays(line: str) -> bool:
 @pytest.fixture(autouse=True)
 def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves anything behind on any node; see the fixture of this name in `tests/conftest.py`."""
-    if "cluster" in request.fixturenames:
-        request.getfixturevalue("cluster")
-    if "shared_env" in request.fixturenames:
-        request.getfixturevalue("shared_env")
-    before, running = Possessions(), set(hosts())
+    for name in ("cluster", "shared"):
+        if name in request.fixturenames:
+            request.getfixturevalue(name)
+    before, running = Possessions(), set(actors())
     yield
     end = time.monotonic() + _GRACE_S
     while True:
         left = [line for line in before.gained() if not is_rays(line)]
-        left += [line for line in hosts() if line not in running]
+        left += [line for line in actors() if line not in running]
         if not left or time.monotonic() > end:
             break
         time.sleep(0.05)

@@ -1,58 +1,57 @@
-"""Envs that tests of the cluster command from outside, through files."""
+"""Envs and policies for tests of the cluster."""
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from envherd.workers.adapters.base import StepValues
 from envherd.workers.testing import CountingEnv
+from tests.gates import Gate
 
 
-class GatedEnv(CountingEnv):
-    """Steps only while a file is there.
+class SlowEnv(CountingEnv):
+    """Each step takes some seconds.
 
     Args:
-        gate: the file's path.
+        step_s: seconds.
     """
 
-    def __init__(self, gate: str) -> None:
+    def __init__(self, step_s: float) -> None:
         super().__init__(1_000)
-        self._gate = Path(gate)
+        self._step_s = step_s
 
     def step(self, action: list[Any]) -> StepValues:
-        """Wait for the file, after making one of the same name that ends with "-waits-" and this process's id."""
-        if not self._gate.exists():
-            Path(f"{self._gate}-waits-{os.getpid()}").touch()
-        while not self._gate.exists():
-            time.sleep(0.002)
+        """Wait, then step."""
+        time.sleep(self._step_s)
         return super().step(action)
 
 
-class OnceEnv(CountingEnv):
-    """Can be built only once, which a file records. Its episodes have two steps.
+class GatedEnv(CountingEnv):
+    """Waits at a gate in each step.
 
     Args:
-        flag: the file's path.
+        folder: of the gate.
     """
 
-    def __init__(self, flag: str) -> None:
-        if Path(flag).exists():
-            os._exit(3)
-        Path(flag).touch()
-        super().__init__(2)
+    def __init__(self, folder: str) -> None:
+        super().__init__(1_000)
+        self._gate = Gate(folder)
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Wait, then step."""
+        self._gate.pass_through()
+        return super().step(action)
 
 
 class Counter(torch.nn.Module):
     """A policy whose action is the step counter plus its one weight, modulo 5."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.shift = torch.nn.Parameter(torch.zeros(1))
+        self.shift = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
 
     def forward(self, td: Any) -> Any:
         """Set the action."""
@@ -65,3 +64,13 @@ class HeldCounter(Counter):
     def __init__(self) -> None:
         super().__init__()
         self.held = (number for number in range(3))
+
+
+class Sampler(Counter):
+    """Draws its actions; its own state, `count`, grows by 1 with each step."""
+
+    def forward(self, td: Any) -> Any:
+        """Set the action, and the state."""
+        count = td.get("count", torch.zeros(td.batch_size, dtype=torch.int64))
+        td["next"] = {"count": count + 1}
+        return td.set("action", torch.randint(0, 5, td.batch_size)).set("count", count)

@@ -5,7 +5,6 @@ import importlib
 import logging
 import re
 from typing import Any
-from unittest import mock
 
 import gymnasium
 import numpy as np
@@ -21,7 +20,6 @@ from envherd import (
     ExecutorOptions,
     FactoryError,
     ParallelEnv,
-    RemoteRollouts,
     SerialEnv,
     progress,
 )
@@ -188,30 +186,6 @@ METHODS = {
         "expected an executor first",
     ),
 }
-
-
-def remote_rollouts(policy_factory=None):
-    """Return remote rollouts without a cluster."""
-    return RemoteRollouts(mock.Mock(num_envs=2, specs=()), mock.Mock(), policy_factory, print)
-
-
-REMOTE = {
-    "max_steps": (lambda one: one.rollout(1.5), ValueError, "rollout failed: expected max_steps"),
-    "a policy": (lambda one: one.rollout(3, "act"), TypeError, "rollout failed: expected policy to be a callable"),
-    "auto_reset": (lambda one: one.rollout(3, auto_reset=1), ValueError, "expected auto_reset to be True or False"),
-    "a state": (lambda one: one.rollout(3, tensordict=3), TypeError, "expected tensordict as a TensorDict"),
-    "a primer": (lambda one: one.rollout(3, primer=TensorDict({}, [3])), ValueError, "expected primer with a row for"),
-    "steps of a stream": (lambda one: next(one.stream(0)), ValueError, "stream failed: expected max_steps"),
-    "overlap": (lambda one: next(one.stream(3, overlap=1)), ValueError, "expected overlap to be True or False"),
-    "a factory": (lambda _: remote_rollouts(3), TypeError, "expected policy_factory to be a callable"),
-}
-
-
-@pytest.mark.parametrize("name", REMOTE)
-def test_remote_rollouts_name_the_argument(name):
-    call, error, text = REMOTE[name]
-    with pytest.raises(error, match=text):
-        call(remote_rollouts())
 
 
 def test_a_policy_that_takes_tensors_gets_a_note_and_keeps_its_error(env):
@@ -405,7 +379,6 @@ GYM, ZOO, SB3 = (f"envherd.executor.facades.{name}" for name in ("gymnasium", "p
         meant("envherd.AsyncCollector", "max_batches", "max_batch"),
         meant("envherd.ExecutorOptions", "step_timeout", "step_timeout_s"),
         meant("envherd.ExecutorOptions", "on_worker_lost", "on_worker_loss"),
-        meant("envherd.RayParallelEnv", "nodes", "num_nodes"),
         meant(f"{GYM}.AsyncVectorEnv", "n_workers", "num_workers"),
         meant(f"{GYM}.SyncVectorEnv", "autoreset", "autoreset_mode"),
         meant(f"{ZOO}.ParallelVectorEnv", "num_cpus", "num_workers"),
@@ -415,7 +388,7 @@ GYM, ZOO, SB3 = (f"envherd.executor.facades.{name}" for name in ("gymnasium", "p
 )
 def test_an_unknown_keyword_names_the_one_that_is_meant(path, name, advice):
     module, _, kind = path.rpartition(".")
-    given = [] if module == "envherd" and kind != "RayParallelEnv" else [[CountingEnv]]
+    given = [] if module == "envherd" else [[CountingEnv]]
     with pytest.raises(TypeError, match=re.escape(f"{kind} failed: it has no argument '{name}'. {advice}")):
         getattr(importlib.import_module(module), kind)(*given, **{name: 4})
 

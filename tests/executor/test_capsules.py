@@ -27,7 +27,6 @@ import torch
 from gymnasium.envs.classic_control import CartPoleEnv
 from typer.testing import CliRunner
 
-import envherd
 from envherd import Capsules, EnvError, ExecutorOptions, ParallelEnv, SerialEnv, WorkerLost, WorkerTimeout
 from envherd.executor.cli.app import app
 from envherd.executor.pools.capsule_file import _FIELDS, Capsule, CapsuleError, load_capsule
@@ -682,8 +681,6 @@ def test_it_films_the_episode(tmp_path, stored):
 def test_options_that_do_not_fit_are_refused(tmp_path, stored):
     assert replay(stored(), "--workers", 2).exit_code == 2
     assert replay(tmp_path, "--trust").exit_code == 2
-    with pytest.raises(ValueError, match="RayParallelEnv failed: expected capsules=None, got"):
-        envherd.RayParallelEnv(2, CountingEnv, options=_options(tmp_path))
 
 
 def test_a_simulator_in_this_process_refuses_capsules(tmp_path):

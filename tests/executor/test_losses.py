@@ -827,3 +827,24 @@ def test_ctrl_c_after_a_recv_does_not_have_sent_again(tmp_path):
             env.recv(env_ids=[0])
         env.send(act(env))
         assert sorted(counters(env.recv()["next"])) == [2, 2]
+
+
+@pytest.mark.parametrize("auto_reset", [False, True])
+def test_rows_that_are_taken_over_continue_as_those_of_lost_workers(auto_reset):
+    def policy(td):
+        return td.set("action", td["observation"][:, 1] % 5)
+
+    factories = [functools.partial(CountingEnv, length) for length in (4, 5, 100)]
+    how = {"num_workers": 3, "seed": 1, "options": ExecutorOptions(on_worker_loss="restart")}
+    with ParallelEnv(factories, **how) as lost, ParallelEnv(factories, **how) as heir:
+        lost.rollout(4, policy, break_when_any_done=False)
+        heir.load_state_dict(lost.state_dict(with_envs=False))
+        heir.engine.take_over(lost.engine.batches.roots(lost.engine.all_ids), lost.engine.states.needs_reset.copy())
+        for worker_id in range(3):
+            kill(lost, worker_id)
+        cut = [[False] * 3, [not auto_reset, False, False], [not auto_reset, False, False]]
+        for is_reset, is_cut in ((auto_reset, cut), (False, [[False] * 3] * 3)):
+            how = {"auto_reset": is_reset, "break_when_any_done": False}
+            expected, found = (env.rollout(3, policy, **how) for env in (lost, heir))
+            assert (found == expected).all()
+            assert found["next", "interrupted"].squeeze(-1).tolist() == is_cut

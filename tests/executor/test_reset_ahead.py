@@ -17,7 +17,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd import RayParallelEnv
 from envherd.executor import (
     EnvError,
     ExecutorOptions,
@@ -577,7 +576,6 @@ class TestRefusals:
             ),
             (functools.partial(ahead, CountingEnv, "auto"), "expected a number with reset_ahead, got 'auto'"),
             (functools.partial(ahead, PairEnv), "expected envs of one row, got batches"),
-            (functools.partial(RayParallelEnv, 2, CountingEnv, options=AHEAD), "expected reset_ahead=False"),
         ],
     )
     def test_what_cannot_be(self, make, text):

@@ -194,8 +194,6 @@ def test_envs_that_must_be_alone_have_a_process_each():
 def test_every_executor_that_takes_alone_gives_each_env_a_process():
     blueprint = draw([Place] * 3, None, 1, 0, ExecutorOptions(alone=True))  # as the facades call it
     assert blueprint.blocks == ((0,), (1,), (2,))
-    with pytest.raises(ValueError, match=r"RayParallelEnv failed: expected alone=False, got True"):
-        envherd.RayParallelEnv(2, Place, options=ExecutorOptions(alone=True))
 
 
 class OnePerProcess(CountingEnv):

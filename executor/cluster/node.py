@@ -1,0 +1,216 @@
+"""What runs on a node, in a Ray actor: the envs of a share as a `ParallelEnv`, and a copy of the policy.
+
+Guarantees: errors of envs, workers and arguments are returned, because Ray would wrap them; others are raised. An actor
+that Ray has started in the place of a lost one continues from what the driver knows of that. It ends with its raylet.
+Threads: Ray makes the calls of `do` in one thread, in their order, and `ping` and `close` in a second one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import platform
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
+
+from envherd.executor.cluster.errors import ClusterError
+from envherd.executor.machine.machine import usable_cores
+from envherd.executor.parallel import ParallelEnv
+from envherd.executor.policy import Placed
+from envherd.executor.pools.error_messages import numbering
+from envherd.shm.specs import EnvSpec
+from envherd.workers import registries
+from envherd.workers.errors import EnvherdError
+
+#: Seconds between checks of the parent.
+_PARENT_S = 0.5
+_STREAM = 2**32 - 3  # spawn_key of the policy's generator: different from those of envs and of random actions
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that must be equal on all nodes, by name."""
+    names = ("envherd", "ray", "numpy", "torch", "tensordict", "cloudpickle")
+    return {"python": platform.python_version().rpartition(".")[0], **{name: metadata.version(name) for name in names}}
+
+
+class Node:
+    """Runs the envs of a share; see the module.
+
+    Args:
+        expected: the driver's versions.
+        registered: names of envs; see `workers.registries`.
+        factories: one per env, pickled.
+        cores: of the share; 0 for all.
+        first: id in the batch of env 0.
+        how: further arguments of `ParallelEnv`.
+    """
+
+    _env: Any = None
+    _is_current = False
+    _policy_id = _version = -1
+
+    def __init__(
+        self,
+        expected: Mapping[str, str],
+        registered: bytes,
+        factories: Sequence[bytes],
+        cores: float,
+        first: int,
+        how: Mapping[str, Any],
+    ) -> None:
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="envherd-parent", daemon=True).start()
+        node_id = ray.get_runtime_context().get_node_id()[:8]
+        self._place = f"node {socket.gethostname()}/{node_id}, pid {os.getpid()}"
+        self._task = expected, registered, factories, cores, first, how
+
+    def do(self, call: str, state: dict[str, Any] | None, rows: TensorDictBase | None, *args: Any) -> Any:
+        """Make a call; return its result and the state after it, or the error.
+
+        Args:
+            call: the name of a method.
+            state: that the latest answer has returned; None for the first call.
+            rows: the latest rows of the envs, `[n]`; None if the envs are not in the middle of episodes.
+            *args: of the method.
+        """
+        try:
+            if self._env is None:
+                self._env = self._build(*self._task)
+            # An actor before this one was lost.
+            if state is not None and not self._is_current and call != "load":
+                self.load(state)
+                if rows is not None:
+                    roots = [row.to_dict() for row in rows.unbind(0)]
+                    self._env.engine.take_over(roots, np.array(state["ended"]))
+            self._is_current = True
+            return getattr(self, call)(*args), self.save(with_envs=False)
+        except EnvherdError as error:
+            error.partial = None
+            return error
+
+    def _build(
+        self,
+        expected: Mapping[str, str],
+        registered: bytes,
+        factories: Sequence[bytes],
+        cores: float,
+        first: int,
+        how: Mapping[str, Any],
+    ) -> ParallelEnv:
+        """Start the workers and build the envs; see the class."""
+        for name, version in versions().items():
+            if version != expected[name]:
+                raise ClusterError(
+                    f"RayRollouts failed: expected {name} {expected[name]} on every node, as in the driver, got "
+                    f"{version} on {self._place}. Install the same environment on all nodes."
+                )
+        numbering.first_env_id, numbering.place = first, self._place.partition(",")[0]
+        options = dataclasses.replace(how["options"], first_env_id=how["options"].first_env_id + first)
+        cores = min(usable_cores(), cores or usable_cores())
+        num_workers = how["num_workers"] or min(max(1, int(cores)), len(factories))
+        spawn_key = (_STREAM, options.first_env_id)
+        torch.manual_seed(int(np.random.SeedSequence(how["seed"], spawn_key=spawn_key).generate_state(1)[0]))
+        try:
+            registries.install(registered)
+            made = {pickled: pickle.loads(pickled) for pickled in dict.fromkeys(factories)}
+            own = [made[pickled] for pickled in factories]
+            return ParallelEnv(own, **{**how, "options": options, "num_workers": num_workers})
+        except EnvherdError:
+            raise
+        except Exception as error:
+            raise ClusterError(
+                f"RayRollouts failed: expected {self._place} to build its envs, got {type(error).__name__}: {error}.",
+                remote_traceback=traceback.format_exc(),
+            ) from error
+
+    def report(self) -> tuple[tuple[EnvSpec, ...], int]:
+        """Return the specs of the envs, and the number of workers."""
+        return self._env.specs, self._env.num_workers
+
+    def roll(self, num_steps: int, acting: tuple[int, int, Any, Any] | None, how: Mapping[str, Any]) -> Any:
+        """Make a rollout.
+
+        Args:
+            num_steps: T.
+            acting: the policy's id and version, and Ray's references of what makes it and of its weights; None for
+                random actions.
+            how: further arguments of `rollout`.
+
+        Returns:
+            The data; see `as_arrays`.
+        """
+        policy = None if acting is None else self._take(*acting)
+        return as_arrays(self._env.rollout(num_steps, policy, break_when_any_done=False, **how))
+
+    def _take(self, policy_id: int, version: int, made: Any, weights: Any) -> Placed:
+        """Return the policy with these weights; what the node lacks is fetched."""
+        if policy_id != self._policy_id:
+            self._policy = Placed(pickle.loads(ray.get(made))())
+            self._policy_id = policy_id
+        if version != self._version:
+            load_weights(self._policy.policy, ray.get(weights))
+            self._version = version
+        return self._policy
+
+    def save(self, with_envs: bool | None) -> dict[str, Any]:  # noqa: FBT001
+        """Return the state: that of `ParallelEnv`, the policy's generator, which envs have ended, and the place."""
+        ended = self._env.engine.states.needs_reset.tolist()
+        others = {"torch": torch.get_rng_state(), "ended": ended, "place": self._place}
+        return {**self._env.state_dict(with_envs=with_envs), **others}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore a state."""
+        self._env.load_state_dict(state)
+        torch.set_rng_state(state["torch"].clone())
+
+    def statistics(self) -> Any:
+        """Return the statistics of the envs."""
+        return self._env.statistics()
+
+    def ping(self) -> None:
+        """Return, as a sign of life."""
+
+    def close(self) -> None:
+        """Close the envs."""
+        if self._env is not None:
+            self._env.close()
+
+
+def load_weights(policy: Any, weights: Sequence[np.ndarray]) -> None:
+    """Write a module's parameters, then its buffers; a policy that is no module has none."""
+    with torch.no_grad():
+        for mine, array in zip((*policy.parameters(), *policy.buffers()) if weights else (), weights, strict=True):
+            mine.copy_(torch.tensor(array))
+
+
+def as_arrays(data: TensorDictBase) -> Any:
+    """Return a batch as its shape and its arrays by key, which Ray sends without pickling them.
+
+    A batch of different tasks, or with anything but tensors, is returned unchanged.
+    """
+    found = {key: data.get(key) for key in data.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)}
+    is_plain = type(data) is TensorDict and all(
+        isinstance(value, torch.Tensor) and value.dtype != torch.bfloat16 for value in found.values()
+    )
+    return (tuple(data.batch_size), {key: value.numpy() for key, value in found.items()}) if is_plain else data
+
+
+def _end_with(parent: int) -> None:
+    """End this process without cleanup when its parent has ended, however that ended.
+
+    Ray's own processes check whether their parent has become process 1. Under a session manager, in some containers and
+    with other subreapers it does not, and actors would stay alive with all their workers.
+    """
+    while os.getppid() == parent:
+        time.sleep(_PARENT_S)
+    os._exit(1)

@@ -1,0 +1,562 @@
+"""`RayRollouts`: rollouts on the nodes of a Ray cluster, each of which runs a share of the envs as a `ParallelEnv`.
+
+Guarantees:
+- The data are those of one `ParallelEnv` with the same seed, bit for bit, if the policy draws no random numbers.
+- The policy is sent once, and its weights whenever they have changed, once for all nodes.
+- Every wait ends at the latest when a node is found to be lost or silent. Answers are taken in the order in which the
+  calls were made, among those that have arrived: no node starves, however fast another one is.
+- Nothing of a rollout that was lost with its node is in the data: it is made again where Ray starts the share.
+- An interrupt leaves all nodes usable: the answer to the interrupted call is dropped when the next call is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+
+from envherd.executor.batches.arguments import as_count, need_bools, need_callables, need_state, refuse_unused_root
+from envherd.executor.cluster.errors import ClusterError
+from envherd.executor.cluster.shares import bundles_for, no_room, spread
+from envherd.executor.keywords import names_right_keyword
+from envherd.executor.monitor.statistics import Statistics
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.policy import Placed, Policy
+from envherd.executor.pools.blueprint import (
+    EnvKwargs,
+    MakeEnv,
+    as_factories,
+    as_kwargs,
+    check_agreement,
+    checked_options,
+    counted,
+)
+from envherd.executor.protocol.call_guard import CallGuard
+from envherd.executor.rollouts.policy_state import own_leaves
+from envherd.workers import registries
+from envherd.workers.build import Factory, pickle_factory
+from envherd.workers.errors import Busy, EnvherdError, WorkerLost
+from envherd.workers.pickling import dumps
+from envherd.workers.seeding import as_root_seed
+
+try:
+    import ray
+    from ray.util import placement_group, placement_group_table, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from envherd.executor.cluster.node import Node, versions
+except ModuleNotFoundError as missing:
+    if missing.name != "ray":  # Ray is installed, and lacks a package
+        raise
+
+_log = logging.getLogger("envherd")
+
+#: Seconds for the head of a cluster to accept a connection; Ray itself would try for minutes.
+_CONNECT_S = 5.0
+#: Seconds between checks of nodes that owe an answer, and between lines of the log about those that are not heard.
+_LOOK_S, _LOG_S = 1.0, 10.0
+#: Characters of Ray's error texts that are kept.
+_MAX_LENGTH = 800
+
+
+class _Share(SimpleNamespace):
+    """The envs of one node.
+
+    Attributes:
+        env_ids: their ids.
+        actor: runs the envs; see `Node`.
+        place: where that is.
+        state, rows: that the latest answers have returned; see `Node.do`.
+        version: of the policy in its latest call.
+        ping, heard_at: a question for a sign of life, and when one came last (monotonic seconds).
+    """
+
+    def __str__(self) -> str:
+        return f"{self.place} (envs {self.env_ids[0]}-{self.env_ids[-1]})"
+
+
+class _Call:
+    """What a `CallGuard` uses of an engine. An interrupt needs no repair: the next call drops the answers."""
+
+    is_dirty = is_rolling = is_in_flight = False
+
+    def recover(self) -> None:
+        self.is_dirty = False
+
+
+class RayRollouts:
+    """N envs on the nodes of a Ray cluster, with a copy of the policy on each; a `Collector` takes it as its executor.
+
+    Each node gets a share of contiguous envs, in proportion to its reserved processors, and runs them as a
+    `ParallelEnv`. The policy acts there without grad. Its random draws come from a generator seeded by the root seed
+    and the share.
+
+    Args:
+        num_envs: N, at least one for each node; or a list of N factories alone.
+        make_env: a callable that builds one env, or a list of N callables. Pickled by value and called on the nodes.
+        address: of the cluster; None for the cluster in use, else RAY_ADDRESS, else a new one on this machine.
+        num_nodes: number of shares; None for one on every node with processors (or with `resources_per_node`).
+        resources_per_node: what Ray reserves for each share, `{"CPU": 16, "GPU": 1, ...}`; None for all whole
+            processors of each node.
+        num_workers: worker processes on each node; None for one per processor of its share.
+        env_kwargs: keyword arguments of the factory calls: one dict for all, or a list of N.
+        seed: root seed of everything random; None draws one.
+        options: see `ExecutorOptions`. With `on_worker_loss="restart"`, Ray starts a lost node's share on another one,
+            at most `max_restarts` times; `restart_window_s` does not apply to nodes.
+        policy_factory: builds the policy on a node, if it cannot be pickled, or shall run on a GPU there. The weights
+            still come from the policy that is passed to `rollout` or `stream`.
+        strategy: how Ray places shares, also those of a lost node: "SPREAD" puts each on a different node if it can,
+            "STRICT_SPREAD" always.
+        runtime_env: Ray's runtime environment of the nodes; None for the job's own.
+        placement_timeout_s: seconds to wait for room.
+        node_timeout_s: seconds without a sign of life after which a node counts as lost, the start of its process
+            included.
+
+    Attributes:
+        num_envs: N.
+        specs: one per env.
+        seed: the root seed.
+        version: of the policy on the nodes, from 0; every change of its weights adds 1. -1 before the first.
+        num_losses: nodes (or their actors) that were lost and replaced.
+        is_resumed: see `BatchedEnv`.
+
+    Raises:
+        ClusterError: Ray cannot be reached or has no room, or a node cannot build its envs, or has other versions than
+            this process.
+        FactoryError, SpecError, WorkerLost, WorkerTimeout: as `ParallelEnv`; the message names the node.
+    """
+
+    is_resumed = False
+    num_losses = 0
+    version = -1
+    _policy: Any = None
+    _stream: object = None
+    _sent: Any = (None, None)  # the policy and the contents of its weights
+    _latest: Any = (-1, -1, None, None)  # see `Node.roll`
+
+    @names_right_keyword
+    def __init__(  # noqa: PLR0913  # what `ParallelEnv` takes, and where it shall run
+        self,
+        num_envs: int | Sequence[Factory],
+        make_env: MakeEnv | None = None,
+        *,
+        address: str | None = None,
+        num_nodes: int | None = None,
+        resources_per_node: Mapping[str, float] | None = None,
+        num_workers: int | None = None,
+        env_kwargs: EnvKwargs = None,
+        seed: int | None = None,
+        options: ExecutorOptions | None = None,
+        policy_factory: Callable[[], Policy] | None = None,
+        strategy: str = "SPREAD",
+        runtime_env: Mapping[str, Any] | None = None,
+        placement_timeout_s: float = 60.0,
+        node_timeout_s: float = 180.0,
+    ) -> None:
+        need_callables("RayRollouts", policy_factory=policy_factory)
+        as_count("RayRollouts", "num_workers", num_workers, or_none=True)
+        as_count("RayRollouts", "num_nodes", num_nodes, or_none=True)
+        count, make_env = counted(num_envs, make_env)
+        factories = as_factories(count, make_env)
+        kwargs = as_kwargs(len(factories), env_kwargs)
+        pickled = {id(factory): pickle_factory(factory) for factory in factories}
+        self.num_envs, self.seed = len(factories), as_root_seed(seed)
+        self._options, self._factory = checked_options(options), policy_factory
+        self._node_timeout_s, self._looked_at, self._logged_at = node_timeout_s, 0.0, time.monotonic()
+        self._pending: dict[Any, _Share] = {}
+        self._shares: list[_Share] = []
+        self._guard = CallGuard(_Call())
+        groups: list[Any] = []
+        begun = _connect(address)
+        self._finalizer = weakref.finalize(
+            self, _release, groups, self._shares, self._options, os.getpid(), has_begun_ray=begun
+        )
+        how = {"num_workers": num_workers, "seed": self.seed, "options": self._options}
+        what = versions(), registries.collect()
+        try:
+            free = [dict(node["Resources"]) for node in _nodes()]
+            bundles = bundles_for(free, self.num_envs, num_nodes, resources_per_node)
+            group = placement_group(bundles, strategy=strategy)
+            groups.append(group)
+            _await_room(group, bundles, placement_timeout_s)
+            for index, env_ids in enumerate(spread(self.num_envs, [bundle.get("CPU") or 1.0 for bundle in bundles])):
+                own = [pickled[id(factories[i])] for i in env_ids]
+                mine = {**how, "env_kwargs": [kwargs[i] for i in env_ids]}
+                task = *what, own, bundles[index].get("CPU", 0), env_ids[0], mine
+                actor = _actor(group, index, bundles[index], runtime_env, self._options).remote(*task)
+                place = _place_of(group, index)
+                share = _Share(env_ids=env_ids, actor=actor, place=place, state=None, rows=None, ping=None)
+                self._shares.append(share)
+            reports = self._ask("report")
+            self.specs = tuple(spec for specs, _ in reports for spec in specs)
+            check_agreement(self.specs, factories, kwargs)
+        except BaseException:
+            self.close()
+            raise
+        self.num_workers = sum(number for _, number in reports)
+        self._known = {leaf.key for spec in self.specs for leaf in spec.leaves()}
+
+    # ---- rollouts ----------------------------------------------------------------------------
+
+    @names_right_keyword
+    def rollout(  # noqa: PLR0913  # the arguments of TorchRL's rollout
+        self,
+        max_steps: int,
+        policy: Policy | None = None,
+        *,
+        callback: None = None,
+        auto_reset: bool = True,
+        break_when_any_done: bool = False,
+        tensordict: TensorDictBase | None = None,
+        primer: TensorDictBase | None = None,
+    ) -> TensorDictBase:
+        """Make a rollout on every node with the policy's present weights, and return them as one batch.
+
+        Args:
+            max_steps: T.
+            policy: takes a root batch `[n]` and returns it with the action; None draws random actions on the nodes.
+            callback: must be None: nodes do not wait for each other's steps.
+            auto_reset: reset all envs first; False continues, and resets those that have ended.
+            break_when_any_done: must be False, for the same reason.
+            tensordict: batch `[N]`, with the policy's own state before the first step.
+            primer: batch `[N]`, the policy's state at the beginning of an episode.
+
+        Returns:
+            Batch `[N, T]`, time last. Own memory.
+
+        Raises:
+            EnvError, WorkerLost, WorkerTimeout, Busy, Closed: the rollout is lost; envs without an error continue where
+                it ends.
+            ClusterError: the policy cannot be pickled. Anything else: of the policy.
+        """
+        max_steps = as_count("rollout", "max_steps", max_steps)
+        need_callables("rollout", policy=policy)
+        need_bools("rollout", auto_reset=auto_reset, break_when_any_done=break_when_any_done)
+        if break_when_any_done or callback is not None:
+            raise ValueError(
+                "rollout failed: expected break_when_any_done=False and no callback: nodes act separately."
+            )
+        states = {"tensordict": tensordict, "primer": primer}
+        for name, state in states.items():
+            need_state("rollout", name, state, self.num_envs)
+        refuse_unused_root(tensordict, auto_reset=auto_reset)
+        with self._guard:
+            self._take(policy)
+            for share in self._shares:
+                own = {name: state[share.env_ids].cpu() for name, state in states.items() if state is not None}
+                self._roll(share, max_steps, auto_reset=auto_reset, **own)
+            data = _join(self._answers())
+            for share in self._shares:
+                share.rows = data[share.env_ids, -1]["next"]
+            return data
+
+    def stream(
+        self,
+        max_steps: int,
+        policy: Policy | None = None,
+        *,
+        overlap: bool = True,
+        primer: TensorDictBase | None = None,
+    ) -> Iterator[TensorDictBase]:
+        """Iterate rollouts in the order in which nodes finish them: a slow node does not delay the others.
+
+        Episodes continue from batch to batch, with the policy's own state. Another call ends the iteration.
+
+        Args:
+            max_steps: T.
+            policy: see `rollout`; its weights are read whenever a rollout begins.
+            overlap: begin a node's next rollout before yielding its last one, so the node works while the caller
+                learns; its weights are then one or more versions old. False begins it at the next iteration.
+            primer: see `rollout`.
+
+        Yields:
+            One node's rollout `[n, T]`, with `env_ids` and `policy_version` (int64 `[n, T]`). Own memory.
+        """
+        max_steps = as_count("stream", "max_steps", max_steps)
+        need_callables("stream", policy=policy)
+        need_bools("stream", overlap=overlap)
+        need_state("stream", "primer", primer, self.num_envs)
+
+        def begin(share: _Share) -> None:
+            own = {} if primer is None else {"primer": primer[share.env_ids].cpu()}
+            if share.rows is not None:
+                own["tensordict"] = own_leaves(share.rows, self._known)
+            self._roll(share, max_steps, auto_reset=False, **own)
+
+        with self._guard:
+            self._take(policy)
+            stream = self._stream = object()
+        waiting = self._shares
+        while True:
+            with self._guard:
+                if self._stream is not stream:
+                    raise Busy("stream failed: another call was made since. Iterate over a new stream.")
+                for share in waiting:
+                    begin(share)
+                share, part = self._next_answer()
+                data = _join([part])
+                share.rows = data[:, -1]["next"].clone()
+                data["env_ids"] = torch.tensor(share.env_ids)[:, None].expand(data.batch_size[:2]).clone()
+                data["policy_version"] = torch.full_like(data["env_ids"], share.version)
+                waiting = [share]
+                if overlap:
+                    begin(share)
+                    waiting = []
+            yield data
+
+    def _roll(self, share: _Share, max_steps: int, **how: Any) -> None:
+        """Begin a rollout of a node with the policy's present weights."""
+        self._refresh()
+        share.version = self.version
+        self._begin(share, "roll", max_steps, None if self._policy is None else self._latest, how)
+
+    def _take(self, policy: Any) -> None:
+        """Use a policy from now on; answers to earlier calls are dropped."""
+        self._policy = policy.policy if isinstance(policy, Placed) else policy
+        self._pending.clear()
+        self._stream = None
+
+    def _refresh(self) -> None:
+        """Send what has changed of the policy: its weights, or all of another policy, or of one that is no module.
+
+        Contents are compared, because torch does not count every write to a tensor (by `.data`, by CUDA graphs).
+        """
+        policy = self._policy
+        is_module = isinstance(policy, torch.nn.Module)
+        weights = [_as_array(tensor) for tensor in (*policy.parameters(), *policy.buffers())] if is_module else []
+        present = policy if is_module or policy is None else self._pickle(), [array.tobytes() for array in weights]
+        if policy is None or present == self._sent:
+            return
+        policy_id, _, made, _ = self._latest
+        if present[0] != self._sent[0]:
+            policy_id, made = policy_id + 1, ray.put(self._pickle())
+        self.version += 1
+        self._sent, self._latest = present, (policy_id, self.version, made, ray.put(weights))
+
+    def _pickle(self) -> bytes:
+        """Return what makes the policy on a node."""
+        policy = self._policy
+        try:
+            return dumps(self._factory or (lambda: policy))
+        except Exception as error:
+            raise ClusterError(
+                f"rollout failed: expected a policy that can be pickled, got {type(policy).__name__}: {error}. Give "
+                f"RayRollouts(policy_factory=...), which builds it on the nodes; weights follow the policy here."
+            ) from error
+
+    # ---- calls of nodes ----------------------------------------------------------------------
+
+    def _begin(self, share: _Share, call: str, *args: Any) -> None:
+        # The state and the rows are for an actor that Ray starts in the place of this one.
+        self._pending[share.actor.do.remote(call, share.state, share.rows, *args)] = share
+
+    def _answers(self) -> list[Any]:
+        """Wait for the answers of all nodes; return them in the order of the shares."""
+        found: dict[int, Any] = {}
+        while self._pending:
+            share, answer = self._next_answer()
+            found[share.env_ids[0]] = answer
+        return [found[first] for first in sorted(found)]
+
+    def _next_answer(self) -> tuple[_Share, Any]:
+        """Wait for an answer: that to the oldest of the calls whose answers have arrived."""
+        while True:
+            self._look()
+            refs = [*self._pending]
+            # All that have arrived, in this order: a wait for one returns any of them.
+            ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0] or ray.wait(refs, timeout=_LOOK_S)[0]
+            for ref in ready:
+                share = self._pending.pop(ref)
+                try:
+                    answer = ray.get(ref)
+                except ray.exceptions.RayTaskError:  # the exception of a policy
+                    raise
+                except ray.exceptions.RayError as error:
+                    text = " ".join(str(getattr(error, "cause", None) or error).split())
+                    raise self._loss(share, f"{type(error).__name__}: {text[:_MAX_LENGTH]}") from None
+                if isinstance(answer, EnvherdError):
+                    raise answer
+                result, share.state = answer
+                if share.place != share.state["place"]:
+                    self.num_losses += "pid" in share.place
+                    share.place = share.state["place"]
+                return share, result
+
+    def _look(self) -> None:
+        """Raise the loss of a node that is silent, and log which nodes have not been heard for some time."""
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_S:
+            return
+        self._looked_at, late = now, []
+        for share in self._pending.values():
+            if share.ping is None or ray.wait([share.ping], timeout=0)[0]:
+                share.ping, share.heard_at = share.actor.ping.options(concurrency_group="watch").remote(), now
+            if now - share.heard_at > self._node_timeout_s:
+                ray.kill(share.actor)
+                raise self._loss(share, f"it gave no sign of life for {self._node_timeout_s:g} s")
+            if share.state is None or now - share.heard_at > _LOG_S:
+                late.append(str(share))
+        if late and now - self._logged_at > _LOG_S:
+            self._logged_at = now
+            _log.warning("RayRollouts waits for nodes that are still starting, or are silent: %s.", ", ".join(late))
+
+    def _loss(self, share: _Share, why: str) -> WorkerLost:
+        return WorkerLost(
+            f"the call failed: {share} is lost: {why}. ExecutorOptions(on_worker_loss='restart', max_restarts=...) "
+            f"starts the envs of lost nodes on others.",
+            env_ids=tuple(share.env_ids),
+        )
+
+    # ---- everything else ---------------------------------------------------------------------
+
+    def state_dict(self, *, with_envs: bool | None = None) -> dict[str, Any]:
+        """Return the state for a checkpoint: for each node that of its `ParallelEnv`, and of the policy's generator.
+
+        The policy is not included. See `ParallelEnv.state_dict`.
+        """
+        return {"nodes": self._ask("save", [with_envs] * len(self._shares))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state from `state_dict`, of as many nodes with as many envs: the next rollouts return equal data.
+
+        Raises:
+            ValueError: a state of other shares; nothing was loaded.
+        """
+        parts = state.get("nodes", ())
+        sizes = [len(share.env_ids) for share in self._shares]
+        if [len(part["ended"]) for part in parts] != sizes:
+            raise ValueError(f"load_state_dict failed: expected a state of nodes with {sizes} envs, got another.")
+        self._ask("load", parts=parts)
+        for share, part in zip(self._shares, parts, strict=True):
+            share.state, share.rows = part, None
+        self.is_resumed = all("roots" in part["executor"] for part in parts)
+
+    def statistics(self) -> list[Statistics]:
+        """Return the statistics of each node; those of a node that was replaced begin anew."""
+        return self._ask("statistics")
+
+    def _ask(self, call: str, parts: Sequence[Any] | None = None) -> list[Any]:
+        """Make a call of all nodes, each with its part of an argument, and wait for the answers."""
+        with self._guard:
+            self._take(self._policy)
+            for index, share in enumerate(self._shares):
+                self._begin(share, call, *([] if parts is None else [parts[index]]))
+            return self._answers()
+
+    def close(self) -> None:
+        """Close the envs and release the nodes, within seconds. Idempotent."""
+        self._guard.shut()
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        """Return itself; closed at the end of the `with`."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+
+def _connect(address: str | None) -> bool:
+    """Connect to a cluster, unless this process has done so; return whether this call has."""
+    if "ray" not in globals():
+        raise ClusterError(
+            "RayRollouts failed: expected Ray, which is not installed. Install it, here and on every node: pip install "
+            "'envherd[ray]'."
+        )
+    if ray.is_initialized():
+        return False
+    host, _, port = (address or "").rpartition(":")
+    try:
+        if host and port.isdigit():
+            socket.create_connection((host.removeprefix("ray://"), int(port)), _CONNECT_S).close()
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ClusterError(
+            f"RayRollouts failed: expected a Ray cluster at {address}, got {type(error).__name__}: {error}. Its head "
+            f"prints its address when `ray start --head` starts it. Without an address, Ray starts on this machine."
+        ) from error
+    return True
+
+
+def _await_room(group: Any, bundles: Sequence[Mapping[str, float]], timeout_s: float) -> None:
+    """Wait until Ray has reserved a placement group; raise a `ClusterError` if that takes too long."""
+    if not group.wait(timeout_s):
+        raise no_room(bundles, [dict(node["Resources"]) for node in _nodes()], timeout_s)
+
+
+def _place_of(group: Any, index: int) -> str:
+    """Return the name of the node where Ray has placed a bundle."""
+    node_id = placement_group_table(group)["bundles_to_node_id"][index]
+    hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in _nodes()}
+    return f"node {hosts.get(node_id)}/{node_id[:8]}"
+
+
+def _actor(group: Any, index: int, bundle: Mapping[str, float], runtime_env: Any, options: ExecutorOptions) -> Any:
+    """Return the class of actors that run in a bundle of a placement group."""
+    restarts = options.max_restarts if options.on_worker_loss == "restart" else 0
+    remote: Any = ray.remote  # its types know no concurrency groups
+    return remote(concurrency_groups={"watch": 1})(Node).options(
+        num_cpus=bundle.get("CPU", 0),
+        num_gpus=bundle.get("GPU", 0),
+        memory=bundle.get("memory"),
+        resources={name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU", "memory")},
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+        runtime_env=runtime_env,
+        max_restarts=restarts,
+        max_task_retries=-1 if restarts else 0,  # a call is made again where the actor was started again
+    )
+
+
+def _release(
+    groups: Sequence[Any], shares: Sequence[_Share], options: ExecutorOptions, owner: int, *, has_begun_ray: bool
+) -> None:
+    """Close the envs, end the actors, and release the reservation; end Ray if it was started for it."""
+    if not ray.is_initialized() or os.getpid() != owner:  # in a fork of the owner
+        return
+    try:
+        calls = [share.actor.close.options(concurrency_group="watch").remote() for share in shares]
+        ray.wait(calls, num_returns=len(calls), timeout=options.close_timeout_s) if calls else None
+    finally:
+        for share in shares:
+            ray.kill(share.actor)
+        for group in groups:
+            remove_placement_group(group)
+        if has_begun_ray:
+            ray.shutdown()
+
+
+def _nodes() -> list[dict[str, Any]]:
+    """Return the living nodes."""
+    found: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray says nothing of its type
+    return [node for node in found if node["Alive"]]
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor of any device as an array; numpy has no bfloat16, and float32 has all of its values."""
+    found = tensor.detach().cpu()
+    return (found.float() if found.dtype == torch.bfloat16 else found).numpy()
+
+
+def _join(parts: Sequence[Any]) -> TensorDictBase:
+    """Return rollouts of nodes as one batch, in its own memory; see `as_arrays`."""
+    if len(parts) == 1 and isinstance(parts[0], TensorDictBase):
+        return parts[0]
+    if any(isinstance(part, TensorDictBase) or part[1].keys() != parts[0][1].keys() for part in parts):
+        rows = [row for part in parts for row in _join([part]).unbind(0)]
+        return LazyStackedTensorDict(*rows, stack_dim=0)
+    shapes = [shape for shape, _ in parts]
+    data = TensorDict({}, (sum(shape[0] for shape in shapes), *shapes[0][1:]))
+    for key in parts[0][1]:
+        data.set(key, torch.from_numpy(np.concatenate([arrays[key] for _, arrays in parts])))
+    data.refine_names(None, "time", ...)
+    return data
