@@ -76,7 +76,7 @@ class ExecutorOptions:
         on_worker_loss: "raise" a WorkerLost, or "restart" the worker and mark its rows `interrupted`.
         on_env_error: "raise" an EnvError if a step or reset of an env raises; or "interrupt" its episode: its row is
             marked `interrupted`, the error is logged, and all continue. A reset that raises is made again with a new
-            instance of the env, for its next episode. Not for `RayParallelEnv`, for `reset_ahead`, and for envs that
+            instance of the env, for its next episode. Not for `reset_ahead`, and for envs that
             are batches of rows.
         max_restarts: restarts of one worker within `restart_window_s`; the next loss raises. The
             first is made at once, the others wait 0.1 s, 0.2 s, 0.4 s, ... while the other workers continue.

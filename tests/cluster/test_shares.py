@@ -79,7 +79,7 @@ WRONG = {
     "workers": (lambda _: RayRollouts(1, CountingEnv, num_workers=0), ValueError, "expected num_workers as an int"),
     "an argument": (lambda _: any_rollouts(1, CountingEnv, nodes=2), TypeError, "Did you mean num_nodes?"),
     "an option": (lambda _: any_rollouts(1, CountingEnv, poison=True), TypeError, r"ExecutorOptions\(poison=...\)"),
-    "the old name": (lambda _: exec("from envherd import RayParallelEnv"), ImportError, "expected RayRollouts, which"),
+    "the old name": (lambda _: exec("from envherd import RayParallelEnv"), ImportError, "Instead: RayRollouts"),
 }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from envherd import Capsules, RayParallelEnv
+from envherd import Capsules
 from envherd.executor import (
     AsyncCollector,
     Collector,
@@ -243,8 +243,6 @@ def test_where_an_exception_ends_more_than_an_episode_is_refused(make):
         make(2, functools.partial(gymnasium.make_vec, "CartPole-v1", 2, vectorization_mode="sync"), options=INTERRUPT)
     with pytest.raises(ValueError, match="reset_ahead failed: expected on_env_error='raise'"):
         dataclasses.replace(INTERRUPT, reset_ahead=True)
-    with pytest.raises(ValueError, match="RayParallelEnv failed: expected on_env_error='raise'"):
-        RayParallelEnv(2, CountingEnv, options=INTERRUPT)
 
 
 class Changing(CountingEnv):
