@@ -35,16 +35,11 @@ from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.segment import Segment
 from envherd.shm.socket_bells import Bell, SocketBell
 from envherd.workers.errors import WorkerLost
+from envherd.workers.importing import refuse_at_import
 from envherd.workers.process.portable import main
 
 _NAME = "envherd-worker"
 _SOON_S = 0.001  # between attempts to send the rest of a message, and looks whether a process has ended
-_GUARD = """starting workers failed: this process is itself being started by multiprocessing, and has run the program's
-script again. Put what the script does under a guard:
-
-    if __name__ == "__main__":
-        main()
-"""
 #: Held while `multiprocessing` prepares a start.
 _start_lock = threading.Lock()
 
@@ -240,9 +235,8 @@ class PortableCrew(Crew):
             self.bells = [SocketBell.create() for _ in blueprint.blocks], SocketBell.create()
 
     def _get_helper(self) -> None:
-        """Refuse to start workers while a process that `multiprocessing` spawns runs the script again."""
-        if getattr(process.current_process(), "_inheriting", False):
-            raise RuntimeError(_GUARD)
+        """Refuse to start workers while the program is imported again."""
+        refuse_at_import()
 
     def _start_process(self, worker_id: int, generation: int, config: dict[str, Any]) -> WorkerProcess:
         go, done = self.bells
