@@ -11,21 +11,19 @@ import contextlib
 import inspect
 import pickle
 import re
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import cloudpickle
-
-from envherd.workers import seeding
+from envherd.workers import importing, seeding
 from envherd.workers.adapters import Adapter, find_adapter, is_env_like
 from envherd.workers.block.episode_leaves import EpisodeLeaves
 from envherd.workers.block.info_leaves import Field, InfoLeaves, declared_fields, find_fields
 from envherd.workers.block.wrapping import Wrapping
 from envherd.workers.errors import FactoryError, SpecError
 from envherd.workers.options import EnvType, InfoKeys
-from envherd.workers.pickling import captures, dumps, find_culprit
+from envherd.workers.pickling import building, captures, dumps, find_culprit
+from envherd.workers.sharing import is_meant_to_be_shared
 
 Factory = Callable[..., Any]
 
@@ -86,12 +84,9 @@ def pickle_factory(factory: Factory) -> bytes:
         FactoryError: it cannot be pickled; the message names the captured variable and the object.
     """
     check_factory(factory)
-    # In a child of multiprocessing, the script is a module of this name, which workers do not have.
-    script = sys.modules.get("__mp_main__")
-    if script is not None and script is sys.modules.get("__main__"):
-        cloudpickle.register_pickle_by_value(script)
+    importing.forget_places()
     try:
-        return dumps(factory)
+        return dumps(factory, shares=True)
     except Exception as error:
         raise FactoryError(_pickle_message(factory, error)) from error
 
@@ -113,12 +108,31 @@ def _pickle_message(factory: Factory, error: Exception) -> str:
             what = f"uses the class {value.__name__}, which was defined here and cannot be pickled{inner}"
         elif len(way) > 1:
             what += f" ({_name_way(way)})"
+    return f"make_env failed: the factory {describe(factory)} {what}. {_advice(links)}"
+
+
+def _advice(links: list[tuple[str, Any]]) -> str:
+    """Return what to do about an object that cannot be pickled, at the end of these links."""
+    if any(is_meant_to_be_shared(value) for _, value in links):
+        return (
+            "Workers are not forked from this process: make it with multiprocessing.get_context('spawn'), or take that "
+            "of a multiprocessing.Manager(), such as Manager().Queue(), or send the values with env.call or env.set. A "
+            "two-way Pipe can only be used by one process."
+        )
     if links and isinstance(links[0][1], type):
-        advice = f"Put {links[0][1].__name__} into a module that workers import: from my_module import ..."
-    else:
-        advice = "Build it inside the factory instead: make_env=lambda: make_the_env(...), with only "
-        advice += "names and numbers captured."
-    return f"make_env failed: the factory {describe(factory)} {what}. {advice}"
+        return f"Put {links[0][1].__name__} into a module that workers import: from my_module import ..."
+    return (
+        "Build it inside the factory instead: make_env=lambda: make_the_env(...), with only names and numbers captured."
+    )
+
+
+def kwargs_error(env_kwargs: Any, error: Exception) -> FactoryError:
+    """Return the error for keyword arguments that cannot be pickled."""
+    way = find_culprit(env_kwargs)
+    found = f"a {_type_name(way[-1][1])} at {_name_way(way)}" if way else "others"
+    return FactoryError(
+        f"env_kwargs failed: expected arguments that can be pickled, got {found} ({error}). {_advice(way)}"
+    )
 
 
 def _name_way(way: list[tuple[str, Any]]) -> str:
@@ -131,7 +145,7 @@ def modules_of(factory: Any) -> list[str]:
     modules: dict[str, None] = {}
     for _, value in [("", factory), *captures(factory)]:
         name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-        if isinstance(name, str) and name not in ("__main__", "builtins"):
+        if isinstance(name, str) and name != "builtins" and importing.place_of(name) is importing.Place.SAME:
             modules[name] = None
     modules.update(dict.fromkeys(getattr(factory, "preload", ())))
     return list(modules)
@@ -184,12 +198,16 @@ class Builder:
         """Call a pickled factory and return its env's adapter.
 
         Raises:
-            FactoryError: it returned no env, or an env that it had not built itself.
+            FactoryError: it returned no env, an env that it had not built itself, or ended the process.
         """
-        if pickled not in self._factories:
-            with _hinting():
-                self._factories[pickled] = pickle.loads(pickled)
-        return self.adopt(self._factories[pickled], kwargs)
+        try:
+            with building():
+                if pickled not in self._factories:
+                    with _hinting():
+                        self._factories[pickled] = pickle.loads(pickled)
+                return self.adopt(self._factories[pickled], kwargs)
+        except SystemExit as error:
+            raise FactoryError(f"make_env failed: the factory raised {importing.explain_exit(error)}.") from error
 
     def adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
         """Call a factory and return its env's adapter, or the adapter that it returned; see `build`."""

@@ -257,7 +257,7 @@ class Channel:
 
     def queue_message(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue a message for `flush_nowait`, with copies of its descriptors."""
-        payload, number = dumps(message), next(self._numbers)
+        payload, number = dumps(message, shares=True), next(self._numbers)
         data = memoryview(_HEAD.pack(len(payload), number, len(fds)) + payload)
         self._unsent.append(_Outgoing(number, data, _Descriptors(fds) if fds else None, []))
 

@@ -1,7 +1,9 @@
 """Pickle objects for workers: what a script defines goes by value.
 
-A worker never imports the user's script, so its functions and classes are pickled by value (cloudpickle). `Pickler`
-also handles definitions that cloudpickle pickles by their name in the script, or not at all:
+A worker never imports the user's script, so its functions and classes are pickled by value (cloudpickle), and so are
+those of other modules that no worker can import (see `importing.place_of`). In a worker, they are also attributes of
+the module in which they were defined. `Pickler` also handles definitions that cloudpickle pickles by their name in the
+script, or not at all:
 - caches and dispatchers of `functools`: a worker's copy has the parameters and the implementations, and is empty;
 - locks, conditions, thread-local and weak containers in attributes of classes: a worker has its own, unlocked and
   empty, as a process that imports the script would have;
@@ -10,8 +12,9 @@ also handles definitions that cloudpickle pickles by their name in the script, o
 - aliases, functions and attributes of the members of an enum;
 - `NewType` and its kind, and the sentinels of `dataclasses`.
 
-A lock that a factory captures is refused: the copies of a lock in several processes exclude nobody. `find_culprit`
-names the object that cannot be pickled, and the way to it.
+A lock that a factory captures is refused: the copies of a lock in several processes exclude nobody. But what a module
+that workers import holds, such as its logger, goes by its name if it cannot be pickled. `find_culprit` names the object
+that cannot be pickled, and the way to it.
 Assumes: both processes run the same version of Python.
 """
 
@@ -23,19 +26,25 @@ import dataclasses
 import enum
 import functools
 import gc
+import importlib
 import inspect
 import io
 import pickle
 import queue
+import re
 import sys
 import threading
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import cloudpickle
+from cloudpickle import cloudpickle as private
+
+from envherd.workers.importing import SCRIPT, Place, place_of
+from envherd.workers.sharing import reduce_shared, sharing
 
 _Reduced = tuple[Any, ...]
 
@@ -46,18 +55,45 @@ _DISPATCHER = functools.singledispatch(len).__code__  # type: ignore[attr-define
 _SENTINELS = {type(getattr(dataclasses, name)): name for name in ("MISSING", "KW_ONLY")}
 _ALIAS_TYPE = getattr(typing, "TypeAliasType", None)  # Python 3.12
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: classes of C
+_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: not static in C
 _MAX_DEPTH = 12  # links of the way to an object that cannot be pickled
 
 
-def dumps(value: Any) -> bytes:
-    """Return a value as a pickle for a worker; `pickle.loads` reads it."""
+def dumps(value: Any, *, shares: bool = False) -> bytes:
+    """Return a value as a pickle for a worker; `pickle.loads` reads it.
+
+    Args:
+        value: any.
+        shares: objects that processes share are not copied; the pickle is for workers of this process.
+    """
+    named: _Names = {}
+    with sharing() if shares else contextlib.nullcontext():
+        while True:
+            try:
+                return _dumps(value, named)
+            except Exception:
+                found = _nameable(value, named)
+                if found is None:
+                    raise
+            named.update(found)
+
+
+def _dumps(value: Any, named: _Names) -> bytes:
     file = io.BytesIO()
-    Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    pickler = Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.named = named
+    pickler.dump(value)
     return file.getvalue()
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
-    """Pickles values for workers, which never run the script."""
+    """Pickles values for workers, which never run the script.
+
+    Attributes:
+        named: objects that go by their name.
+    """
+
+    named: _Names = {}  # noqa: RUF012  # never changed
 
     def __init__(self, file: Any, protocol: int | None = None) -> None:
         super().__init__(file, protocol=protocol)
@@ -67,35 +103,60 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
         """Return how to rebuild an object, or NotImplemented for pickle's own way."""
         if isinstance(obj, type):
             return super().reducer_override(obj) if _is_importable(obj) else self._reduce_class(obj)
+        reduced = self._reduce_special(obj)
+        if reduced is not None:
+            return reduced
+        reduced = super().reducer_override(obj)
+        if type(obj) is not types.FunctionType or _is_importable(obj):
+            return reduced
+        if reduced is NotImplemented:  # it has a name, which workers lack
+            reduced = self._dynamic_function_reduce(obj)
+        _add_names_of_classes(obj, reduced)
+        return _with_place(obj, reduced)
+
+    def _reduce_special(self, obj: Any) -> Any:
+        """Return how to rebuild an object that cloudpickle would pickle in another way, or None."""
         kind = type(obj)
+        if id(obj) in self.named:
+            return _look_up, self.named[id(obj)]
         if id(obj) in self._owned and (fresh := _fresh(obj)):
             return fresh
         if kind in _SENTINELS:
             return getattr, (dataclasses, _SENTINELS[kind])
+        if isinstance(obj, types.ModuleType):
+            return self._reduce_module(obj)
+        if isinstance(obj, functools.cached_property):
+            self._own(vars(obj).get("lock"))  # before Python 3.12
         reduce = _REDUCERS.get(kind)
         if kind is types.FunctionType and obj.__code__ is _DISPATCHER:
             reduce = _reduce_dispatcher
         if reduce is not None and not _is_importable(obj):
             return reduce(obj)
-        if isinstance(obj, functools.cached_property):
-            self._own(vars(obj).get("lock"))  # before Python 3.12
-        reduced = super().reducer_override(obj)
-        if kind is types.FunctionType and isinstance(reduced, tuple):
-            _add_names_of_classes(obj, reduced)
-        return reduced
+        return reduce_shared(obj)
+
+    def _reduce_module(self, module: types.ModuleType) -> Any:
+        name = module.__name__
+        is_here = module is sys.modules.get(name)
+        if is_here and (name in SCRIPT or place_of(name) is Place.SAME):
+            return importlib.import_module, (name,)
+        state = {key: value for key, value in vars(module).items() if key not in _OF_IMPORTS}
+        self._own(state)
+        return types.ModuleType, (name,), (state, is_here and place_of(name)), None, None, _set_module
 
     def _reduce_class(self, cls: type) -> Any:
         for value in vars(cls).values():
             self._own(value)
         reduced = super().reducer_override(cls)
+        if reduced is NotImplemented and cls.__flags__ & _HEAP and place_of(cls.__module__) is not Place.SAME:
+            reduced = private._dynamic_class_reduce(cls)  # noqa: SLF001  # it has a name, which workers lack
         if not isinstance(reduced, tuple) or len(reduced) != 6:  # pickled by name
             return reduced
         make, arguments, state, *_, setter = reduced
         if issubclass(cls, enum.Enum):
-            return _reduce_enum(cls, make, arguments, (setter, *state))
-        if make.__name__ == "_make_skeleton_class":
-            return (_make_class, (make, arguments, _has_hooks(cls)), *reduced[2:])
-        return reduced
+            reduced = _reduce_enum(cls, make, arguments, (setter, *state))
+        elif make.__name__ == "_make_skeleton_class":
+            reduced = (_make_class, (make, arguments, _has_hooks(cls)), *reduced[2:])
+        return _with_place(cls, reduced)
 
     def _own(self, value: Any) -> None:
         """Note an attribute of a class, and what it holds."""
@@ -119,17 +180,220 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
 
 def _is_importable(obj: Any) -> bool:
     """Return whether a worker gets an object by importing its module."""
-    module = sys.modules.get(getattr(obj, "__module__", None) or "")
-    if module is None or module is sys.modules.get("__main__"):
-        return False
-    names = cloudpickle.list_registry_pickle_by_value()
-    if any(module.__name__ == name or module.__name__.startswith(f"{name}.") for name in names):
-        return False
-    found: Any = module
+    module = getattr(obj, "__module__", None)
+    return isinstance(module, str) and place_of(module) is Place.SAME and _is_named(obj)
+
+
+def _is_named(obj: Any) -> bool:
+    """Return whether an object is found by its name in its module."""
+    found: Any = sys.modules.get(obj.__module__)
     path = str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", ""))
     for name in path.split("."):
         found = getattr(found, name, None)
     return found is obj
+
+
+# ---- where definitions are in a worker ---------------------------------------------------------
+
+
+class Script(types.ModuleType):
+    """The `__main__` of a worker: what was sent of the script, and on demand the script's other definitions.
+
+    Attributes:
+        waiting: name -> pickled, or the name of a module.
+    """
+
+    waiting: dict[str, bytes | str]
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.waiting = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.waiting:
+            raise AttributeError(
+                f"module '__main__' has no attribute {name!r}: workers do not run the script. They have its functions, "
+                f"classes and constants, and what the factory uses. Define {name} in a module that they import"
+            )
+        waiting = self.waiting[name]
+        try:
+            with _keeping():
+                value = importlib.import_module(waiting) if isinstance(waiting, str) else pickle.loads(waiting)
+        except Exception as error:
+            raise AttributeError(f"module '__main__' has no attribute {name!r} in a worker: {error}") from error
+        return vars(self).setdefault(name, value)
+
+    def promise(self, names: Iterable[str], namespace: dict[str, Any]) -> None:
+        """Add the definitions of these names to a namespace where annotations are looked up."""
+        for name in names:
+            waiting = self.waiting.get(name)
+            if waiting is not None and name not in namespace:
+                with contextlib.suppress(Exception):  # a worker cannot import it
+                    namespace[name] = _LazyModule(waiting) if isinstance(waiting, str) else getattr(self, name)
+
+
+class _LazyModule(types.ModuleType):
+    """A module that is imported when it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+_script: Script | None = None
+_keeps = False
+_is_building = False
+_complete: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def enter_script(script: Script) -> None:
+    """Make a module the `__main__` of this process, a worker."""
+    global _script  # noqa: PLW0603
+    _script = script
+    sys.modules.update(dict.fromkeys(SCRIPT, script))
+
+
+@contextlib.contextmanager
+def building() -> Iterator[None]:
+    """Let every factory that is unpickled in the block have its own functions and variables of the script.
+
+    In a worker with several factories, `__main__` has the functions of the first one. Those of another one get a module
+    of their own, so that they can be pickled by name also.
+    """
+    global _is_building  # noqa: PLW0603
+    _is_building = True
+    try:
+        yield
+    finally:
+        _is_building = False
+
+
+@contextlib.contextmanager
+def _keeping() -> Iterator[None]:
+    """Leave classes that are in use as they are: unpickling one again would reset its attributes."""
+    global _keeps  # noqa: PLW0603
+    before, _keeps = _keeps, True
+    try:
+        yield
+    finally:
+        _keeps = before
+
+
+def _with_place(obj: Any, reduced: _Reduced) -> _Reduced:
+    """Make what `reduced` builds an attribute of its module in a worker, if it is one here and a worker lacks that."""
+    place = obj.__module__ if obj.__module__ in sys.modules and place_of(obj.__module__) is Place.NOWHERE else None
+    name = obj.__name__ if "." not in obj.__qualname__ and _is_named(obj) else None
+    make, arguments, state, *_, setter = reduced
+    return make, arguments, (setter, state, place, name), None, None, _set_definition
+
+
+def _set_definition(obj: Any, what: tuple[Callable[[Any, Any], Any], Any, str | None, str | None]) -> None:
+    setter, state, place, name = what
+    if not (_keeps and isinstance(obj, type) and obj in _complete):
+        setter(obj, state)
+    if isinstance(obj, type):
+        _complete.add(obj)
+    if place is None or _script is None:
+        return
+    module = _script if place in SCRIPT else sys.modules.setdefault(place, types.ModuleType(place))
+    used = getattr(obj, "__globals__", vars(module))
+    if name is not None:
+        vars(module).setdefault(name, obj)
+    if used.get("__name__") == place:  # else the function has another's name, by functools.wraps
+        for key, value in list(used.items()):
+            if not key.startswith("__") or key == "__path__":  # with a file, it would look like an imported module
+                vars(module).setdefault(key, value)
+    if _is_building and name is not None and isinstance(obj, types.FunctionType) and vars(module)[name] is not obj:
+        obj.__module__ = f"{place} (copy {id(used)})"
+        copies = sys.modules.setdefault(obj.__module__, types.ModuleType(obj.__module__))
+        setattr(copies, name, obj)
+    annotations = vars(obj).get("__annotations__", {}) if isinstance(obj, type) else obj.__annotations__
+    texts = " ".join(one for one in annotations.values() if isinstance(one, str))
+    _script.promise(re.findall(r"[^\W\d]\w*", texts), used)
+
+
+#: Attributes of modules that imports set.
+_OF_IMPORTS = frozenset({"__builtins__", "__cached__", "__loader__", "__spec__"})
+
+
+def _set_module(module: types.ModuleType, value: tuple[dict[str, Any], Any]) -> None:
+    state, place = value
+    vars(module).update(state)
+    if place is Place.NOWHERE and _script is not None:
+        sys.modules[module.__name__] = module
+
+
+# ---- by name, because it cannot be pickled -----------------------------------------------------
+
+#: id of an object -> names of a module and of its attribute.
+_Names = dict[int, tuple[str, str]]
+
+
+def _look_up(module: str, name: str) -> Any:
+    holder = importlib.import_module(module)
+    if not hasattr(holder, name):
+        raise AttributeError(
+            f"expected {module} to have {name!r} after its import, got none: the script has set it, and it cannot be "
+            f"pickled. Make it in {module}, or in the factory"
+        )
+    return getattr(holder, name)
+
+
+def _nameable(value: Any, named: _Names) -> _Names | None:
+    """Return the name of an object that keeps a value from being pickled, if a module that workers import holds it."""
+    for _, obj in _way_to_culprit(value, named):
+        if not isinstance(obj, (type, types.FunctionType)):
+            package = type(obj).__module__.partition(".")[0]
+            own_first = sorted(sys.modules, key=lambda module: module.partition(".")[0] != package)
+            held = (
+                (module, name)
+                for module in own_first
+                for name, one in list(getattr(sys.modules.get(module), "__dict__", {}).items())
+                if one is obj and place_of(module) is Place.SAME
+            )
+            found = next(held, None)
+            if found is not None:
+                return {id(obj): found}
+    return None
+
+
+def definitions() -> dict[str, bytes | str]:
+    """Return the script's functions, classes, imports and constants, each pickled, for `Script.waiting`.
+
+    Those that hold more than a little data are left out: a worker needs few of them, and none at its start.
+    """
+    script = sys.modules["__main__"]
+    found: dict[str, bytes | str] = dict(script.waiting) if isinstance(script, Script) else {}
+    for name, value in list(vars(script).items()):
+        if isinstance(value, types.ModuleType) and place_of(value.__name__) is Place.SAME:
+            found[name] = value.__name__
+        elif not name.startswith("__") and name != "waiting":
+            with contextlib.suppress(Exception):
+                file = _Small()
+                _DefinitionPickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+                found[name] = file.getvalue()
+    return found
+
+
+_SMALL = 1 << 16  # bytes of a definition
+
+
+class _Small(io.BytesIO):
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > _SMALL:
+            raise pickle.PicklingError("not small")
+        return super().write(data)
+
+
+class _DefinitionPickler(Pickler):
+    """Refuses objects that may hold data."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        package = kind.__module__.partition(".")[0]
+        is_plain = package in sys.stdlib_module_names or package in ("numpy", *SCRIPT)
+        if package == "_io" or not (is_plain or isinstance(obj, (type, types.ModuleType))):
+            raise pickle.PicklingError("data")
+        return super().reducer_override(obj)
 
 
 def _add_names_of_classes(function: types.FunctionType, reduced: _Reduced) -> None:
@@ -196,6 +460,10 @@ def _reduce_parameters(parameters: Any) -> _Reduced:
     return type(parameters), (parameters.__name__,)
 
 
+def _reduce_variable_of_types(variable: typing.TypeVar) -> _Reduced:
+    return private._make_typevar, private._decompose_typevar(variable)  # noqa: SLF001
+
+
 def _reduce_alias(alias: Any) -> _Reduced:
     return type(alias), (alias.__name__, alias.__value__)
 
@@ -206,6 +474,7 @@ _REDUCERS: dict[type, Callable[[Any], _Reduced]] = {
     _KEY_WRAPPER: _reduce_key,
     typing.NewType: _reduce_new_type,
     typing.ParamSpec: _reduce_parameters,
+    typing.TypeVar: _reduce_variable_of_types,
 }
 if hasattr(typing, "TypeVarTuple"):  # from Python 3.11: a worker may be older
     _REDUCERS[typing.TypeVarTuple] = _reduce_parameters
@@ -358,10 +627,18 @@ def find_culprit(value: Any) -> list[tuple[str, Any]]:
     Returns:
         empty if the object holds nothing that fails alone.
     """
+    named: _Names = {}
+    with sharing():
+        while found := _nameable(value, named):
+            named.update(found)
+        return _way_to_culprit(value, named)
+
+
+def _way_to_culprit(value: Any, named: _Names) -> list[tuple[str, Any]]:
     way: list[tuple[str, Any]] = []
     seen = {id(value)}
     while len(way) < _MAX_DEPTH:
-        found = next(((name, one) for name, one in _held_by(value) if id(one) not in seen and _fails(one)), None)
+        found = next(((name, one) for name, one in _held_by(value) if id(one) not in seen and _fails(one, named)), None)
         if found is None:
             break
         way.append(found)
@@ -387,9 +664,9 @@ def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
         yield from captures(value)
 
 
-def _fails(value: Any) -> bool:
+def _fails(value: Any, named: _Names) -> bool:
     try:
-        dumps(value)
+        _dumps(value, named)
     except Exception:
         return True
     return False

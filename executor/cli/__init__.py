@@ -20,8 +20,10 @@ def main() -> None:
         if error.name not in ("rich", "typer"):
             raise
         sys.exit(f"envherd failed: expected the package {error.name}, got none. pip install 'envherd[cli]'")
+    arguments = sys.argv[1:]
+    del sys.argv[1:]  # modules of envs that read the command line when they are imported must not see this one
     try:
-        app()
+        app(arguments)
     except KeyboardInterrupt:
         # The command did not handle it: Ctrl-C came during its start, or a second one came during its end.
         sys.exit(EXIT_INTERRUPTED)

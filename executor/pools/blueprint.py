@@ -168,7 +168,8 @@ def draw(
     interpreters = [interpreter_of(factory) for factory in factories]
     for python in {one for one in interpreters if one is not None}:
         check_interpreter(python)
-    pickled = {id(factory): pickle_factory(factory) for factory in factories}
+    different = {id(factory): factory for factory in factories}
+    pickled = {key: pickle_factory(factory) for key, factory in different.items()}
     preload = options.preload
     if preload is None and options.differ_by_worker:
         preload = ()  # a module may read the variables when it is imported, as MuJoCo's renderers do

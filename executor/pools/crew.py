@@ -41,8 +41,8 @@ from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.segment import Segment
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
-from envherd.workers import messages, registries
-from envherd.workers.build import are_equal
+from envherd.workers import messages, registries, surroundings
+from envherd.workers.build import are_equal, kwargs_error
 from envherd.workers.current import WorkerInfo
 
 #: Kinds of frames that belong to the rows of a command, not to a call that waits for an answer.
@@ -190,7 +190,9 @@ class Crew:
         config = worker_config(self.options, worker_id)
         if python is not None:
             config["python"], environ = start_of(python), environment_for(environ)
-        config["caller"] = {**self._surroundings, "environ": environ}
+        config["caller"] = {**self._surroundings, "environ": environ, "name": f"envherd-worker-{worker_id}"}
+        if python is not None:
+            config["caller"] = surroundings.for_other_python(config["caller"])
         self._start_process(process, config)
         process.gpu = self._gpus[index]
         build = messages.Build(
@@ -206,7 +208,10 @@ class Crew:
         process.root_seed = self.root_seed
         if python is None:  # another interpreter has other versions of the packages that know the names
             process.channel.queue_message(messages.Register(entries=self._registered))
-        process.channel.queue_message(build)
+        try:
+            process.channel.queue_message(build)
+        except Exception as error:
+            raise kwargs_error(build.env_kwargs, error) from error
         with contextlib.suppress(ConnectionError):  # the thread that waits for the worker notices its death
             process.channel.flush_nowait()  # the rest is sent while waiting for the answer
 

@@ -32,11 +32,12 @@ from envherd.executor.pools.crew import Blueprint, Crew
 from envherd.executor.pools.error_messages import log
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.pools.worker_process import WorkerProcess
-from envherd.executor.pools.zygote import import_path
 from envherd.shm import platforms
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.segment import Segment
 from envherd.shm.socket_bells import Bell, SocketBell
+from envherd.workers import surroundings
+from envherd.workers.importing import refuse_at_import
 from envherd.workers.process.portable import main
 
 #: Imported before a limit or a deleted folder prevents it, as `multiprocessing` imports them at the first start.
@@ -46,12 +47,6 @@ _NAME = "envherd-worker"
 _SOON_S = 0.001  # between attempts to send the rest of a message, and looks whether a killed process has ended
 _LOOK_S = 0.3  # between looks whether a process has ended, if one that it has started keeps its descriptors open
 _REAP_S = 1.0  # for the end of a killed process
-_GUARD = """starting workers failed: this process is itself being started by multiprocessing, and has run the program's
-script again. Put what the script does under a guard:
-
-    if __name__ == "__main__":
-        main()
-"""
 #: Held while `multiprocessing` prepares a start, while pipes are created that a fork must close, and by every fork: a
 #: child could never acquire it otherwise.
 _start_lock = threading.RLock()
@@ -120,7 +115,7 @@ def _prepare(prepare: Callable[[str], dict[str, Any]], name: str) -> dict[str, A
     return {
         "name": name,
         "authkey": process.current_process().authkey,
-        "sys_path": import_path(),
+        "sys_path": surroundings.import_path(),
         "sys_argv": sys.argv,
         "start_method": multiprocessing.get_start_method(allow_none=True),
         "orig_dir": process.ORIGINAL_DIR,  # type: ignore[attr-defined]
@@ -274,9 +269,8 @@ class PortableCrew(Crew):
             self.bells = [SocketBell.create() for _ in blueprint.blocks], SocketBell.create()
 
     def _get_helper(self) -> None:
-        """Refuse to start workers while a process that `multiprocessing` spawns runs the script again."""
-        if getattr(process.current_process(), "_inheriting", False):
-            raise RuntimeError(_GUARD)
+        """Refuse to start workers while the program is imported again."""
+        refuse_at_import()
 
     def _make_process(self, worker_id: int, generation: int) -> WorkerProcess:
         return PortableProcess(worker_id, generation)

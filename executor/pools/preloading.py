@@ -2,9 +2,9 @@
 
 A helper process imports what envs need and forks the workers (see `workers.process.zygote`). Where imports are slow
 (torch, torchrl, dm_control), they take most of a start. Executors of one program share a helper if a new one would be
-equal: same modules, import path and environment variables, and everything else that a process inherits. So its imports
-have seen what those of a new one would see, and each worker gets the folder that its executor was made in. `preloaded`
-makes executors share one whose modules differ from theirs.
+equal: same modules, arguments, import path and environment variables, and everything else that a process inherits. So
+its imports have seen what those of a new one would see, and each worker gets the folder that its executor was made in.
+`preloaded` makes executors share one whose modules differ from theirs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from pathlib import Path
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.variables import common_variables
-from envherd.executor.pools.zygote import Zygote, import_path, shared
+from envherd.executor.pools.zygote import Zygote, shared
 from envherd.shm.platforms import require
+from envherd.workers.process.zygote import flags
+from envherd.workers.surroundings import TABLE, import_path
 
 #: Fields of /proc/PID/status that a process inherits: all that concern users, processors, signals and privileges.
 _INHERITED = ("Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "Cap", "NoNewPrivs", "Seccomp", "Cpus", "Mems")
@@ -100,7 +102,7 @@ def helper_for(options: ExecutorOptions, modules: Sequence[str]) -> Zygote:
     if options.start_method != "zygote" or options.worker_output != "capture":
         return Zygote(options, list(modules))
     settings = (*_surroundings(options), options.build_timeout_s, tuple(modules), sys.executable, tuple(import_path()))
-    return shared((*settings, *_inherited()), options, list(modules))
+    return shared((*settings, *map(tuple, (flags(), TABLE["argv"].read())), *_inherited()), options, list(modules))
 
 
 def find_helper(options: ExecutorOptions) -> Zygote | None:

@@ -32,8 +32,9 @@ from envherd.executor.pools.variables import common_variables
 from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.platforms import open_standard_descriptors, register_at_fork, send_signal
+from envherd.workers import importing, surroundings
 from envherd.workers.errors import InternalError, WorkerLost, WorkerTimeout
-from envherd.workers.process.zygote import in_file, send_request
+from envherd.workers.process.zygote import flags, in_file, send_request
 
 _PACKET = 1 << 18
 #: Seconds that a helper without users waits for the next executor. One of a sweep, of tests or of a cell that is run
@@ -148,7 +149,8 @@ class Zygote:
         self._environ = environment_of(options)
         self._set_by_imports: dict[str, str] = {}
         self._owner = os.getpid()
-        path = import_path()
+        path = surroundings.import_path()
+        importing.refuse_at_import()
         open_standard_descriptors()
         try:
             with _fork_lock:
@@ -160,7 +162,7 @@ class Zygote:
             with in_file(json.dumps(path).encode()) as file:  # an argument has at most 128 KiB
                 theirs = (self._theirs.fileno(), self._log_fd, file.fileno())
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _BOOT, *map(str, theirs)],
+                    [sys.executable, *flags(), "-P", "-c", _BOOT, *map(str, theirs)],
                     pass_fds=theirs,
                     env=self._environ,
                     stdin=subprocess.DEVNULL,
@@ -175,7 +177,9 @@ class Zygote:
                 raise WorkerLost(message, phase="start") from error
             raise
         self._theirs.close()
-        self._start = {"path": path, "preload": preload, "must_exec": options.start_method == "spawn"}
+        # Imports see what those of the script see; the environment variables are there from the start.
+        caller = {name: value for name, value in surroundings.read().items() if name not in ("environ", "name")}
+        self._start = {"caller": caller, "preload": preload, "must_exec": options.start_method == "spawn"}
         self._is_ready = self._is_costly = False
         self._start_number: int | None = None
         self.failed_preloads: dict[str, str] = {}
@@ -452,17 +456,9 @@ def _wait_exit(pid: int, timeout_s: float) -> None:
         os.close(pidfd)
 
 
-def import_path() -> list[str]:
-    """Return `sys.path` for a process in another folder."""
-    return [os.path.abspath(entry) if os.path.isdir(entry or ".") else entry for entry in sys.path]
-
-
 def surroundings_of(options: ExecutorOptions) -> dict[str, Any]:
-    """Return what a worker gets at its start: environment variables, current folder and import path."""
-    folder = None
-    with ignoring_refusals():  # it may have been deleted
-        folder = os.getcwd()
-    return {"environ": environment_of(options), "folder": folder, "path": import_path()}
+    """Return what a worker gets at its start; see `workers.surroundings`."""
+    return {**surroundings.read(), "environ": environment_of(options)}
 
 
 def environment_of(options: ExecutorOptions) -> dict[str, str]:

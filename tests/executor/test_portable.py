@@ -302,7 +302,7 @@ def test_a_script_without_a_guard_that_starts_processes_itself_ends_with_one_cle
     script.write_text(_UNGUARDED)
     done = script_host.run(script, folder=tmp_path, output=tmp_path)
     assert (done.returncode, done.stdout) == (0, "child 1\n")
-    assert done.stderr.count("Put what the script does under a guard") == 1
+    assert done.stderr.count("Put what makes the executor into a function, or under") == 1
 
 
 def test_a_script_that_multiprocessing_runs_again_is_shown_the_guard(monkeypatch):

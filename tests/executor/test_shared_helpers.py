@@ -137,13 +137,16 @@ def test_modules_that_have_changed_are_imported_again(tmp_path, monkeypatch):
     file = tmp_path / "module_that_changes.py"
     file.write_text(source.format(1))
     monkeypatch.syspath_prepend(str(tmp_path))
-    make_env = importlib.import_module("module_that_changes").Env
+    module = importlib.import_module("module_that_changes")
+    make_env = module.Env
     with ParallelEnv(1, make_env) as first:
         assert first.call("version") == [1]
         helper = first.call("helper")
         assert [helper_of(make_env)] == helper
         file.write_text(source.format(23))
         with ParallelEnv(1, make_env) as second:
+            assert second.call("version") == [1]  # that of this process
+        with ParallelEnv(1, importlib.reload(module).Env) as second:
             assert second.call("version") == [23]
             assert second.call("helper") != helper
         assert first.call("version") == [1]

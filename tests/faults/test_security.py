@@ -44,6 +44,7 @@ UNPICKLES = {
     "workers/messages.py": "what the parent sends to its own worker, over a socket without a name",
     "workers/build.py": "factories, which came with such a message",
     "workers/registries.py": "registered names of envs, which came with such a message",
+    "workers/pickling.py": "the script's definitions, which came with such a message",
     "executor/facades/sb3/factory.py": "the same",
     "workers/adapters/hosts/torchrl_guest.py": "the same",
     "executor/protocol/saving.py": "answers of workers, with options.infos='pickle'",

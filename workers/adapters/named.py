@@ -21,6 +21,7 @@ from typing import Any
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names, substrate_names
 from envherd.workers.adapters.registry import is_one_of
 from envherd.workers.errors import FactoryError, closest
+from envherd.workers.importing import explain_exit
 
 
 @dataclass(frozen=True)
@@ -251,9 +252,10 @@ def import_named(module: str, asked: str) -> Any:
     """
     try:
         return importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        why = explain_exit(error) if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
         raise FactoryError(
-            f"{asked!r} failed: importing {module} raised {type(error).__name__}: {error}. "
+            f"{asked!r} failed: importing {module} raised {why}. "
             f"Modules are looked for in the current directory and among the installed packages."
         ) from error
 

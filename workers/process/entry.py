@@ -31,7 +31,7 @@ from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, Storage
 from envherd.shm.socket_bells import SocketBell
 from envherd.shm.sync import Doorbell
-from envherd.workers import current, messages, registries, seeding
+from envherd.workers import current, messages, registries, seeding, surroundings
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.registry import install_import_hooks
 from envherd.workers.block.block import Block
@@ -330,5 +330,6 @@ def _map(nbytes: int, fds: list[int], name: str | None) -> np.ndarray:
 
 def exec_main(sock_fd: int, lifeline_fd: int, log_fd: int, config: dict[str, Any]) -> None:
     """Entry point of an exec'd worker."""
+    surroundings.enter(config["caller"])
     install_import_hooks()
     main(socket.socket(fileno=sock_fd), lifeline_fd, log_fd, config)

@@ -21,7 +21,7 @@ from typing import Any
 
 from envherd.shm import platforms
 from envherd.shm.socket_bells import SocketBell
-from envherd.workers.process.zygote import take_over
+from envherd.workers import surroundings
 
 #: Seconds between looks at the parent's process id. A fork of the owner may hold the other end of the pipe.
 _LOOK_S = 0.3
@@ -53,7 +53,7 @@ def main(
         platforms.arm_lifeline(watch.fileno(), -os.getpid())
     parent = platforms.parent_id()
     threading.Thread(target=_watch, args=(watch, log_fd, parent), name="envherd-watch", daemon=True).start()
-    take_over(config["caller"])
+    surroundings.enter(config["caller"])
     from envherd.workers.adapters.registry import install_import_hooks
     from envherd.workers.process.entry import run  # imports numpy
 

@@ -30,13 +30,15 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from envherd.shm.platforms import arm_lifeline, fcntl, parent_id, send_signal, termios
+from envherd.shm.platforms import arm_lifeline, fcntl, send_signal, termios
+from envherd.workers import surroundings
 from envherd.workers.current import MARK, mark_of
 
 _PACKET = 1 << 15  # bytes of the largest packet; a socket's buffer has 208 KiB by default
@@ -60,7 +62,7 @@ def main(fd: int, log_fd: int) -> None:
     start, _ = _receive(sock)
     if start is None:
         return
-    sys.path[:] = start["path"]
+    surroundings.enter(start["caller"])
     began_ns, environ = time.time_ns(), dict(os.environ)
     gc.disable()  # makes imports a fifth faster
     with _ended_with_owner(sock):
@@ -130,6 +132,11 @@ def _preload(names: list[str]) -> dict[str, str]:
         except BaseException as error:  # the factory will report a module that cannot be imported
             failed[name] = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
     return failed
+
+
+def flags() -> list[str]:
+    """Return the command-line flags of this interpreter, for another one."""
+    return subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001  # as `multiprocessing` does
 
 
 def _receive(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
@@ -260,21 +267,24 @@ class Zygote:
             os.close(self._wake_write)
             self._sock.close()
             os.dup2(fds[2], self._log_fd, inheritable=False)  # SIGUSR2 writes there: from now on to its own log
-            take_over(config.pop("caller", None))
             python = config.get("python")
             if self._must_exec or python:
+                surroundings.enter_before_exec(config["caller"])
                 signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until its handler is set: by default the signal kills
-                file = in_file(json.dumps({**config, "path": sys.path}).encode())
+                file = in_file(json.dumps(config).encode())
                 if config.get("output") == "capture":  # of imports
                     os.dup2(fds[2], 1)
                     os.dup2(fds[2], 2)
                 fds.append(file.fileno())
                 for fd in fds:
                     os.set_inheritable(fd, True)
-                command = [python["executable"], "-c", _EXEC_OTHER] if python else [sys.executable, "-P", "-c", _EXEC]
+                command = [sys.executable, *flags(), "-P", "-c", _EXEC]
+                if python:
+                    command = [python["executable"], "-c", _EXEC_OTHER]
                 os.execv(command[0], [*command, *map(str, fds)])
             from envherd.workers.process import entry
 
+            surroundings.enter(config["caller"])
             entry.main(socket.socket(fileno=fds[0]), fds[1], fds[2], config)
         except BaseException:
             import traceback
@@ -352,18 +362,6 @@ def _files_of_modules() -> list[str]:
     return [file for file in named if isinstance(file, str) and os.path.exists(file)]
 
 
-def take_over(caller: dict[str, Any] | None) -> None:
-    """Give a worker the surroundings of its executor, which may be younger than the helper."""
-    if caller is not None:
-        if caller["folder"] is not None:
-            os.chdir(caller["folder"])
-        sys.path[:] = caller["path"]
-        for name in set(os.environ) - set(caller["environ"]):
-            del os.environ[name]
-        os.environ.update(caller["environ"])
-        os.environ[MARK] = mark_of(parent_id(), os.getpid())
-
-
 def _children() -> list[int]:
     """Return the pids of this process's children, adopted ones too."""
     with contextlib.suppress(OSError):
@@ -376,7 +374,7 @@ import json, sys
 *fds, config_fd = map(int, sys.argv[1:])
 with open(config_fd) as file:
     config = json.load(file)
-sys.path[:] = config["path"]
+sys.path[:] = config["caller"]["path"]
 from envherd.workers.process.entry import exec_main
 exec_main(*fds, config)
 """

@@ -1,0 +1,148 @@
+"""A script that shares objects with its envs: `test_what_workers_have` runs it; prints a JSON object, case -> result.
+
+A worker is replaced between the two steps of each case. The result is what the script sees in the object, or the advice
+of the error.
+"""
+
+# mypy: ignore-errors
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+from multiprocessing import managers, shared_memory
+
+import gymnasium
+import numpy as np
+import torch
+
+from envherd import ExecutorOptions, FactoryError, ParallelEnv
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+class Env(gymnasium.Env):
+    observation_space, action_space = gymnasium.spaces.Box(-1, 1, (1,)), gymnasium.spaces.Discrete(2)
+
+    def __init__(self, use):
+        self.use = use
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, "float32"), {}
+
+    def step(self, action):
+        self.use()
+        return np.zeros(1, "float32"), 0.0, False, False, {}
+
+
+def shared_by(use, look, start_method="zygote"):
+    """Step two envs in two workers twice; return what `look` returns afterwards."""
+    options = ExecutorOptions(on_worker_loss="restart", start_method=start_method)
+    try:
+        with ParallelEnv(2, lambda: Env(use), num_workers=2, options=options) as env:
+            env.rollout(1)
+            os.kill(env.statistics().workers[0].pid, signal.SIGKILL)
+            env.reset()
+            env.reset()
+            root = env.current()
+            root["action"] = torch.zeros(2, dtype=torch.int64)
+            env.step(root)
+    except FactoryError as error:
+        return re.search(r"multiprocessing.get_context\('spawn'\)|Build it inside", str(error)).group()
+    return look()
+
+
+def tensor_and_view():
+    whole = torch.zeros(3).share_memory_()
+    view = whole[1:]
+    return lambda: (whole[0].add_(1), view[0].add_(1)), whole.tolist
+
+
+def parameters():
+    layer = torch.nn.Linear(1, 1, bias=False).share_memory()
+    layer.weight.data.zero_()
+    return lambda: layer.weight.data.add_(1), lambda: layer.weight.tolist()[0]
+
+
+def queue(context):
+    values = context.SimpleQueue()
+    return lambda: values.put(1), lambda: [values.get() for _ in range(4)]
+
+
+def value_and_array(context):
+    value, array, event = context.Value("i"), context.Array("d", 2), context.Event()
+
+    def use():
+        with value.get_lock():
+            value.value += 1
+            array[0] += 1
+        event.set()
+
+    return use, lambda: [value.value, *array, event.is_set()]
+
+
+def pipe():
+    reader, writer = SPAWN.Pipe(duplex=False)
+    return lambda: writer.send(1), lambda: [reader.recv() for _ in range(4)]
+
+
+def raw_array():
+    array = multiprocessing.RawArray("i", 2)
+    return lambda: array.__setitem__(0, 7), lambda: list(array)
+
+
+def both_ways():
+    ours, theirs = multiprocessing.Pipe()
+    return lambda: theirs.send(1), ours.poll
+
+
+def manager(start):
+    started = start()
+    values = started.list()
+    return lambda: values.append(1), lambda: (list(values), started.shutdown())[0]
+
+
+class OwnManager(managers.SyncManager):
+    """One that was given a key."""
+
+
+def with_own_key():
+    started = OwnManager(authkey=b"own")
+    started.start()
+    return started
+
+
+def named_memory():
+    values = shared_memory.ShareableList([0])
+
+    def look():
+        again = shared_memory.ShareableList(name=values.shm.name)  # no worker has removed it
+        found = list(again)
+        again.shm.close()
+        values.shm.close()
+        values.shm.unlink()
+        return found
+
+    return lambda: values.__setitem__(0, 7), look
+
+
+CASES = {
+    "a tensor": (tensor_and_view, ()),
+    "parameters": (parameters, ()),
+    "a queue": (queue, (SPAWN,)),
+    "a queue of a fork": (queue, (multiprocessing.get_context("fork"),)),
+    "values": (value_and_array, (SPAWN,)),
+    "values of a fork": (value_and_array, (multiprocessing.get_context("fork"),)),
+    "a pipe": (pipe, ()),
+    "a pipe both ways": (both_ways, ()),
+    "a raw array": (raw_array, ()),
+    "a manager": (manager, (multiprocessing.Manager,)),
+    "a manager with a key": (manager, (with_own_key,)),
+    "named memory": (named_memory, ()),
+}
+
+if __name__ == "__main__":
+    method = sys.argv[1]
+    json.dump({name: shared_by(*make(*args), method) for name, (make, args) in CASES.items()}, sys.stdout)

@@ -1,0 +1,209 @@
+"""What a process imports: whether a worker would get the same module, and what must not happen meanwhile.
+
+Guarantees: `place_of` imports nothing. It asks the finders of this process, which workers also have, and the import
+path, which workers get.
+Does not know: changes of a module's file that concern neither its functions nor its constants.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import enum
+import importlib.machinery
+import os
+import sys
+import time
+import types
+from collections.abc import Iterator
+from multiprocessing import process
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+#: Names of the script in `sys.modules`; the second one in a child of `multiprocessing`.
+SCRIPT = ("__main__", "__mp_main__")
+#: Folders of installed packages, whose files nobody edits.
+_INSTALLED = ("site-packages", "dist-packages")
+#: Packages that read the command line.
+_PARSERS = {
+    *("absl", "argparse", "cappa", "click", "cyclopts", "docopt", "fire", "getopt", "hydra", "jsonargparse"),
+    *("optparse", "simple_parsing", "tap", "tyro", "typer"),
+}
+_GUARD = (
+    "starting workers failed: expected a program that has been imported, got {}. Put what makes the executor into a "
+    'function, or under `if __name__ == "__main__":`.'
+)
+_BEGAN_NS = time.time_ns()
+
+
+class Place(enum.Enum):
+    """Where a worker finds a module of this process."""
+
+    SAME = "a worker that imports it gets the same"
+    OTHER = "a worker that imports it gets another version"
+    NOWHERE = "no worker can import it"
+
+
+_places: dict[tuple[Any, ...], Place] = {}
+_is_child = False
+
+
+def forget_places() -> None:
+    """Ask again: files or the import path may have changed."""
+    _places.clear()
+
+
+def place_of(name: str) -> Place:
+    """Return where a worker finds the module that this process has under a name."""
+    module = sys.modules.get(name)
+    by_value = tuple(cloudpickle.list_registry_pickle_by_value())
+    key = (name, id(module), by_value, *sys.path)
+    if key not in _places:
+        _places[key] = _find(name, module, by_value)
+    return _places[key]
+
+
+def _find(name: str, module: types.ModuleType | None, by_value: tuple[str, ...]) -> Place:
+    if module is None or name in SCRIPT or module is sys.modules.get("__main__"):
+        return Place.NOWHERE
+    if any(name == one or name.startswith(f"{one}.") for one in by_value):
+        return Place.OTHER
+    own = getattr(module, "__spec__", None)
+    if getattr(own, "_initializing", False):  # to import it, a worker would run what makes this executor
+        return Place.NOWHERE
+    path = None
+    parent = name.rpartition(".")[0]
+    if parent:
+        if place_of(parent) is not Place.SAME:
+            return place_of(parent)
+        path = getattr(sys.modules[parent], "__path__", None)
+    found = None if parent and path is None else _ask_finders(name, path)
+    if found is None:
+        is_of_python = any(isinstance(one, types.FunctionType) for one in vars(module).values())
+        is_made_by_parent = bool(parent) and not getattr(own, "has_location", False)
+        return Place.SAME if is_made_by_parent and not is_of_python else Place.NOWHERE
+    file = getattr(module, "__file__", None)
+    if not _is_equal(found.origin, getattr(own, "origin", None) or file):
+        return Place.NOWHERE
+    return Place.OTHER if file is not None and _was_edited(module, file) else Place.SAME
+
+
+def _ask_finders(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
+    for finder in list(sys.meta_path):
+        kind = finder if isinstance(finder, type) else type(finder)
+        if kind.__module__ in SCRIPT or not hasattr(finder, "find_spec"):
+            continue
+        with contextlib.suppress(Exception):  # a finder of somebody else
+            found = finder.find_spec(name, path)
+            if found is not None:
+                return found
+    return None
+
+
+def _is_equal(found: str | None, own: str | None) -> bool:
+    if found == own or found is None or own is None:
+        return found == own
+    with contextlib.suppress(OSError):
+        return os.path.samefile(found, own)
+    return False
+
+
+def _was_edited(module: types.ModuleType, file: str) -> bool:
+    """Return whether a source was changed after this process had imported it, as far as functions and constants show.
+
+    Python does not keep when, or from which text, a module was imported.
+    """
+    if not file.endswith(".py") or any(part in file for part in _INSTALLED):
+        return False
+    try:
+        if os.stat(file).st_mtime_ns < _BEGAN_NS:
+            return False
+        source = Path(file).read_bytes()
+        tree = ast.parse(source)
+        code = compile(source, file, "exec", dont_inherit=True)
+    except (OSError, SyntaxError, ValueError):
+        return True
+    codes = set(_codes_in(code))
+    return not codes.issuperset(_codes_of(module, file)) or _differs(tree, vars(module))
+
+
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield one
+            yield from _codes_in(one)
+
+
+def _codes_of(holder: Any, file: str, inside: str = "") -> Iterator[types.CodeType]:
+    """Yield the code of functions of a module or class, and of the classes in it, that come from a file."""
+    for name, one in list(vars(holder).items()):
+        if isinstance(one, types.FunctionType) and one.__code__.co_filename == file:
+            yield one.__code__
+        elif isinstance(one, type) and one.__qualname__ == f"{inside}{name}":
+            yield from _codes_of(one, file, f"{inside}{name}.")
+
+
+def _differs(tree: ast.Module, values: dict[str, Any]) -> bool:
+    """Return whether a constant in a source has another value here."""
+    for node in tree.body:
+        with contextlib.suppress(ValueError):  # no constant, or an array here
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                constant = ast.literal_eval(node.value)
+                if values.get(node.targets[0].id, constant) != constant:
+                    return True
+    return False
+
+
+# ---- while a module is imported ----------------------------------------------------------------
+
+
+def mark_child() -> None:
+    """Note that this process is a helper or a worker."""
+    global _is_child  # noqa: PLW0603
+    _is_child = True
+
+
+def refuse_at_import() -> None:
+    """Refuse to start processes while a process that was started for the script imports a module.
+
+    Each of them would import the module also, and start the next.
+
+    Raises:
+        RuntimeError: with the module, and what to do.
+    """
+    if getattr(process.current_process(), "_inheriting", False):
+        raise RuntimeError(_GUARD.format("a process that `multiprocessing` starts, which runs the script again"))
+    if _is_child:
+        for frame in _frames(sys._getframe()):
+            if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") not in SCRIPT:
+                what = f"the import of {frame.f_globals.get('__name__')} in a worker or its helper process"
+                raise RuntimeError(_GUARD.format(f"{what} ({frame.f_code.co_filename}:{frame.f_lineno})"))
+
+
+def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def explain_exit(error: SystemExit) -> str:
+    """Return why code has ended the process, where a traceback shows it, for messages."""
+    frames = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    text = f"SystemExit: {error.code}" if error.code is not None else "SystemExit"
+    names = [str(one.f_globals.get("__name__")) for one in frames if one.f_code.co_name == "<module>"]
+    imported = [name for name in names if name not in SCRIPT]
+    where = f"The import of {imported[-1]}" if imported else "It"
+    packages = [str(one.f_globals.get("__name__")).partition(".")[0] for one in frames]
+    parser = next((name for name in packages if name in _PARSERS), None)
+    if parser is not None:
+        return (
+            f"{text}. {where} parses this program's arguments with {parser}, which refuses {sys.argv[1:]}. Parse them "
+            f"in the script under `if __name__ == '__main__':`, or give the parser an empty list"
+        )
+    return f"{text}. {where} calls sys.exit"
