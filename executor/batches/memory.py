@@ -39,7 +39,7 @@ LARGEST_RECORD = 2**31 - 1
 #: Largest batch in bytes whose memory is kept.
 _LARGEST_KEPT = 1 << 24
 #: Largest storage in bytes that leaves share: neighbours of one dtype. Saving or sending a leaf writes all of its
-#: storage, and torch does not save one storage as two dtypes. One for each leaf would cost a step 0.1 us more a leaf.
+#: storage, and torch does not save a storage as two dtypes. One for each leaf would cost a step 0.1 us more a leaf.
 _LARGEST_SHARED = 1024
 
 

@@ -159,7 +159,7 @@ def draw(
 
     Raises:
         FactoryError: a factory or its keyword arguments cannot be pickled.
-        ValueError, OSError: the machine has no room for so many workers; see `require_room`.
+        ValueError, OSError: the machine has no room for the workers; see `require_room`.
     """
     num_workers = len(factories) if options.alone else num_workers
     require_room(num_workers=num_workers * (1 + options.reset_ahead))

@@ -37,7 +37,7 @@ name = sys.implementation.name if hasattr(sys, "implementation") else "cpython"
 answer = json.dumps({"version": list(sys.version_info[:3]), "name": name, "lacks": lacks})
 os.write(1, ("<envherd>" + answer + "</envherd>").encode("ascii"))
 """
-#: The answer, which a `sitecustomize` may surround with output of its own, or have sent to standard error.
+#: The answer, which a `sitecustomize` may surround with other output, or have sent to standard error.
 _ANSWER = re.compile(rb"<envherd>(.*?)</envherd>", re.DOTALL)
 #: Variables that would lead an interpreter to the packages of this one.
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")

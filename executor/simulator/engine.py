@@ -33,6 +33,7 @@ from envherd.executor.protocol.env_states import EnvStates, Event, State
 from envherd.executor.protocol.exchange import Exchange, set_ids
 from envherd.executor.protocol.plain import Plain
 from envherd.executor.protocol.side_data import SideData
+from envherd.executor.protocol.stale_roots import StaleRoots
 from envherd.executor.simulator.actions import TensorIntake
 from envherd.executor.simulator.rows import Row, Rows
 from envherd.shm.slab import bin_of
@@ -85,6 +86,7 @@ class SimulatorEngine(Calls):
         batches, positions: the rows; an `Engine` has separate objects for these.
         side: the infos.
         sent: the step that was sent; or None.
+        stale_roots: looks at the batches that are passed.
     """
 
     plain = Plain.never("a torch simulator runs in this process")
@@ -109,6 +111,7 @@ class SimulatorEngine(Calls):
         self.states = EnvStates(1)
         self.side = SideData(self.specs, options.info_policy)
         self.sent: Sent | None = None
+        self.stale_roots = StaleRoots.of(self.specs)
         self._intake = TensorIntake(pool.slab.groups[0], options.check_actions)
         self.read_inputs, self.input_leaves = self._intake.tensors, self._intake.leaves
         self._pack_info = packer(options.info_policy)

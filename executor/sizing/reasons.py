@@ -175,6 +175,6 @@ def _about_load(limits: Limits, others_share: float) -> Iterator[str]:
     quota = "the CPU quota was used up, or " if limits.machine.is_throttled else ""
     yield (
         f"{quota}other programs used the machine: they took {others_share:.0%} of the processors' time, and the probe "
-        f"waited for a processor for {contention:.0%} of its own. Another run may advise otherwise: measure when the "
+        f"waited for a processor for {contention:.0%} of its time. Another run may advise otherwise: measure when the "
         f"machine is idle."
     )

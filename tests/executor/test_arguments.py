@@ -150,7 +150,7 @@ METHODS = {
         "expected worker_id as an int of at least 0, got -1",
     ),
     "infos": (lambda env: env.infos("first"), ValueError, "infos failed"),
-    "a state": (lambda env: env.load_state_dict(3), TypeError, "load_state_dict failed"),
+    "a state": (lambda env: env.load_state_dict(3), ValueError, "load_state_dict failed"),
     "rows of a primer": (
         lambda env: env.rollout(3, primer=TensorDict({"h": torch.zeros(3)}, [3])),
         ValueError,

@@ -102,7 +102,7 @@ def test_a_probe_notices_episodes_of_one_length():
 def test_a_probe_has_a_time_though_one_step_takes_all_of_it():
     slow = probed(sized_envs.SlowEnv, budget_s=0.1)
     assert slow.steps_measured == 1
-    assert 0.4 <= slow.step_mean_s < 4
+    assert 0.36 <= slow.step_mean_s < 4  # durations are known to 10 %
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ class Scripted(PlainEnv):
         latest: the number of its latest row; None before the first.
         is_in_episode: whether it was reset, and has neither ended nor raised since.
         has_ended: whether its latest row is done.
-        stepped: the number of its latest step's row.
+        stepped: the number of its latest step's row; None if it raised, or was handed out.
         faults: calls that it must not get, but got.
     """
 
@@ -83,7 +83,7 @@ class Scripted(PlainEnv):
             self.faults.append("a step of an instance that is not in an episode")
         self._reset_raises = action[0] == RESET_RAISES
         if action[0] == RAISES:
-            self.is_in_episode = False
+            self.is_in_episode, self.stepped = False, None  # an earlier step may not have been handed out
             raise ValueError("a step that raises")
         self.has_ended = bool(action[0] in (ENDS, RESET_RAISES))
         self.is_in_episode = not self.has_ended
