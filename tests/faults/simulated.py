@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -58,6 +58,8 @@ class Scripted(PlainEnv):
 
     spec = EnvSpec(observation=(LEAF,), action=(LeafSpec(("action",), (), "int64", Discrete(4)),), family="plain")
     num_rows = 0
+    #: Rows of steps after which the reset raised. The worker may have died then, and a new instance knows no step.
+    unreset: ClassVar[set[int | None]] = set()
 
     def __init__(self) -> None:
         self.latest: int | None = None
@@ -74,6 +76,7 @@ class Scripted(PlainEnv):
         self.is_in_episode = False
         if self._reset_raises:
             self._reset_raises = False
+            Scripted.unreset.add(self.stepped)
             raise ValueError("a reset that raises")
         self.is_in_episode, self.has_ended = True, False
         return self._row()
