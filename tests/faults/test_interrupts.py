@@ -414,6 +414,7 @@ def fail(make: Callable[[], Any], when: str, failure: Failure) -> None:
 @pytest.mark.usefixtures("own_helper")
 @pytest.mark.timeout(scaled(300, full=3 * 3600))
 @pytest.mark.parametrize("start_method", ["zygote", "portable"])
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <socket")  # freed between its creation and its owner
 @pytest.mark.parametrize("when", ["start", "restart", "close"])
 def test_a_failure_at_any_line(when, start_method):
     options = ExecutorOptions(start_method=start_method, on_worker_loss="restart", close_timeout_s=2.0)
