@@ -180,6 +180,8 @@ def read_workers(
         blocks: env ids of each worker.
         now_ns: of the monotonic clock.
     """
+    # Envs step meanwhile: one copy for all, so that two workers with one env show the same count.
+    words = {name: np.array(array) for name, array in words.items()}
     workers = []
     for worker_id, env_ids in enumerate(blocks):
         ids = list(env_ids)

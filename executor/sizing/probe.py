@@ -183,25 +183,7 @@ class _Env:
         before, bins_before = self._read()
         self.step_for(seconds, 1)
         after, bins = self._read()
-        bins -= bins_before
-        steps = int(after[0] - before[0])
-        busy_s, cpu_s, delay_s, hidden_s = ((after[1:] - before[1:]) / 1e9).tolist()
-        bins, busy_s = without_pause(bins, busy_s)
-        # Between commands the worker also computes, as it looks for the next one, and waits for a processor.
-        busy_s = max(busy_s, steps * _LEAST_STEP_S)
-        undisturbed_s = min(busy_s, max(busy_s - delay_s, cpu_s, steps * (quantile(bins, 0.1) or 0.0)))
-        own_s = min(cpu_s, undisturbed_s)
-        hidden_s = hidden_s if hidden_s > _LEAST_HIDDEN * own_s else 0.0
-        return {
-            "steps_measured": steps,
-            "step_median_s": quantile(bins, 0.5) or 0.0,
-            "step_p99_s": quantile(bins, 0.99) or 0.0,
-            "step_mean_s": undisturbed_s / steps,
-            "cpu_per_step_s": (own_s + hidden_s) / steps,
-            "hidden_cpu_share": hidden_s / max(own_s + hidden_s, 1e-9),
-            "contention": 1 - undisturbed_s / max(busy_s, 1e-9),
-            "step_bins": bins,
-        }
+        return step_figures(after - before, bins - bins_before)
 
     def _read(self) -> tuple[np.ndarray, np.ndarray]:
         """Return what steps have taken so far, int `[5]`, and their histogram.
@@ -233,6 +215,35 @@ class _Env:
         helper = parent_of(self.pid)  # of a worker of the portable pool, this process
         helper_pss = 0 if helper == os.getpid() else memory_of(helper, is_alone=True)["pss"]
         return {"dirty": mean["dirty"], "shared": helper_pss + mean["pss"] - mean["dirty"]}
+
+
+def step_figures(counts: np.ndarray, bins: np.ndarray) -> dict[str, Any]:
+    """Return the attributes of `Measurement` that are of steps; `step_mean_s` is never 0.
+
+    Args:
+        counts: int `[5]`, what the steps have taken; see `_Env._read`.
+        bins: their histogram.
+    """
+    steps = int(counts[0])
+    busy_s, cpu_s, delay_s, hidden_s = (counts[1:] / 1e9).tolist()
+    bins, busy_s = without_pause(bins, busy_s)
+    busy_s = max(busy_s, steps * _LEAST_STEP_S)
+    # Between commands the worker also computes, as it looks for the next one, and waits for a processor: it may have
+    # waited for longer than it was busy, while the kernel has counted no time on a processor and no step was sampled.
+    least_s = max(_LEAST_STEP_S, quantile(bins, 0.1) or 0.0)
+    undisturbed_s = min(busy_s, max(busy_s - delay_s, cpu_s, steps * least_s))
+    own_s = min(cpu_s, undisturbed_s)
+    hidden_s = hidden_s if hidden_s > _LEAST_HIDDEN * own_s else 0.0
+    return {
+        "steps_measured": steps,
+        "step_median_s": quantile(bins, 0.5) or 0.0,
+        "step_p99_s": quantile(bins, 0.99) or 0.0,
+        "step_mean_s": undisturbed_s / steps,
+        "cpu_per_step_s": (own_s + hidden_s) / steps,
+        "hidden_cpu_share": hidden_s / max(own_s + hidden_s, 1e-9),
+        "contention": 1 - undisturbed_s / max(busy_s, 1e-9),
+        "step_bins": bins,
+    }
 
 
 def row_bytes(spec: EnvSpec) -> int:

@@ -15,6 +15,7 @@ from envherd.executor.machine.room import FILES_FIXED, FILES_PER_WORKER
 from envherd.executor.sizing.confirming import choose, speeds
 from envherd.executor.sizing.limits import DoesNotFit, Limits
 from envherd.executor.sizing.measurement import share_of_ends, without_pause
+from envherd.executor.sizing.probe import step_figures
 from envherd.executor.sizing.recommending import decide, plan
 from envherd.executor.sizing.rule import settings_for
 from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Refusal, Run, Setting
@@ -108,6 +109,25 @@ def test_there_are_24_published_choices():
 
 def refusal(setting=TWO, measured=None, **machine):
     return Limits(measured or measured_of(), machine_of(**machine), Goal()).refusal(setting)
+
+
+@pytest.mark.parametrize(
+    "counts", [(200, 0, 0, 0, 0), (200, 0, 0, 10**9, 0), (200, 10**6, 0, 10**9, 0), (1, -5, 0, 9, 0)]
+)
+@pytest.mark.parametrize("sampled", [0, 200])
+def test_steps_without_a_time_still_have_a_speed(counts, sampled):
+    """Of a worker that waited for a processor, or has not counted its steps yet, the kernel may know no time."""
+    bins = np.zeros(NUM_BINS, np.int64)
+    bins[0] = sampled
+    figures = step_figures(np.array(counts), bins)
+    measured = measured_of(**figures, end_share=0.0)
+    speed = speeds([{TWO: measured.whole_steps(200, 0) / 0.1}])[TWO]
+    run = run_of(2, speed)
+    assert choose([run]) is run
+    predicted = Limits(measured, machine_of(), Goal()).predict(TWO)
+    assert np.isfinite([speed, predicted.steps_per_s]).all()
+    assert min(speed, predicted.steps_per_s, measured.step_mean_s) > 0
+    assert 0 <= measured.contention <= 1
 
 
 def test_what_does_not_fit_says_why():

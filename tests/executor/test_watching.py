@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from envherd.executor import ParallelEnv, SerialEnv
-from envherd.executor.monitor.statistics import quantile
+from envherd.executor.monitor.statistics import quantile, read_workers
 from envherd.executor.monitor.watching import Watch, plates, stack_of
 from envherd.executor.pools import process_log
 from envherd.executor.pools.slab_plate import LABEL
 from envherd.executor.show.exporting import PrometheusCollector, to_scalars
 from envherd.shm.nameplate import create_named, find
 from envherd.shm.segment import Segment
-from envherd.shm.slab import NUM_BINS, bin_of
+from envherd.shm.slab import NUM_BINS, WORDS, bin_of
 from envherd.workers.testing import CountingEnv
 from tests.extras import needs
 from tests.gates import wait_for
@@ -44,6 +44,22 @@ def test_quantiles_of_a_histogram():
         bins[bin_of(nanoseconds)] += 1
     assert quantile(bins, 0.5) == pytest.approx(1e-6, rel=0.15)
     assert quantile(bins, 0.99) == pytest.approx(1e-3, rel=0.15)
+
+
+class Stepping(np.ndarray):
+    """Counts of envs that make a step at every look."""
+
+    def __getitem__(self, ids):
+        """Return the counts after one more step of each env."""
+        self += 1
+        return super().__getitem__(ids)
+
+
+def test_workers_of_one_env_show_the_same_count_though_it_steps_meanwhile():
+    words = {name: np.zeros(2, np.int64) for name in WORDS}
+    words |= {"env_steps": np.zeros(1, np.int64).view(Stepping), "step_bins": np.zeros(2 * NUM_BINS, np.int64)}
+    serving, spare = read_workers(words, [(0,), (0,)], now_ns=1)
+    assert serving.env_steps == spare.env_steps
 
 
 def test_a_stack_is_complete_though_the_worker_is_stopped_between_two_lines(monkeypatch):
