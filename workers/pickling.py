@@ -38,6 +38,7 @@ import types
 import typing
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import reduction
 from typing import Any
 
 import cloudpickle
@@ -250,6 +251,28 @@ def enter_script(script: Script) -> None:
     global _script  # noqa: PLW0603
     _script = script
     sys.modules.update(dict.fromkeys(SCRIPT, script))
+    reduction.ForkingPickler.reducer_override = _reduce_for_children  # type: ignore[method-assign]
+
+
+def _reduce_for_children(_: Any, obj: Any) -> Any:
+    """Return how a process that an env spawns gets one of the script's definitions: it does not run the script either.
+
+    Without that, a pool of spawned processes would start one after another, without end.
+    """
+    if isinstance(obj, (type, types.FunctionType)) and _script is not None:
+        module = str(obj.__module__)
+        pickled = _script.waiting.get(obj.__qualname__) if module.startswith(SCRIPT) else None
+        if isinstance(pickled, bytes) and _is_named(obj):
+            return _define, (module, obj.__qualname__, pickled)
+    return NotImplemented
+
+
+def _define(module: str, name: str, pickled: bytes) -> Any:
+    """Return the script's definition of a name; define it, if this process has none."""
+    script = sys.modules.get(module, sys.modules["__main__"])
+    if not hasattr(script, name):
+        setattr(script, name, pickle.loads(pickled))
+    return getattr(script, name)
 
 
 @contextlib.contextmanager

@@ -115,7 +115,7 @@ class Crew:
         self._inbox: list[list[Frame]] = [[] for _ in blueprint.blocks]
         self._zygote: Zygote | None = None
         self._num_forks = 0
-        self.is_closing = self._has_left = self._has_ended = False
+        self.is_closing = self._has_ended = False
         self._owner = os.getpid()
         self._plan: SlabPlan | None = None
         self._segment: Segment | None = None
@@ -148,7 +148,7 @@ class Crew:
     def _get_helper(self) -> None:
         """Wait for the helper that forks workers."""
         with uninterrupted():  # or it would have a user that never closes it
-            self._zygote = helper_for(self.options, self.blueprint.preload)
+            self._zygote = helper_for(self, self.options, self.blueprint.preload)
         self._zygote.wait_ready()
         for name, why in self._zygote.failed_preloads.items():
             log.info("preload of %s failed (%s); workers import what they need", name, why)
@@ -434,9 +434,8 @@ class Crew:
         for worker in self.workers:
             worker.wait_exit(1.0)
             worker.release()
-        if self._zygote is not None and not self._has_left:
-            self._has_left = True
-            self._zygote.close()
+        if self._zygote is not None:
+            self._zygote.close(self)
         for _, segment in self._storages.values():
             segment.close()
         if self._segment is not None:

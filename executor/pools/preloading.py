@@ -94,24 +94,25 @@ def preloading(*modules: str, options: ExecutorOptions, must_import: bool = Fals
         zygote.close()
 
 
-def helper_for(options: ExecutorOptions, modules: Sequence[str]) -> Zygote:
-    """Return a helper for an executor, with the executor as a user: one that is there, or a new one."""
-    helper = find_helper(options)
+def helper_for(user: object, options: ExecutorOptions, modules: Sequence[str]) -> Zygote:
+    """Return a helper for an executor, its `user`: one that is there, or a new one."""
+    helper = find_helper(user, options)
     if helper is not None:
         return helper
     if options.start_method != "zygote" or options.worker_output != "capture":
-        return Zygote(options, list(modules))
+        return Zygote(options, list(modules), user=user)
     settings = (*_surroundings(options), options.build_timeout_s, tuple(modules), sys.executable, tuple(import_path()))
-    return shared((*settings, *map(tuple, (flags(), TABLE["argv"].read())), *_inherited()), options, list(modules))
+    key = (*settings, *map(tuple, (flags(), TABLE["argv"].read())), *_inherited())
+    return shared(user, key, options, list(modules))
 
 
-def find_helper(options: ExecutorOptions) -> Zygote | None:
-    """Return the helper of the innermost `preloaded` block that an executor can use, with the executor as a user."""
+def find_helper(user: object, options: ExecutorOptions) -> Zygote | None:
+    """Return the helper of the innermost `preloaded` block that an executor, its `user`, can use."""
     if not _innermost or options.start_method != "zygote":
         return None
     surroundings = _surroundings(options)
     for warm in reversed(_innermost):
-        if warm.surroundings == surroundings and warm.zygote.join():
+        if warm.surroundings == surroundings and warm.zygote.join(user):
             return warm.zygote
     return None
 

@@ -97,10 +97,11 @@ def end_idle(*, must_have_ended: bool = False) -> None:
         zygote.end()
 
 
-def shared(key: tuple[object, ...], options: ExecutorOptions, preload: list[str]) -> Zygote:
-    """Return a helper with that key and the caller as a user: an existing one, or a new one.
+def shared(user: object, key: tuple[object, ...], options: ExecutorOptions, preload: list[str]) -> Zygote:
+    """Return a helper with that key: an existing one, or a new one.
 
     Args:
+        user: of the helper, from now on.
         key: everything that executors must have in common to share a helper.
         options: see `Zygote`.
         preload: see `Zygote`.
@@ -108,26 +109,28 @@ def shared(key: tuple[object, ...], options: ExecutorOptions, preload: list[str]
     end_idle(must_have_ended=True)
     while True:
         with _fork_lock:
-            found = next((zygote for zygote in _zygotes if zygote.key == key and zygote.join()), None)
+            found = next((zygote for zygote in _zygotes if zygote.key == key and zygote.join(user)), None)
             if found is None:
-                return Zygote(options, preload, key)
+                return Zygote(options, preload, key, user=user)
         if found.resume():
             return found
         found.key = None  # first: no other executor joins, and it is not kept
-        found.close()
+        found.close(user)
 
 
 class Zygote:
     """The owner's handle of the helper that forks workers (see the module).
 
     Several users may share it, from any thread: each calls `join` and `close`, and the last `close` ends it, or lets it
-    wait for another user. Its creator is the first user.
+    wait for another user. A user is an object, so that one that repeats a `close` is not counted twice; one that was
+    freed needs no `close`.
 
     Args:
         options: for its environment variables, output, start method and deadline.
         preload: modules to import.
         key: see `shared`; None if it ends with its last user.
         must_import: a module that cannot be imported is an error.
+        user: the first one; None for the helper itself.
     """
 
     _log_fd = lifeline_read = _lifeline_write = -1
@@ -139,8 +142,10 @@ class Zygote:
         key: tuple[object, ...] | None = None,
         *,
         must_import: bool = False,
+        user: object = None,
     ) -> None:
-        self.key, self._num_users, self._must_import = key, 1, must_import
+        self.key, self._must_import = key, must_import
+        self._users = weakref.WeakSet([user or self])
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._awaited: set[int] = set()
@@ -190,15 +195,16 @@ class Zygote:
         """Its process id."""
         return self._process.pid
 
-    def join(self) -> bool:
+    def join(self, user: object) -> bool:
         """Register another user, which must `close` it later; return whether it is usable."""
         with _fork_lock:
             is_usable = self._owner == os.getpid() and self._sock.fileno() >= 0 and not self.has_ended()
             if is_usable and self in _idle:
                 _idle.remove(self)
-            elif self._num_users == 0:  # another thread ends it
+            elif not self._users:  # another thread ends it
                 return False
-            self._num_users += is_usable
+            if is_usable:
+                self._users.add(user)
             return is_usable
 
     def has_ended(self) -> bool:
@@ -308,17 +314,21 @@ class Zygote:
             return int(status)
         return None
 
-    def close(self) -> None:
-        """Give it up. It ends with its last user, and so do all its workers, unless it is kept for another executor."""
-        if self._owner != os.getpid() or self._sock.fileno() < 0:
+    def close(self, user: object = None) -> None:
+        """Give it up. It ends with its last user, and so do all its workers, unless it is kept for another executor.
+
+        After an error it must be repeated; it continues where it has failed.
+        """
+        if self._owner != os.getpid() or self not in _zygotes:
             return
         with uninterrupted():  # a helper that is kept has its limit
             with _fork_lock:
-                self._num_users -= 1
-                is_kept = not (self._num_users or self.key is None or _is_exiting or self.has_ended())
-                is_kept = is_kept and self._is_costly
-                is_left = is_kept or self._num_users > 0
-                replaced = _idle[:] if is_kept else []
+                self._users.discard(user or self)
+                is_used = len(self._users) > 0
+                is_kept = not (is_used or self.key is None or _is_exiting or self.has_ended())
+                is_kept = is_kept and self._is_costly and self._sock.fileno() >= 0
+                is_left = is_kept or is_used
+                replaced = [one for one in _idle if is_kept and one is not self]
                 if is_kept:
                     _idle[:] = [self]
             sweep = None
@@ -447,13 +457,10 @@ class Zygote:
 
 def _wait_exit(pid: int, timeout_s: float) -> None:
     """Wait for a child to end, without reaping it."""
-    pidfd = os.pidfd_open(pid)
-    try:
+    with open(os.pidfd_open(pid), "rb", buffering=0) as process:
         poller = select.poll()
-        poller.register(pidfd, select.POLLIN)
+        poller.register(process, select.POLLIN)
         poller.poll(timeout_s * 1000)
-    finally:
-        os.close(pidfd)
 
 
 def surroundings_of(options: ExecutorOptions) -> dict[str, Any]:

@@ -184,11 +184,10 @@ class Play:
         factories = as_factories(len(self._tasks), list(self._tasks.values()))
         modules = draw(factories, None, 1, 0, options).preload  # refuses factories that cannot be pickled
         is_shared = options.start_method == "zygote" and options.worker_output == "capture"
+        helper = contextlib.ExitStack()
         if is_shared and not options.differ_by_worker and not platforms.missing():
             options = replace(options, preload=modules)  # one helper for all tasks, so that a worker starts in 0.1 s
-            helper: Any = contextlib.closing(helper_for(options, modules))
-        else:
-            helper = contextlib.nullcontext()
+            helper.callback(helper_for(self, options, modules).close, self)
         threads = [
             threading.Thread(target=self._seat, args=(one,), name=f"evaluate-{i}", daemon=True)
             for i, one in enumerate(_options_of_seats(options, num_seats))

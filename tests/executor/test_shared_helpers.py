@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -235,7 +236,7 @@ def test_ctrl_c_in_a_start_leaves_the_other_start_that_waits_for_the_same_import
     def start():
         wait_for((tmp_path / "began").exists)
         other.start()
-        wait_for(lambda: any(helper._num_users == 2 for helper in list(zygote._zygotes)))
+        wait_for(lambda: any(len(helper._users) == 2 for helper in list(zygote._zygotes)))
         os.kill(os.getpid(), signal.SIGINT)
 
     other = threading.Thread(target=lambda: found.append(helper_of(options=options)))
@@ -248,6 +249,26 @@ def test_ctrl_c_in_a_start_leaves_the_other_start_that_waits_for_the_same_import
     (tmp_path / "go").touch()
     other.join()
     assert len(found) == 1
+
+
+def test_a_close_that_has_failed_counts_its_executor_once(monkeypatch):
+    """The executor that stays keeps the helper, and with the last one it ends."""
+    monkeypatch.setattr(zygote, "_KEPT_CPU_S", 100.0)
+    with ParallelEnv(1, Seeing) as stays:
+        (helper,) = stays.call("helper")
+        for name in ("_post", "_answer"):
+            leaves = ParallelEnv(1, Seeing)
+            with monkeypatch.context() as failing:
+                failing.setattr(zygote.Zygote, name, Mock(side_effect=MemoryError))
+                with pytest.raises(MemoryError):
+                    leaves._pool.crew.close(0.0)
+            leaves.close()
+            assert helper_of() == helper
+            assert stays.rollout(2).shape == (1, 2)
+        monkeypatch.setattr(zygote, "_wait_exit", Mock(side_effect=[MemoryError, None, None]))
+        with pytest.raises(MemoryError):
+            stays.close()
+    assert not psutil.pid_exists(helper)
 
 
 def test_a_fork_of_the_owner_starts_from_another_helper():

@@ -301,6 +301,9 @@ BIG = list(range(100_000))
 def double(x):
     return 2 * x
 
+def renewed(record):
+    return dataclasses.replace(record, x=double(record.x))
+
 class Env(World):
     made = 0
 
@@ -317,8 +320,10 @@ class Env(World):
             objects = pickle.load(file)
         assert objects[0].level == script.LEVEL == 5 and objects[1:3] == [script.Colour.GREEN, script.Point(1, 2)]
         assert pickle.loads(pickle.dumps(double)) is double
-        with multiprocessing.get_context("fork").Pool(1) as pool:
-            assert pool.map(double, [3]) == [6]
+        for method in ("fork", "spawn"):
+            with multiprocessing.get_context(method).Pool(1) as pool:
+                assert pool.map_async(double, [3]).get(60) == [6]
+                assert type(pool.apply_async(renewed, [Record(1)]).get(60)) is Record
         with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
             assert pool.submit(double, 4).result() == 8
         assert not hasattr(script, "BIG")
