@@ -63,7 +63,7 @@ class Pool(Protocol):
     Attributes:
         blueprint: what it is made of; `blueprint.blocks[worker_id]` are the env ids of a worker.
         num_envs: N.
-        num_workers: processes that run envs at any one time; 0 if only the caller's does.
+        num_workers: worker processes; 0 if the envs run in the caller's.
         worker_of: int `[N]`, the worker of each env.
         specs: one per env.
         plan: of the slab.

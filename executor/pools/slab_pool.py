@@ -63,7 +63,7 @@ class SlabPool:
 
     def outstanding(self) -> np.ndarray:
         """Return the env ids that owe an answer, int `[k]`."""
-        return np.flatnonzero(self.words.is_owed())
+        return np.flatnonzero(~self.words.has_answered())
 
     def gpu_of(self, worker_id: int) -> str | None:  # noqa: ARG002  # as of `Pool`
         """Return None: only worker processes are given GPUs."""

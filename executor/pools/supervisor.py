@@ -121,10 +121,6 @@ class Supervisor:
         """Return whether a worker is neither lost nor being replaced."""
         return worker_id not in self.absent
 
-    def is_lost(self, worker_id: int) -> bool:
-        """Return whether a worker is lost and not yet being replaced."""
-        return self._is(worker_id, Condition.LOST)
-
     def is_being_replaced(self, worker_id: int) -> bool:
         """Return whether a worker will have a successor."""
         return self._is(worker_id, Condition.LEAVING, Condition.BUILDING)

@@ -78,7 +78,7 @@ class WorkerPool(SlabPool):
         self._looked_at = 0.0
         self._clock = Clock()
         self._is_reading = False  # a worker is writing more than its socket holds
-        self.resets_before_start = np.zeros(len(self.worker_ids), np.int64)
+        self.resets_before_start = np.zeros(self.num_workers, np.int64)
 
     def _make_crew(self) -> Crew:
         return Crew(self.blueprint, self.options, self.outcome.take)
@@ -106,7 +106,7 @@ class WorkerPool(SlabPool):
         rules = self.options.capsule_rules
         self.plan: SlabPlan = plan_slab(
             self.specs,
-            len(self.worker_ids),
+            self.num_workers,
             self.options.num_frames,
             lends=self._lends,
             journal_nbytes=0 if rules is None else rules.journal_bytes,
@@ -342,7 +342,7 @@ class WorkerPool(SlabPool):
 
     def _owing(self) -> list[int]:
         """Return the ids of workers that have a command to carry out."""
-        return sorted(set(self.worker_of[self.words.is_owed()].tolist()))
+        return sorted(set(self.worker_of[~self.words.has_answered()].tolist()))
 
     def _look_around(self) -> None:
         """Notice deaths and successors, and read workers' messages so that none blocks on a full socket."""
