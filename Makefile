@@ -108,7 +108,7 @@ test: $(STAMP)
 	$(PYTEST)
 
 # LONG= leaves out the files that take half of the time.
-LONG ?= tests/executor/test_property.py tests/executor/test_reset_ahead.py tests/faults/test_interrupts.py
+LONG ?= tests/executor/test_property.py tests/faults/test_interrupts.py
 test-python: $(STAMP)
 	ENVHERD_NATIVE=0 $(PYTEST) -k "not facades" tests/executor/test_fast_calls.py tests/executor/test_stepping.py \
 		tests/executor/test_exchange.py tests/workers/test_loop.py $(LONG)

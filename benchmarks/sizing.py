@@ -46,8 +46,6 @@ RESULTS = Path(__file__).parent / "results" / "sizing.json"
 NUM_ENVS = 8
 #: Seconds that a call of an executor may take.
 _PATIENCE_S = 120.0
-#: Seconds of rest after a turn of envs that are reset ahead.
-_SETTLE_S = 3.0
 
 
 class Synthetic(gymnasium.Env[np.ndarray, Any]):
@@ -182,7 +180,7 @@ def sweep(
     rates: dict[Setting, list[float]] = {setting: [] for setting in settings}
     with contextlib.ExitStack() as stack:
         stack.enter_context(subject.helper())
-        drivers: dict[tuple[int, bool], Driver] = {}
+        drivers: dict[int, Driver] = {}
 
         def begin(one: Setting) -> BatchedEnv:
             if not one.num_workers:
@@ -190,20 +188,15 @@ def sweep(
             return subject.start(one, _PATIENCE_S)
 
         for one in settings:
-            if _key(one) not in drivers:
+            if one.num_workers not in drivers:
                 driver = Driver(functools.partial(begin, one), span_s)
-                drivers[_key(one)] = stack.enter_context(contextlib.closing(driver))
+                drivers[one.num_workers] = stack.enter_context(contextlib.closing(driver))
         for _ in range(num_rounds):
             for setting in order.sample(list(settings), len(settings)):
-                turn = drivers[_key(setting)].turn(setting.mode, least_steps)
+                turn = drivers[setting.num_workers].turn(setting.mode, least_steps)
                 steps = measured.whole_steps(turn.steps, turn.resets) if least_steps else turn.steps
                 rates[setting].append(steps / turn.seconds)
-                time.sleep(_SETTLE_S if setting.reset_ahead else 0)  # for pending resets ahead
     return rates
-
-
-def _key(setting: Setting) -> tuple[int, bool]:
-    return setting.num_workers, setting.reset_ahead
 
 
 def shares_of_best(rates: Mapping[Any, Sequence[float]], chosen: Any) -> list[float]:

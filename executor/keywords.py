@@ -82,7 +82,7 @@ def names_right_keyword(call: Callable[P, T], instead_of: Mapping[str, str] | No
 
     Args:
         call: the constructor or method.
-        instead_of: keyword that it had in earlier versions -> advice.
+        instead_of: keyword that it had in earlier versions -> advice; a ValueError, with any value.
     """
     names = [name for name in inspect.signature(call).parameters if name != "self"]
 
@@ -92,10 +92,10 @@ def names_right_keyword(call: Callable[P, T], instead_of: Mapping[str, str] | No
             if name not in names:
                 what = type(args[0]).__name__ if call.__name__ == "__init__" else call.__name__
                 options = getattr(call, "__globals__", {}).get("ExecutorOptions") if "options" in names else None
-                advice = (instead_of or {}).get(name) or _advice(
-                    name, names, getattr(options, "__dataclass_fields__", ())
-                )
-                raise TypeError(f"{what} failed: it has no argument {name!r}. {advice}")
+                refusal = f"{what} failed: it has no argument {name!r}."
+                if advice := (instead_of or {}).get(name):
+                    raise ValueError(f"{refusal} {advice}")
+                raise TypeError(f"{refusal} {_advice(name, names, getattr(options, '__dataclass_fields__', ()))}")
         return call(*args, **kwargs)
 
     return checked

@@ -76,8 +76,7 @@ class ExecutorOptions:
         on_worker_loss: "raise" a WorkerLost, or "restart" the worker and mark its rows `interrupted`.
         on_env_error: "raise" an EnvError if a step or reset of an env raises; or "interrupt" its episode: its row is
             marked `interrupted`, the error is logged, and all continue. A reset that raises is made again with a new
-            instance of the env, for its next episode. Not for `reset_ahead`, and for envs that
-            are batches of rows.
+            instance of the env, for its next episode. Not for envs that are batches of rows.
         max_restarts: restarts of one worker within `restart_window_s`; the next loss raises. The
             first is made at once, the others wait 0.1 s, 0.2 s, 0.4 s, ... while the other workers continue.
             With `on_env_error="interrupt"` also the exceptions of one env without a step in between; the next raises.
@@ -120,10 +119,6 @@ class ExecutorOptions:
             are not.
         alone: give every env a process: for envs that disturb each other in one (`envherd check ENV --together 2` shows
             it). The number of workers is that of the envs.
-        reset_ahead: give every env two instances in two processes: while one is stepped, the other is reset for the
-            next episode, and takes over at the next reset. The data are the same. Costs twice the processes and twice
-            the envs' memory, and uses otherwise idle processors; worth it if resets are long and cores are free. See
-            docs/asynchronous.md.
         env_threads: run each env of a worker on a separate thread, on which it is also built and closed: for envs that
             mostly wait (for a game, a browser, a simulator behind a socket), many of which can then share a process. An
             env that computes, or holds Python's GIL while it waits, still blocks the other envs of its worker: leave
@@ -166,7 +161,6 @@ class ExecutorOptions:
     episode_seeds: bool = True
     env_type: EnvType = "auto"
     alone: bool = False
-    reset_ahead: bool = False
     env_threads: bool = False
     capsules: str | os.PathLike[str] | Capsules | None = None
     first_env_id: int = 0
@@ -182,7 +176,6 @@ class ExecutorOptions:
             episode_seeds=self.episode_seeds,
             env_type=self.env_type,
             first_env_id=self.first_env_id,
-            reset_ahead=self.reset_ahead,
             env_threads=self.env_threads,
             limits_resets=self.reset_timeout_s is not None,
         )
@@ -226,26 +219,12 @@ class ExecutorOptions:
             return infos
         return Infos(policy=infos) if infos in _INFO_POLICIES else Infos(keys=infos)
 
-    def _check_ahead(self) -> None:
-        if self.reset_ahead and not self.episode_seeds:
-            raise ValueError(
-                "ExecutorOptions failed: expected episode_seeds=True with reset_ahead, got False. An env whose own "
-                "generator continues from episode to episode (as with the facades, which keep their library's seeding) "
-                "cannot begin an episode before the previous one has ended."
-            )
-        if self.reset_ahead and self.isolate_rng:
-            raise ValueError(
-                "ExecutorOptions failed: expected isolate_rng=False with reset_ahead, got True. The state of the "
-                "global generators at the beginning of an episode is known only when the previous one has ended."
-            )
-        if self.reset_ahead:
-            self.refuse_interrupts("ExecutorOptions with reset_ahead")
-
     def _check_threads(self) -> None:
-        if self.env_threads and (self.reset_ahead or self.isolate_rng):
-            other = "reset_ahead" if self.reset_ahead else "isolate_rng"
-            why = "there an env has two processes" if self.reset_ahead else "the process's generators are shared"
-            raise ValueError(f"ExecutorOptions failed: expected {other}=False with env_threads, got True: {why}.")
+        if self.env_threads and self.isolate_rng:
+            raise ValueError(
+                "ExecutorOptions failed: expected isolate_rng=False with env_threads, got True: the process's "
+                "generators are shared."
+            )
 
     @property
     def recycles(self) -> bool:
@@ -276,7 +255,6 @@ class ExecutorOptions:
             raise _refusal("capsules", "the path of a directory, Capsules(...), or None", self.capsules)
         if not isinstance(self.infos, Infos) and self.infos not in _INFO_POLICIES:
             check_keys(self.infos)
-        self._check_ahead()
         self._check_threads()
 
     def check_here(self) -> None:
@@ -323,6 +301,7 @@ _INSTEAD_OF = {
     "info_keys": 'Use infos=("NAME", ...).',
     "nice": "Call os.setpriority(os.PRIO_PROCESS, 0, N) in the factory.",
     "pickle_replies": 'Use infos="pickle".',
+    "reset_ahead": "Step with send and recv: other envs are then stepped while one is reset.",
     "start_method='fork'": 'Use start_method="zygote" with preload=().',
 }
 _INFO_POLICIES = get_args(InfoPolicy)
@@ -410,6 +389,5 @@ _SWITCHES = (
     "episode_statistics",
     "episode_seeds",
     "alone",
-    "reset_ahead",
     "env_threads",
 )

@@ -34,11 +34,10 @@ class ParallelEnv(BatchedEnv):
         num_envs: N, or a list of N factories alone; "auto" measures an env for some seconds and decides (see
             `envherd size` and docs/sizing.md).
         make_env: a callable that builds one env, or a list of N callables (different tasks). It is
-            pickled by value and called inside a worker; this process never builds an env. Called twice for each env
-            with `options.reset_ahead`, in two processes. A name of the command line (`"CartPole-v1"`,
-            `"meltingpot:clean_up"`) stands for a callable.
+            pickled by value and called inside a worker; this process never builds an env. A name of the command line
+            (`"CartPole-v1"`, `"meltingpot:clean_up"`) stands for a callable.
         num_workers: processes; None for one per usable core, at most N; "auto" measures and decides. Envs are
-            spread over them in contiguous blocks. With `options.reset_ahead`, N (and as many that prepare resets).
+            spread over them in contiguous blocks.
         env_kwargs: keyword arguments of the factory calls: one dict for all, or a list of N.
         seed: root seed of everything random; None draws one (see the attribute `seed`).
         device: of the batches; None leaves them on the CPU.
@@ -47,8 +46,7 @@ class ParallelEnv(BatchedEnv):
         options: see `ExecutorOptions`.
 
     Raises:
-        ValueError: more envs or workers than the machine can hold; `options.reset_ahead` with fewer workers than envs,
-            or with envs that are batches themselves.
+        ValueError: more envs or workers than the machine can hold.
         FactoryError: not a factory, cannot be pickled, returned no env, or raised.
         SpecError: envs of one factory have different specs.
         WorkerLost, WorkerTimeout: a worker did not start.
@@ -71,13 +69,11 @@ class ParallelEnv(BatchedEnv):
         options = checked_options(options, copy=copy)
         where = as_device(device)  # refused before anything is measured
         if options.alone and not isinstance(count, str):
-            num_workers = choose_apart(count, num_workers, "alone")
+            num_workers = choose_apart(count, num_workers)
         if isinstance(count, str) or isinstance(num_workers, str):
             from envherd.executor.sizing.recommending import resolve  # imported here: only "auto" needs it
 
             count, num_workers = resolve(count, num_workers, make_env, env_kwargs, options)
-        if options.reset_ahead:
-            num_workers = choose_apart(count, num_workers)
         factories = as_factories(count, make_env)
         fewest = num_runs([interpreter_of(factory) for factory in factories])
         blueprint = draw(factories, env_kwargs, choose_workers(count, num_workers, fewest=fewest), seed, options)
@@ -139,9 +135,8 @@ class ParallelEnv(BatchedEnv):
                 f"branch failed: expected a worker process for each env, got {self.num_envs} envs in "
                 f"{self.num_workers}. Pass num_workers={self.num_envs}."
             )
-        for option in ("reset_ahead", "env_threads"):
-            if getattr(self.options, option):
-                raise ValueError(f"branch failed: expected an executor without {option}, got {option}=True.")
+        if self.options.env_threads:
+            raise ValueError("branch failed: expected an executor without env_threads, got env_threads=True.")
         for env_id in targets:
             if self.specs[env_id] != self.specs[source]:
                 raise ValueError(

@@ -37,11 +37,6 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "env_steps": ("env", "worker", "steps of the env whose rows were written, ever"),
     "errors": ("env", "parent", "exceptions of the env that ended its episode, ever"),
     "resets": ("env", "worker", "resets that returned, ever"),
-    "turn": (
-        "env",
-        "parent",
-        "with reset-ahead: who serves it, and what its spare is to prepare: see workers.process.ahead",
-    ),
     "ends": ("env", "worker", "steps after which the env (or a part of it) had ended, ever"),
     "mail_seq": (
         "worker",
@@ -49,7 +44,6 @@ WORDS: dict[str, tuple[str, str, str]] = {
         "number of the latest message that it is to read from its socket; `workers.protocol.LEAVE` once it must end",
     ),
     "answered_ns": ("env", "worker", "when it last answered a command that was sent to it alone: monotonic clock"),
-    "ready": ("worker", "worker", "with reset-ahead: 1 + the episode that its env waits at the start of; 0 for none"),
     "answered": ("worker", "worker", "answers that it has counted, ever: see tally"),
     "ring_at": ("worker", "parent", "how many answers of all workers together are worth a ring"),
     "busy_ns": ("worker", "worker", "nanoseconds spent on commands, ever"),

@@ -38,10 +38,6 @@ class Bell(Protocol):
         """Take a token, waiting for one up to `timeout_s` seconds (None: without a limit); False on timeout."""
         ...
 
-    def rest(self) -> None:
-        """Make the next wait block at once: no token is expected soon."""
-        ...
-
 
 class SocketBell:
     """One doorbell; `create` makes it, and other processes get the socket that they need.
@@ -100,9 +96,6 @@ class SocketBell:
         self._await_token(timeout_s)
         return self.try_wait()
 
-    def rest(self) -> None:
-        """Do nothing: a wait blocks at once."""
-
     def close(self) -> None:
         """Close the sockets. Idempotent."""
         for sock in (self.reader, self.writer):
@@ -129,6 +122,3 @@ class LocalBell:
     def wait(self, timeout_s: float | None = None) -> bool:  # noqa: ARG002  # as of `Bell`
         """Take a token if there is one: nobody else could add one."""
         return self.try_wait()
-
-    def rest(self) -> None:
-        """Do nothing."""

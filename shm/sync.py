@@ -151,10 +151,6 @@ class Doorbell:
                 return False
         return True
 
-    def rest(self) -> None:
-        """Make the next wait block at once, without spinning: no token is expected soon."""
-        self._waits_without_spin = max(1, self._waits_without_spin)
-
     def _spin(self) -> bool:
         """Yield the processor for a bounded time, looking for a token in between; return whether one came."""
         acquire, clock = self._acquire, time.perf_counter

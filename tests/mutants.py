@@ -50,7 +50,7 @@ TESTS = {
     "executor/pools/worker_pool.py": (*_STEPS, *_LOSSES),
     "executor/pools/command_words.py": ("executor/test_command_words.py", *_STEPS, *_LOSSES),
     "executor/pools/fast_commands.py": ("executor/test_fast_commands.py", "executor/test_fast_calls.py", *_LOSSES),
-    "executor/pools/waiting.py": (*_LOSSES, "executor/test_reset_ahead.py"),
+    "executor/pools/waiting.py": _LOSSES,
     "executor/pools/questions.py": (*_LOSSES, "executor/test_exchange.py"),
     "executor/protocol/fast_step.py": (
         "executor/test_fast_calls.py",
@@ -69,7 +69,6 @@ TESTS = {
         "executor/test_rollout.py",
         "executor/test_collector.py",
         *_LOSSES,
-        "executor/test_reset_ahead.py",
     ),
     "executor/protocol/env_states.py": ("faults/test_env_model.py", *_STEPS, *_LOSSES),
     "executor/protocol/flight.py": (
@@ -80,11 +79,7 @@ TESTS = {
         "executor/facades/test_gymnasium_errors.py",
     ),
     "executor/protocol/losses.py": (*_LOSSES, "executor/test_exchange.py"),
-    "executor/pools/ahead_pool.py": ("executor/test_reset_ahead.py",),
-    "executor/pools/fused_words.py": ("executor/test_reset_ahead.py",),
-    "executor/pools/turns.py": ("executor/test_reset_ahead.py",),
     "executor/pools/supervisor.py": (*_LOSSES, "executor/test_recycling.py"),
-    "executor/pools/spare_supervisor.py": ("executor/test_reset_ahead.py",),
     "executor/batches/actions.py": (
         "executor/test_intake.py",
         "executor/test_stepping.py",
@@ -98,7 +93,7 @@ TESTS = {
         "workers/test_gymnasium_vector.py",
         "executor/test_lifetime.py",
     ),
-    "workers/process/loop.py": ("workers/test_loop.py", "workers/test_ahead.py", *_STEPS, "executor/test_watching.py"),
+    "workers/process/loop.py": ("workers/test_loop.py", *_STEPS, "executor/test_watching.py"),
     "workers/block/slot.py": (
         "workers/test_slot.py",
         "executor/test_infos.py",

@@ -15,9 +15,9 @@ class WorkerInfo:
 
     Attributes:
         worker_id: of the worker, from 0; a replaced worker keeps it. Unique among the processes of an executor at any
-            time: with `ExecutorOptions.reset_ahead`, the second instance of env `e` is worker `num_workers + e`.
+            time.
         generation: how often the worker was replaced.
-        num_workers: worker processes that step envs at a time; 0 in a `SerialEnv`.
+        num_workers: worker processes; 0 in a `SerialEnv`.
         env_ids: ids of its envs, ascending; with `ExecutorOptions.first_env_id` and on a cluster, those of the whole
             batch.
         env_id: of the env that is being built; afterwards the worker's only env, or None if it has several.

@@ -131,8 +131,7 @@ class Ask:
     `what` is "call", "each" (a call with one argument, a different one for each env), "get", "has" (whether "get" would
     succeed), "set", "layers" (the classes of an env and its wrappers), "render", "save", "check" (why an env cannot
     have a state, as text), "restore" or "allow_steps" (let envs be stepped that were never reset). The answer repeats
-    `number`, so that a late answer to an interrupted request is not mistaken for the next one. A request with
-    `is_silent` gets no answer.
+    `number`, so that a late answer to an interrupted request is not mistaken for the next one.
     """
 
     what: str
@@ -141,7 +140,6 @@ class Ask:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     number: int = 0
-    is_silent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

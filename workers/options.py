@@ -42,7 +42,6 @@ class BlockOptions:
         episode_seeds: seed every reset from (root seed, env id, episode), or only where the caller gives a seed.
         env_type: what the envs take and return; see `registry.find_adapter`.
         first_env_id: id of env 0 for seeds, if these envs are a share of a larger batch.
-        reset_ahead: the worker is one of an env's two workers; see `process.ahead`.
         env_threads: each env has a thread; see `process.env_threads`.
         limits_resets: whether a reset that takes too long is given up.
     """
@@ -55,6 +54,5 @@ class BlockOptions:
     episode_seeds: bool = True
     env_type: EnvType = "auto"
     first_env_id: int = 0
-    reset_ahead: bool = False
     env_threads: bool = False
     limits_resets: bool = True

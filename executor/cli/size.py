@@ -21,7 +21,7 @@ from envherd.executor.sizing.recommending import Sizing, recommend
 from envherd.executor.sizing.settings import Goal, counted, size_text, time_text
 from envherd.workers.adapters.env_names import Factory, factory_for
 
-SCHEMA = "envherd.size/4"
+SCHEMA = "envherd.size/5"
 
 
 def run(options: Size) -> int:

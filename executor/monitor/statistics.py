@@ -116,15 +116,11 @@ class Statistics:
         worker_losses: workers that died or were killed for being late.
         interrupted: rows that were marked interrupted.
         recycled: workers that were replaced between episodes (see `ExecutorOptions.recycle_after`).
-        resets_ahead: with `ExecutorOptions.reset_ahead`, resets whose episode was ready when it was requested.
-        resets_missed: with this option, all other resets: the first of each env, those with a seed or options, and
-            those that waited for an episode still in preparation. 0 without the option.
         steps_per_env: steps of each env.
         resets_per_env: resets of each env.
         errors_per_env: exceptions of each env in its steps and resets.
         wall_s: seconds since the executor was ready.
-        workers: one entry for each worker that serves envs.
-        spares: one entry for each worker that prepares an env's next episode, in the order of the envs.
+        workers: one entry for each worker.
         frames_lent: batches that the caller holds now and that were not copied (docs/batches.md, Memory).
         path: "steps in C", or "steps in Python, because ..." with the reasons, which docs/sizing.md explains.
     """
@@ -141,9 +137,6 @@ class Statistics:
     wall_s: float
     workers: tuple[WorkerStatistics, ...]
     recycled: int = 0
-    resets_ahead: int = 0
-    resets_missed: int = 0
-    spares: tuple[WorkerStatistics, ...] = ()
     frames_lent: int = 0
     path: str = ""
     errors_per_env: tuple[int, ...] = ()
@@ -173,7 +166,7 @@ class MemoryLog:
 def read_workers(
     words: Mapping[str, np.ndarray], blocks: Sequence[Sequence[int]], now_ns: int
 ) -> tuple[WorkerStatistics, ...]:
-    """Return what the words of a slab say of each worker. If two workers have the same env, both show its counts.
+    """Return what the words of a slab say of each worker.
 
     Args:
         words: of a slab.
@@ -244,8 +237,6 @@ def count(pool: Pool, memory: MemoryLog, ready_at: float, **of_caller: Any) -> S
                 growth_per_reset=memory.growth_per_reset(worker_id),
             )
         )
-    # The counts of an env are those of the worker that serves it, not also those of its spare.
-    spares = sorted((one for one in workers if one.worker_id not in pool.serving), key=lambda one: one.env_ids)
     return Statistics(
         env_steps=int(steps.sum()),
         agent_steps=int((steps * agents).sum()),
@@ -257,11 +248,8 @@ def count(pool: Pool, memory: MemoryLog, ready_at: float, **of_caller: Any) -> S
         resets_per_env=tuple(words["resets"].tolist()),
         errors_per_env=tuple(words["errors"].tolist()),
         wall_s=wall_s,
-        workers=tuple(workers[worker_id] for worker_id in pool.serving),
+        workers=tuple(workers),
         recycled=pool.num_recycled,
-        resets_ahead=pool.num_ahead,
-        resets_missed=pool.num_missed,
-        spares=tuple(replace(one, env_steps=0, resets=0, env_errors=0, steps_per_s=0.0) for one in spares),
         **of_caller,
     )
 

@@ -49,7 +49,7 @@ class Watch:
         pid: process that made it.
         command: the command line of that process.
         env: family of its envs.
-        num_envs: number of envs; with resets ahead, two workers have each.
+        num_envs: number of envs.
         path: which calls are made in C; see `Statistics.path`. Empty if nobody has written it.
         slab_path: where the slab was opened.
         workers: at the latest reading; their shares and rates are those of the time since the reading before it.
@@ -72,7 +72,7 @@ class Watch:
             os.close(fd)
         self.pid, self.slab_path, self.env, self._made_at = plate.pid, plate.path, content["env"], content["made_at"]
         self._blocks, self._gpus = content["blocks"], content["gpus"]
-        self.num_envs = len({env_id for block in self._blocks for env_id in block})
+        self.num_envs = sum(map(len, self._blocks))
         words = content["words"].items()
         self._words = {name: np.frombuffer(self._map, np.int64, length, offset) for name, (offset, length) in words}
         self._read_ns = time.monotonic_ns()
@@ -97,8 +97,7 @@ class Watch:
     @property
     def steps_per_s(self) -> float:
         """Env-steps per second of all workers."""
-        by_block = {worker.env_ids: worker.steps_per_s for worker in self.workers}  # two workers may have one env
-        return sum(by_block.values())
+        return sum(worker.steps_per_s for worker in self.workers)
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as documented in docs/reference/json.md."""

@@ -1,4 +1,4 @@
-"""The interface of a pool: `WorkerPool`, `PortablePool`, `SerialPool`, `AheadPool` and `Hosts` implement it.
+"""The interface of a pool: `WorkerPool`, `PortablePool` and `SerialPool` implement it.
 
 Terms: an env *owes an answer* from when it is given a command until the command is carried out, its rows are written,
 and the env is counted as answered. Env ids are int64 `[k]` without duplicates, columns int64 `[k]`.
@@ -63,8 +63,8 @@ class Pool(Protocol):
     Attributes:
         blueprint: what it is made of; `blueprint.blocks[worker_id]` are the env ids of a worker.
         num_envs: N.
-        num_workers: processes that run envs at any one time; 0 if only the caller's does.
-        worker_of: int `[N]`, the worker that runs each env now.
+        num_workers: worker processes; 0 if the envs run in the caller's.
+        worker_of: int `[N]`, the worker of each env.
         specs: one per env.
         plan: of the slab.
         slab: inputs, rows and words of all envs.
@@ -101,11 +101,6 @@ class Pool(Protocol):
         ...
 
     @property
-    def serving(self) -> Sequence[int]:
-        """The workers that run steps, in the order of their envs: all, unless envs have two instances."""
-        ...
-
-    @property
     def lost(self) -> Mapping[int, EnvherdError]:
         """Worker id -> the error that describes its loss, for workers that are out of service."""
         ...
@@ -113,16 +108,6 @@ class Pool(Protocol):
     @property
     def num_losses(self) -> int:
         """Workers that were lost, ever."""
-        ...
-
-    @property
-    def num_ahead(self) -> int:
-        """Resets whose episode was ready when it was requested."""
-        ...
-
-    @property
-    def num_missed(self) -> int:
-        """All other resets, of a pool that prepares episodes; 0 for one that does not."""
         ...
 
     @property

@@ -131,24 +131,17 @@ def choose_workers(num_envs: int, num_workers: int | None, name: str = "num_work
     return min(num_envs, int(num_workers))
 
 
-def choose_apart(num_envs: int | str, num_workers: int | str | None, option: str = "reset_ahead") -> int:
-    """Return the number of workers for envs that need a process each: one per env.
-
-    Args:
-        num_envs: the argument.
-        num_workers: the argument.
-        option: that asks for it: "reset_ahead" (with an equal number of spares) or "alone".
+def choose_apart(num_envs: int, num_workers: int | str | None) -> int:
+    """Return the number of workers for envs that are `alone`: one per env.
 
     Raises:
-        ValueError: another number was passed, or the number of envs is unknown.
+        ValueError: another number was passed.
     """
-    if not isinstance(num_envs, str) and num_workers in (None, "auto", num_envs):
+    if num_workers in (None, "auto", num_envs):
         return num_envs
-    if num_envs == "auto":
-        raise ValueError(f"num_envs failed: expected a number with {option}, got 'auto', which measures without it.")
-    why = "A worker that is reset keeps its other envs waiting" if option == "reset_ahead" else "Each has a process"
     raise ValueError(
-        f"num_workers failed: expected {num_envs} (one for each env) or None with {option}, got {num_workers!r}. {why}."
+        f"num_workers failed: expected {num_envs} (one for each env) or None with alone, got {num_workers!r}. Each has "
+        f"a process."
     )
 
 
@@ -162,7 +155,7 @@ def draw(
         ValueError, OSError: the machine has no room for the workers; see `require_room`.
     """
     num_workers = len(factories) if options.alone else num_workers
-    require_room(num_workers=num_workers * (1 + options.reset_ahead))
+    require_room(num_workers=num_workers)
     kwargs = as_kwargs(len(factories), env_kwargs)
     _check_kwargs(kwargs)
     interpreters = [interpreter_of(factory) for factory in factories]

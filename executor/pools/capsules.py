@@ -29,7 +29,6 @@ from envherd.workers.block.journal import Journal, JournalFlag
 from envherd.workers.errors import EnvherdError
 from envherd.workers.messages import Prepare
 from envherd.workers.pickling import dumps
-from envherd.workers.seeding import episode_seed
 
 #: Packages whose versions are noted if they are installed.
 _PACKAGES = (
@@ -68,10 +67,6 @@ class Journaled(Protocol):
 
     def worker_output(self, worker_id: int) -> str:
         """Return the latest output of a worker."""
-        ...
-
-    def prepared_by(self, env_id: int, worker_id: int) -> int | None:
-        """Return the episode that a worker was preparing instead of serving its env; None if it was serving."""
         ...
 
 
@@ -144,10 +139,6 @@ class CapsuleWriter:
         group = self._pool.slab.groups[group_index]
         journal = Journal(group.journal, group.inputs, row)
         steps, episode, seed, flags = journal.facts.tolist()
-        prepared = self._pool.prepared_by(env_id, worker_id) if failure["phase"] == "reset" else None
-        if prepared is not None:
-            steps, episode, flags = 0, prepared, JournalFlag.BEGUN | JournalFlag.SEEDED
-            seed = episode_seed(self._pool.root_seed_of(worker_id), options.first_env_id + env_id, episode)
         if not flags & JournalFlag.BEGUN:
             return None, "It has no capsule: the env was never reset."
         if len(list(self._directory.glob(f"*{SUFFIX}"))) >= self._rules.max_files:

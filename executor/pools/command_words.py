@@ -67,10 +67,6 @@ class CommandWords:
         numbers = self.command_seq[env_ids]
         return np.where(numbers == self._completing[env_ids], self._completed[env_ids], numbers)
 
-    def is_owed(self) -> np.ndarray:
-        """Return which envs have a command that their worker has not carried out, bool `[N]`."""
-        return np.asarray(self.command_seq != self.reply_seq)
-
     def has_answered(self) -> np.ndarray:
         """Return which envs owe no answer, bool `[N]`."""
         has_answered = np.asarray(self.command_seq == self.reply_seq)

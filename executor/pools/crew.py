@@ -56,7 +56,7 @@ class Blueprint:
     Attributes:
         factories: one pickled factory per env.
         env_kwargs: keyword arguments of each call.
-        blocks: env ids of each worker: contiguous, ascending, none empty. An `AheadPool` has them twice.
+        blocks: env ids of each worker: contiguous, ascending, none empty.
         root_seed: see `workers.seeding`.
         preload: modules for the zygote to import.
         interpreters: of each env, None for this one; empty if all are of this one. Those of a worker are equal.

@@ -27,7 +27,6 @@ import numpy as np
 import psutil
 
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.ahead_pool import AheadPool
 from envherd.executor.pools.crew import Blueprint, Crew
 from envherd.executor.pools.error_messages import log
 from envherd.executor.pools.worker_pool import WorkerPool
@@ -72,7 +71,7 @@ def make_pool(blueprint: Blueprint, options: ExecutorOptions) -> WorkerPool:
         ValueError: the options need what the portable pool does not have.
     """
     if not is_portable(options):
-        return AheadPool(blueprint, options) if options.reset_ahead else WorkerPool(blueprint, options)
+        return WorkerPool(blueprint, options)
     if options.start_method != "portable":
         _log_lack(platforms.missing())
     _refuse(blueprint, options)
@@ -92,7 +91,6 @@ def _log_lack(lacks: tuple[str, ...]) -> None:
 def _refuse(blueprint: Blueprint, options: ExecutorOptions) -> None:
     """Raise ValueError for options that need forked workers, or calls that this system lacks."""
     refused = {
-        "reset_ahead=True": options.reset_ahead,
         "affinity": options.affinity is not None and not platforms.can_pin(),
         "max_worker_memory": options.max_worker_memory is not None and "/proc" in platforms.missing(),
         "InPython": any(one is not None for one in blueprint.interpreters),
@@ -297,7 +295,7 @@ class PortablePool(WorkerPool):
 
     def _make_crew(self) -> Crew:
         self.why_python = ["the pool is portable"]
-        return PortableCrew(self.blueprint, self.options, self._take_frame)
+        return PortableCrew(self.blueprint, self.options, self.outcome.take)
 
     def _make_bells(self, buffer: np.ndarray) -> tuple[Sequence[Bell], Bell]:  # noqa: ARG002  # they are not in it
         return self.crew.bells

@@ -24,7 +24,7 @@ class Questions:
     Args:
         crew: the workers.
         supervisor: of the workers.
-        worker_of: int `[N]`, the worker that serves each env; read at each request.
+        worker_of: int `[N]`, the worker of each env.
         options: of the executor.
     """
 

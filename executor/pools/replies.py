@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,8 +19,6 @@ class Outcome:
         side: env id -> side values message.
         infos: env id -> infos message.
         losses: worker id -> the error that describes its loss.
-        held_back: returns which envs have reported only a part of their answer, bool `[N]`; None if answers have one
-            part.
         completing: envs whose next reports complete the answer of a step, whose reports are kept.
     """
 
@@ -29,7 +26,6 @@ class Outcome:
     side: dict[int, Frame] = field(default_factory=dict)
     infos: dict[int, Frame] = field(default_factory=dict)
     losses: dict[int, EnvherdError] = field(default_factory=dict)
-    held_back: Callable[[], np.ndarray] | None = None
     completing: set[int] = field(default_factory=set)
 
     def __bool__(self) -> bool:
@@ -37,9 +33,7 @@ class Outcome:
         return bool(self.faults or self.side or self.infos or self.losses)
 
     def hand_out(self, env_ids: np.ndarray) -> Outcome:
-        """Remove and return the reports of some envs, int `[k]`, except held-back ones, and all losses."""
-        if self.held_back is not None:
-            env_ids = env_ids[~self.held_back()[env_ids]]
+        """Remove and return the reports of some envs, int `[k]`, and all losses."""
         given = Outcome(losses=self.losses)
         self.losses = {}
         wanted = set(env_ids.tolist())
@@ -67,8 +61,9 @@ class Outcome:
 
     def take(self, frame: Frame) -> None:
         """Keep a message that came with rows."""
-        if frame.get("env_id") in self.completing:
-            frame = self._with_step(frame)
+        if frame.get("env_id") in self.completing:  # keep what its step has reported
+            of_step = {"side": self.side, "infos": self.infos}.get(frame["kind"], {}).get(frame["env_id"])
+            frame = frame if of_step is None else {**frame, "next": of_step["next"]}
         if frame["kind"] == "fault":
             self.faults[frame["env_id"]] = frame
         elif frame["kind"] == "side":
@@ -77,11 +72,3 @@ class Outcome:
             self.infos[frame["env_id"]] = frame
         else:
             log_notice(frame)
-
-    def take_reset(self, frame: Frame) -> None:
-        """As `take`, for a reset that completes the answer of a step: the step's reports are kept."""
-        self.take(self._with_step(frame))
-
-    def _with_step(self, frame: Frame) -> Frame:
-        of_step = {"side": self.side, "infos": self.infos}.get(frame["kind"], {}).get(frame.get("env_id", -1))
-        return frame if of_step is None else {**frame, "next": of_step["next"]}

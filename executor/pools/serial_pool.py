@@ -63,7 +63,6 @@ class SerialPool(SlabPool):
         self.num_losses = 0
         self.num_recycled = 0
         self.holds_storages = True  # in the block
-        self.serving = range(1)
         self.recyclable = None
         self.worker_of = np.zeros(self.num_envs, np.int64)
         self.why_python = native.why_not()

@@ -57,27 +57,13 @@ class SlabPool:
     def show_path(self, path: str) -> None:
         """Do nothing: `envherd top` shows only the workers of one machine."""
 
-    @property
-    def num_ahead(self) -> int:
-        """0: no episode begins before it is requested."""
-        return 0
-
-    @property
-    def num_missed(self) -> int:
-        """0, likewise."""
-        return 0
-
-    def prepared_by(self, env_id: int, worker_id: int) -> int | None:  # noqa: ARG002  # see `CapsuleWriter`
-        """Return None: no episode begins before it is requested."""
-        return None
-
     def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
         """Return which envs were given a command after that of number `since`, bool `[k]`."""
         return np.asarray(self.words.command_seq[env_ids] > since)
 
     def outstanding(self) -> np.ndarray:
         """Return the env ids that owe an answer, int `[k]`."""
-        return np.flatnonzero(self.words.is_owed())
+        return np.flatnonzero(~self.words.has_answered())
 
     def gpu_of(self, worker_id: int) -> str | None:  # noqa: ARG002  # as of `Pool`
         """Return None: only worker processes are given GPUs."""

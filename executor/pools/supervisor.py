@@ -12,7 +12,6 @@ LOST       it died or was late; that is its answer     SERVING; LEAVING, BUILDIN
 LEAVING    it is to be replaced: when that is due, or  LOST (restart), SERVING (recycled),
            as soon as it is needed                     BUILDING (its successor did not come up)
 BUILDING   its successor builds its envs               LEAVING
-GONE       it is not replaced: its envs do without     any of them, of workers that envs can do without
 
 `absent` holds only the workers that do not serve.
 """
@@ -49,7 +48,6 @@ class Condition(Enum):
     LOST = "lost"
     LEAVING = "leaving"
     BUILDING = "building"
-    GONE = "gone"
 
 
 class Absence(NamedTuple):
@@ -123,10 +121,6 @@ class Supervisor:
         """Return whether a worker is neither lost nor being replaced."""
         return worker_id not in self.absent
 
-    def is_lost(self, worker_id: int) -> bool:
-        """Return whether a worker is lost and not yet being replaced."""
-        return self._is(worker_id, Condition.LOST)
-
     def is_being_replaced(self, worker_id: int) -> bool:
         """Return whether a worker will have a successor."""
         return self._is(worker_id, Condition.LEAVING, Condition.BUILDING)
@@ -140,7 +134,9 @@ class Supervisor:
     def declare_lost(self, worker_id: int, error: EnvherdError) -> None:
         """Take a worker out of service; the parent now owns its words."""
         is_raised = self._options.on_worker_loss == "raise"
-        error = self._recorded(worker_id, with_sentence(error, RESTART) if is_raised else error)
+        error = with_sentence(error, RESTART) if is_raised else error
+        if self._pool.capsules is not None:
+            error = self._pool.capsules.add_to(error, worker_id)
         self.num_losses += 1
         self._lost_at = now = time.monotonic()
         self.absent[worker_id] = Absence(Condition.LOST, now, error)
@@ -150,11 +146,6 @@ class Supervisor:
         if not self._crew.is_closing:  # by another thread, or at the interpreter's exit
             # Not the error itself: a kept record would keep its frames alive. An error that is raised has the output.
             log.warning("%s", error.message.partition("\n")[0] if is_raised else error.message)
-
-    def _recorded(self, worker_id: int, error: EnvherdError) -> EnvherdError:
-        """Write the capsule of the episode in which a worker was lost, if that is wanted; return the error with it."""
-        capsules = self._pool.capsules
-        return error if capsules is None else capsules.add_to(error, worker_id)
 
     def answer_for_lost(self) -> None:
         """Answer commands to workers that were already lost with that loss."""
@@ -362,7 +353,7 @@ class Supervisor:
         try:
             self._crew.replace(worker_id)
         except EnvherdError as error:
-            self._give_up_on(worker_id, error)
+            self.declare_lost(worker_id, error)
             raise
         self.absent[worker_id] = Absence(Condition.BUILDING, time.monotonic())
 
@@ -393,14 +384,10 @@ class Supervisor:
         delay_s = self._restarts.next_delay_s(worker_id)
         if delay_s is None:
             error = not_replaced(error, self._options)
-            self._give_up_on(worker_id, error)
+            self.declare_lost(worker_id, error)
             raise error
         log.warning("%s Another process is started in its place.", error.message)
         self._leave(worker_id, delay_s)
-
-    def _give_up_on(self, worker_id: int, error: EnvherdError) -> None:
-        """Declare a worker lost that was being replaced."""
-        self.declare_lost(worker_id, error)
 
     def _check_specs(self, worker_id: int, specs: list[EnvSpec]) -> None:
         for env_id, spec in zip(self._crew.blueprint.blocks[worker_id], specs, strict=True):

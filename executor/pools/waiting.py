@@ -53,7 +53,6 @@ class Deadline:
 
     Attributes:
         kills: see Args.
-        reset_limit_s: seconds for a reset that the pool itself has begun; None: no limit.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class Deadline:
         self._now = clock.now
         self._began = clock.now()
         self.kills = kills
-        self.reset_limit_s = more_for_resets_s if kills and more_for_resets_s else None
         self._end = None if timeout_s is None else self._began + timeout_s
         self._more_s = more_for_resets_s
         self._stall_log_s = stall_log_s

@@ -21,7 +21,7 @@ from envherd.executor.pools.base import RecyclablePool, WorkerFigures
 from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint, Crew
-from envherd.executor.pools.error_messages import Frame, log_stall
+from envherd.executor.pools.error_messages import log_stall
 from envherd.executor.pools.fast_commands import (
     LOOK_S,
     FastCommands,
@@ -67,8 +67,7 @@ class WorkerPool(SlabPool):
         self.blueprint, self.options = blueprint, options
         self.num_envs = len(blueprint.factories)
         self.worker_ids = range(len(blueprint.blocks))
-        self.serving: Sequence[int] = self.worker_ids  # workers that run steps: all, unless envs have two instances
-        self.num_workers = len(self.serving)
+        self.num_workers = len(self.worker_ids)
         self.worker_of = np.repeat(np.arange(self.num_workers), [len(b) for b in blueprint.blocks])
         self.why_python = native.why_not()
         self.outcome = Outcome()
@@ -79,10 +78,10 @@ class WorkerPool(SlabPool):
         self._looked_at = 0.0
         self._clock = Clock()
         self._is_reading = False  # a worker is writing more than its socket holds
-        self.resets_before_start = np.zeros(len(self.worker_ids), np.int64)
+        self.resets_before_start = np.zeros(self.num_workers, np.int64)
 
     def _make_crew(self) -> Crew:
-        return Crew(self.blueprint, self.options, self._take_frame)
+        return Crew(self.blueprint, self.options, self.outcome.take)
 
     def start(self) -> None:
         """Start the workers, build the envs in them, and set `specs`, `plan` and `slab`.
@@ -107,7 +106,7 @@ class WorkerPool(SlabPool):
         rules = self.options.capsule_rules
         self.plan: SlabPlan = plan_slab(
             self.specs,
-            len(self.worker_ids),
+            self.num_workers,
             self.options.num_frames,
             lends=self._lends,
             journal_nbytes=0 if rules is None else rules.journal_bytes,
@@ -125,10 +124,10 @@ class WorkerPool(SlabPool):
         self._tally = Tally(self.slab.words)
         self._go, self._done = self._make_bells(buffer)
         self._rings = [bell.ring for bell in self._go]
-        self.words = self._make_words()
+        self.words = CommandWords(self.slab)
         self._found = np.empty(self.num_envs, np.int64)  # output of `Caller.first`
         self._caller = self._make_caller()
-        self.supervisor = self._make_supervisor()
+        self.supervisor = Supervisor(self, self.crew, self.options)
         self._overdue = self._make_overdue()
         self._questions = Questions(self.crew, self.supervisor, self.worker_of, self.options)
         self.crew.hand_over(self.plan, segment, self.wake_worker)
@@ -137,9 +136,6 @@ class WorkerPool(SlabPool):
         """Return the doorbells of the workers, and the caller's."""
         go = [Doorbell.create(buffer, self.plan.go_offset(w)) for w in self.worker_ids]
         return go, Doorbell.create(buffer, self.plan.bells_offset)
-
-    def _make_words(self) -> CommandWords:
-        return CommandWords(self.slab)
 
     def _make_caller(self) -> Any:
         """Return the object that gives commands and waits in C; None if Python must do it."""
@@ -150,9 +146,6 @@ class WorkerPool(SlabPool):
         if limits == (None, None):
             return None
         return Overdue(self._clock, *limits, self.phase_of, self.words.command_seq, self.worker_of)
-
-    def _make_supervisor(self) -> Supervisor:
-        return Supervisor(self, self.crew, self.options)
 
     def wake_worker(self, worker_id: int) -> None:
         """Make a worker look for commands and messages."""
@@ -186,7 +179,7 @@ class WorkerPool(SlabPool):
     def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
         """Give every env the same command, but some (int `[k]`) a RESET."""
         if self.supervisor.absent:
-            self.supervisor.revive(self.serving)  # may leave some absent: lost ones that may still be replaced
+            self.supervisor.revive(self.worker_ids)  # may leave some absent: lost ones that may still be replaced
         command, reset = pack(op, target, column), 0 if reset_ids is None else pack(Op.RESET, target, column)
         if self._caller is not None and not self.supervisor.absent:
             commands = np.full(self.num_envs, command)
@@ -207,7 +200,7 @@ class WorkerPool(SlabPool):
         if self._caller is not None and not self.supervisor.absent and self._caller.give_some(env_ids, commands):
             return
         is_for_all = len(env_ids) == self.num_envs or self.num_workers == 1
-        worker_ids = self.serving if is_for_all else set(self.worker_of[env_ids].tolist())
+        worker_ids = self.worker_ids if is_for_all else set(self.worker_of[env_ids].tolist())
         if self.supervisor.absent:
             self.supervisor.revive(worker_ids)
         self.words.write(env_ids, commands)
@@ -215,9 +208,6 @@ class WorkerPool(SlabPool):
             self._rings[worker_id]()
         if self.supervisor.absent:
             self.supervisor.answer_for_lost()
-
-    def _follow_up(self) -> None:
-        """Give the commands that the answers so far require; called before the numbers are compared."""
 
     def await_workers(self, env_ids: np.ndarray) -> None:
         if self.supervisor.absent:
@@ -263,10 +253,8 @@ class WorkerPool(SlabPool):
         wait, is_idle, num_tokens = self._done.wait, self.words.is_idle, 0
         while wait(LOOK_S):
             num_tokens += 1
-            if num_tokens >= self.num_workers:
-                self._follow_up()
-                if is_idle():
-                    return True
+            if num_tokens >= self.num_workers and is_idle():
+                return True
         return False
 
     def compile(self) -> FastCommands:
@@ -299,7 +287,6 @@ class WorkerPool(SlabPool):
                 return self.words.by_order(found) if self.words.has_completed else found
         while self._done.try_wait():
             pass  # tokens are hints; tokens of unawaited answers must not pile up
-        self._follow_up()
         ready = self.words.ready(env_ids)
         if len(ready) < count:
             deadline = Deadline(self._clock, timeout_s, more_for_resets_s, self.options.stall_log_s, kills=kill_late)
@@ -319,7 +306,6 @@ class WorkerPool(SlabPool):
         while True:
             while self._done.try_wait():
                 pass
-            self._follow_up()
             total, missing = self._tally.total(), count - len(self.words.ready(env_ids))
             if missing <= 0:
                 return
@@ -356,7 +342,7 @@ class WorkerPool(SlabPool):
 
     def _owing(self) -> list[int]:
         """Return the ids of workers that have a command to carry out."""
-        return sorted(set(self.worker_of[self.words.is_owed()].tolist()))
+        return sorted(set(self.worker_of[~self.words.has_answered()].tolist()))
 
     def _look_around(self) -> None:
         """Notice deaths and successors, and read workers' messages so that none blocks on a full socket."""
@@ -379,9 +365,6 @@ class WorkerPool(SlabPool):
             if not self.supervisor.is_being_replaced(worker_id):
                 self.crew.drain(worker_id)
         words.status[announced] = 0
-
-    def _take_frame(self, frame: Frame) -> None:
-        self.outcome.take(frame)
 
     # ---- mail --------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from envherd.workers.errors import Closed
 
 #: Counters, which only grow; all other fields are gauges.
 _COUNTERS = {
-    *("env_steps", "agent_steps", "resets", "resets_ahead", "resets_missed"),
+    *("env_steps", "agent_steps", "resets"),
     *("episodes", "env_errors", "worker_losses", "interrupted", "busy_s", "reset_s", "cpu_s", "generation"),
 }
 

@@ -52,7 +52,7 @@ class Confirmation:
         self._span_s = _THROTTLED_SPAN_S if limits.machine.is_throttled else _SPAN_S
         self._refusals: dict[Setting, Refusal | None] = {}
         self._turns: dict[Setting, list[Turn]] = {}
-        self._drivers: dict[tuple[int, int, bool], Driver] = {}  # those that have not failed
+        self._drivers: dict[tuple[int, int], Driver] = {}  # those that have not failed
         self._error: Exception | None = None
 
     def run(self, settings: Mapping[Setting, Refusal | None]) -> tuple[Run, ...]:
@@ -200,6 +200,6 @@ def choose(runs: Iterable[Run], target: float | None = None) -> Run:
     return min((one for one in runs if one.steps_per_s >= enough), key=lambda one: one.setting.rank)
 
 
-def _executor(setting: Setting) -> tuple[int, int, bool]:
+def _executor(setting: Setting) -> tuple[int, int]:
     """Return what settings with one executor have in common; it runs both modes."""
-    return setting.num_envs, setting.num_workers, setting.reset_ahead
+    return setting.num_envs, setting.num_workers

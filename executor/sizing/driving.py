@@ -68,7 +68,6 @@ class Subject:
         own = self.options
         options = replace(
             own,
-            reset_ahead=setting.reset_ahead,
             build_timeout_s=min(patience_s, own.build_timeout_s or patience_s),
             reset_timeout_s=min(patience_s, own.reset_timeout_s or patience_s),
             step_timeout_s=min(patience_s, own.step_timeout_s or patience_s),
@@ -169,7 +168,7 @@ class Driver:
         """Return resets and the workers' busy seconds as in `statistics()`, without reading the processes."""
         pool = self._env.engine.pool
         workers = read_workers(pool.slab.words, pool.blueprint.blocks, time.monotonic_ns())
-        return int(pool.slab.words["resets"].sum()), sum(one.busy_s for one in workers if one.worker_id in pool.serving)
+        return int(pool.slab.words["resets"].sum()), sum(one.busy_s for one in workers)
 
     def _act(self, td: TensorDictBase, env_ids: Any) -> TensorDictBase:
         """Set actions, after the policy's time."""

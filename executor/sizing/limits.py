@@ -53,25 +53,28 @@ class Limits:
 
     def memory_bytes(self, setting: Setting) -> int:
         """Return bytes of workers, helper and shared memory, without the learner's."""
-        one, processes = self.measured, max(1, setting.num_processes)
-        envs = setting.num_envs * (1 + setting.reset_ahead)
+        one, processes = self.measured, max(1, setting.num_workers)
         slab = setting.num_envs * one.row_bytes * self._num_frames
-        return one.shared_bytes + processes * one.worker_bytes + (envs - processes) * one.further_env_bytes + slab
+        return (
+            one.shared_bytes
+            + processes * one.worker_bytes
+            + (setting.num_envs - processes) * one.further_env_bytes
+            + slab
+        )
 
     def start_s(self, setting: Setting) -> float:
         """Return seconds until an executor is ready and its envs are reset, with a running helper."""
         one = self.measured
         rest = setting.most_per_worker - 1
         each = one.build_s + one.first_reset_s + rest * (one.build_further_s + one.reset_median_s)
-        return each * max(1.0, setting.num_processes / self.machine.cores)
+        return each * max(1.0, setting.num_workers / self.machine.cores)
 
     def predict(self, setting: Setting) -> Run:
         """Return what a setting makes by the probe."""
         one, workers = self.measured, max(1, setting.num_workers)
-        step_s = one.step_mean_s if setting.reset_ahead else one.whole_step_s
         # Envs that wait let more workers run at the same time; threads of envs let fewer.
         cores = self.machine.cores * one.step_mean_s / max(one.cpu_per_step_s, 1e-9)
-        envs_s = setting.most_per_worker * step_s * max(1.0, workers / cores)
+        envs_s = setting.most_per_worker * one.whole_step_s * max(1.0, workers / cores)
         caller_s = _BATCH_S + setting.num_envs * _ENV_S
         batch_s = self.goal.policy_s + (caller_s + envs_s) / max(0.1, 1 - self._lost_share)
         return Run(
@@ -84,7 +87,7 @@ class Limits:
 
     def refusal(self, setting: Setting) -> Refusal | None:
         """Return why a setting does not fit, or None if it does."""
-        one, machine, processes = self.measured, self.machine, setting.num_processes
+        one, machine, processes = self.measured, self.machine, setting.num_workers
         taken = self.memory_bytes(setting)
         if taken > self.usable:
             return Refusal("memory", f"takes {taken / _MIB:,.0f} MiB of memory, {self.usable / _MIB:,.0f} may be used")
@@ -123,8 +126,6 @@ class Limits:
         """Return the largest setting that fits, reducing first envs per worker and then workers; None if none fits."""
         if self.refusal(setting) is None:
             return setting
-        if setting.reset_ahead:
-            return None
 
         def of(workers: int, each: int) -> Setting:
             return replace(setting, num_workers=workers, num_envs=self.goal.num_envs or max(1, workers) * each)

@@ -51,7 +51,7 @@ def _binding(limits: Limits, chosen: Run, runs: Sequence[Run]) -> tuple[str, str
     if goal.policy_s > chosen.batch_s / 2:
         policy_ms, batch_ms = goal.policy_s * 1e3, chosen.batch_s * 1e3
         return "policy", f"the policy binds: it takes {policy_ms:,.2f} ms of a batch's {batch_ms:,.2f}."
-    larger = [one for one in runs if one.setting.num_processes >= chosen.setting.num_processes]
+    larger = [one for one in runs if one.setting.num_workers >= chosen.setting.num_workers]
     for one in larger:  # a limit of the machine has excluded it
         if one.refusal is not None and one.refusal.is_of_machine:
             return one.refusal.kind, f"{one.refusal.kind} binds: {one.setting} {one.refusal.text}."
@@ -126,12 +126,7 @@ def _kind(limits: Limits, chosen: Run, serial: Run | None) -> Iterator[str]:
             f"SerialEnv, in the caller's process, makes {many}: {serial.steps_per_s:,.0f} env-steps/s by the probe. "
             f"Use it unless the envs may crash."
         )
-    if setting.reset_ahead:
-        yield (
-            f"resets ahead pay: use ExecutorOptions(reset_ahead=True), which takes "
-            f"{counted(setting.num_processes, 'worker')} of one env."
-        )
-    elif setting.mode == "first-k":
+    if setting.mode == "first-k":
         yield (
             "stepping first-K pays: use send() and recv(min_envs=num_envs // 2), so that quick envs do not wait for "
             "slow ones."

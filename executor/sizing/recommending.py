@@ -11,8 +11,7 @@ from typing import Any, Literal
 from envherd.executor.batches.arguments import as_count
 from envherd.executor.machine.machine import Machine, Others, read_machine
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.blueprint import MakeEnv, choose_apart
-from envherd.executor.pools.portable import is_portable
+from envherd.executor.pools.blueprint import MakeEnv
 from envherd.executor.sizing.confirming import Confirmation, choose
 from envherd.executor.sizing.driving import Subject
 from envherd.executor.sizing.limits import Limits
@@ -109,7 +108,7 @@ def recommend(  # noqa: PLR0913  # the env, the goal and the limits
         goal: fixed and wanted numbers; see `Goal`.
         budget_s: seconds of measurement, at most; it may end a few seconds later if starts are slow.
         machine: to plan for; None for this one. For another machine the probe is scaled, and no setting is run.
-        options: of the executors; `reset_ahead` is tried if resets are costly, whatever its value here.
+        options: of the executors.
         progress: called with the current activity and the used share of the budget.
 
     Raises:
@@ -121,7 +120,7 @@ def recommend(  # noqa: PLR0913  # the env, the goal and the limits
     if machine is None:
         goal.require_room()
     began, here = time.monotonic(), read_machine()
-    options = replace(options or ExecutorOptions(), reset_ahead=False)
+    options = options or ExecutorOptions()
     subject = Subject(make_env, env_kwargs or {}, options)
     with subject.helper():
         others = Others(here.cpus)
@@ -134,8 +133,6 @@ def recommend(  # noqa: PLR0913  # the env, the goal and the limits
             measured = replace(measured, end_share=1 / goal.episode_steps, episode_steps=goal.episode_steps)
         limits = Limits(measured, machine or here, goal, options.num_frames, is_here=machine is None)
         wanted = settings_for(measured, limits.machine.cores, goal)
-        if is_portable(options):
-            wanted = [setting for setting in wanted if not setting.reset_ahead]
         if machine is not None or not wanted[0].num_workers:  # `SerialEnv` makes what the probe made
             return decide(limits, plan(limits, wanted[0]), others.share())
         confirmation = Confirmation(subject, limits, (began, began + budget_s), progress)
@@ -194,12 +191,9 @@ def resolve(
 ) -> tuple[int, int | None]:
     """Return the arguments of `ParallelEnv` with `"auto"` replaced by the measured choice.
 
-    With a list of factories the first is measured, and their number is the number of envs. With `reset_ahead`, the
-    number of workers is that of the envs, and nothing is measured. No env is built in this process.
+    With a list of factories the first is measured, and their number is the number of envs. No env is built in this
+    process.
     """
-    if options.reset_ahead:
-        num_envs = choose_apart(num_envs, num_workers)
-        return num_envs, num_envs
     if num_envs != "auto" and num_workers != "auto":
         return num_envs, num_workers
     is_list = isinstance(make_env, (list, tuple))

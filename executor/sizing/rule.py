@@ -54,10 +54,6 @@ def settings_for(measured: Measurement, cores: float, goal: Goal) -> list[Settin
     resets_differ = resets_are_costly(measured) and not measured.episode_steps  # else all envs are reset together
     if (steps_are_uneven(measured) or resets_differ) and sync.num_envs > 1 and not goal.workers_only:
         wanted = [replace(sync, mode="first-k"), sync]
-    # Costly resets, where nothing else needs the processors that make them ahead.
-    num_ahead = goal.num_envs or goal.num_workers or math.ceil(cores)
-    if resets_are_costly(measured) and _may_reset_ahead(goal, measured) and (waits or num_ahead <= cores):
-        wanted.append(Setting(num_envs=num_ahead, num_workers=num_ahead, reset_ahead=True))
     # Another number of workers: half of them may be as fast, or all of them faster than one.
     if goal.num_workers is None and not measured.is_alone and most > 1:
         other = most if count < most else math.ceil(count / 2)
@@ -96,7 +92,3 @@ def steps_are_uneven(measured: Measurement) -> bool:
 def resets_are_costly(measured: Measurement) -> bool:
     """Return whether resets are long and frequent enough to matter."""
     return measured.reset_share >= _COSTLY_SHARE and measured.reset_median_s >= _COSTLY_S
-
-
-def _may_reset_ahead(goal: Goal, measured: Measurement) -> bool:
-    return not goal.workers_only and goal.num_workers in (None, goal.num_envs) and not measured.spec.batch_shape

@@ -19,18 +19,11 @@ class Setting:
         num_envs: N.
         num_workers: worker processes; 0 is `SerialEnv`, in the caller's process.
         mode: how a training loop steps the envs.
-        reset_ahead: `ExecutorOptions(reset_ahead=True)`: a worker and a spare for each env.
     """
 
     num_envs: int
     num_workers: int
     mode: Mode = "sync"
-    reset_ahead: bool = False
-
-    @property
-    def num_processes(self) -> int:
-        """Worker processes, spares included."""
-        return 2 * self.num_envs if self.reset_ahead else self.num_workers
 
     @property
     def most_per_worker(self) -> int:
@@ -40,14 +33,14 @@ class Setting:
     @property
     def rank(self) -> tuple[int, bool, int]:
         """Sort key from small to large: processes, then the effort in user code, then envs."""
-        return self.num_processes, self.mode != "sync", self.num_envs
+        return self.num_workers, self.mode != "sync", self.num_envs
 
     def __str__(self) -> str:
         """Describe it in words."""
         envs = counted(self.num_envs, "env")
         if not self.num_workers:
             return f"SerialEnv of {envs}"
-        how = ", resets ahead" if self.reset_ahead else ", first-K" if self.mode == "first-k" else ""
+        how = ", first-K" if self.mode == "first-k" else ""
         return f"{envs} on {counted(self.num_workers, 'worker')}{how}"
 
 
@@ -62,7 +55,7 @@ class Goal:
         target_steps_per_s: choose the smallest setting that reaches this speed.
         episode_steps: length of episodes; None for the probe's estimate.
         headroom: share of the available memory to leave free.
-        workers_only: advise only synchronous steps on worker processes, without resets ahead.
+        workers_only: advise only synchronous steps on worker processes.
     """
 
     num_envs: int | None = None

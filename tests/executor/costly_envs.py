@@ -6,21 +6,6 @@ import time
 from envherd.workers.testing import CountingEnv
 
 
-class CostlyResetsEnv(CountingEnv):
-    """For which resets ahead would pay."""
-
-    def __init__(self):
-        super().__init__(5)
-
-    def step(self, action):
-        time.sleep(0.001)
-        return super().step(action)
-
-    def reset(self, *args):
-        time.sleep(0.03)
-        return super().reset(*args)
-
-
 class ParentEnv(CountingEnv):
     """Starts a process of `multiprocessing` when it is built."""
 

@@ -150,21 +150,6 @@ class TailedEnv(CountingEnv):
         return super().step(action)
 
 
-class SlowResetEnv(CountingEnv):
-    """Waits 0.15 s in a reset, and 3 ms in each of the 40 steps of an episode."""
-
-    def __init__(self):
-        super().__init__(40)
-
-    def reset(self, seed, options=None):
-        time.sleep(0.15)
-        return super().reset(seed, options)
-
-    def step(self, action):
-        time.sleep(0.003)
-        return super().step(action)
-
-
 class LonelyEnv(CountingEnv):
     """Cannot be built in two processes of one helper at the same time."""
 

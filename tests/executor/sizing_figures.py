@@ -36,7 +36,7 @@ def measured_of(step_s=1e-3, **changes):
 
 
 def run_of(num_workers, steps_per_s, *, num_envs=8, busy=1.0, **changes):
-    """Return the run of a setting; `mode`, `reset_ahead` and `refusal` may be given."""
+    """Return the run of a setting; `mode` and `refusal` may be given."""
     refusal = changes.pop("refusal", None)
     setting = Setting(num_envs=num_envs, num_workers=num_workers, **changes)
     return Run(setting=setting, steps_per_s=steps_per_s, busy_share=busy, rounds=5, start_s=0.5, refusal=refusal)

@@ -271,8 +271,6 @@ class TestRefusals:
             env.reset()
             with pytest.raises(ValueError, match=r"expected a worker process for each env, .* Pass num_workers=3\."):
                 env.branch(0, [2])
-        with walks(2, reset_ahead=True) as env, pytest.raises(ValueError, match="got reset_ahead=True"):
-            env.branch(0, [1])
         with walks(2, env_threads=True) as env, pytest.raises(ValueError, match="got env_threads=True"):
             env.branch(0, [1])
         with SerialEnv(2, Walk) as env, pytest.raises(AttributeError, match="It is a method of ParallelEnv"):

@@ -66,7 +66,6 @@ WAYS = {
     "parallel": (TWO_WORKERS, {}),
     "in python": (TWO_WORKERS, {"check_finite": True}),
     "threads": (functools.partial(ParallelEnv, num_workers=1), {"env_threads": True}),
-    "ahead": (ParallelEnv, {"reset_ahead": True}),
     "infos": (TWO_WORKERS, {"infos": "plain"}),
     "portable": (TWO_WORKERS, {"start_method": "portable"}),
 }
@@ -265,24 +264,6 @@ def test_a_restarted_worker_leaves_a_capsule_in_the_log(tmp_path, caplog):
     (path,) = (tmp_path / "crashes").iterdir()
     assert str(path) in caplog.text
     assert load_capsule(path).facts["num_steps"] == 3
-
-
-@pytest.mark.broken_pool
-@pytest.mark.slow
-def test_a_spare_that_crashes_leaves_the_episode_that_it_prepared(tmp_path, caplog):
-    kwargs = {"fault": "segfault", "at": "reset", "episode": 1, "length": 4}  # in the second reset of each instance
-    options = _options(tmp_path, reset_ahead=True)
-    with (
-        caplog.at_level(logging.WARNING),
-        ParallelEnv(1, FaultyEnv, env_kwargs=kwargs, options=options, seed=7) as env,
-        pytest.raises(WorkerLost),
-    ):
-        env.rollout(40, act, break_when_any_done=False)
-    for path in (tmp_path / "crashes").iterdir():
-        facts = load_capsule(path).facts
-        assert facts["num_steps"] == 0
-        assert facts["episode"] > 1
-        assert facts["seed"] == episode_seed(7, 0, facts["episode"])
 
 
 @pytest.mark.parametrize("make", [SerialEnv, pytest.param(TWO_WORKERS, marks=pytest.mark.slow)])

@@ -96,9 +96,8 @@ def test_closing_does_not_wait_for_what_was_sent(start_method):
         functools.partial(ParallelEnv, num_workers=1),
         TWO_WORKERS,
         functools.partial(ParallelEnv, num_workers=1, options=ExecutorOptions(env_threads=True)),
-        functools.partial(ParallelEnv, options=ExecutorOptions(reset_ahead=True)),
     ],
-    ids=["serial", "one worker", "two workers", "threads", "ahead"],
+    ids=["serial", "one worker", "two workers", "threads"],
 )
 def test_requests_between_send_and_receive_reach_an_env_after_its_step(make):
     with make(3, ENDLESS, seed=0) as env:

@@ -55,7 +55,7 @@ class Side:
         for bell in self.go:
             bell.ring()
         drafted = None if draft is None else draft(column)
-        own = {"_caller": None, "_done": self.done, "words": self.words, "_follow_up": lambda: None}
+        own = {"_caller": None, "_done": self.done, "words": self.words}
         pool: Any = SimpleNamespace(num_workers=self.num_workers, **own)
         return drafted, WorkerPool._take_tokens(pool) and self.words.announces_nothing()
 

@@ -73,7 +73,6 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "serial": SerialEnv,
     "general path": functools.partial(ParallelEnv, num_workers=2, options=ExecutorOptions(infos="plain")),
     "restart": functools.partial(ParallelEnv, num_workers=2, options=ExecutorOptions(on_worker_loss="restart")),
-    "reset ahead": functools.partial(ParallelEnv, options=ExecutorOptions(reset_ahead=True)),
 }
 
 

@@ -50,7 +50,7 @@ from envherd.workers.testing import CountingEnv, FaultyEnv, PairEnv, TextEnv
 from tests.executor.calls import ENDLESS, RESTART, act, counters, flags, kill, only
 from tests.faults.children import in_child
 from tests.faults.envs import HaltingEnv
-from tests.gates import Gate, interrupt, wait_for
+from tests.gates import Gate, interrupt
 
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool]
 
@@ -243,26 +243,6 @@ class TestSuccessorsThatFail:
             assert env.get("seed") == root["observation"][:, 0].tolist()
             env.send(act(env))
             assert counters(env.recv(env_ids=[0, 1])["next"]) == [1, 3]
-
-    def test_a_spare_that_fails_before_a_rollout_of_another_length(self, tmp_path):
-        class Flaky(CountingEnv):
-            def __init__(self) -> None:
-                super().__init__(3)
-                builds = tmp_path / "builds"
-                with builds.open("a") as file:
-                    file.write("b")
-                if builds.stat().st_size == 3:  # only the first successor dies
-                    os._exit(3)
-
-        options = ExecutorOptions(on_worker_loss="restart", reset_ahead=True)
-        with ParallelEnv(1, Flaky, options=options) as env:
-            env.rollout(2)
-            pool = env.engine.pool
-            os.kill(pool.pid_of(1 - int(pool.worker_of[0])), signal.SIGKILL)
-            env.reset()
-            wait_for(lambda: (tmp_path / "builds").stat().st_size >= 3)
-            for length in range(3, 9):
-                assert env.rollout(length, break_when_any_done=False)["next", "done"].sum() == length // 3
 
 
 class TestRefusals:
@@ -659,12 +639,10 @@ class OneEpisode(TextEnv):
         return super().reset(seed, *args)
 
 
-@pytest.mark.parametrize("how", ["workers", "in this process", "ahead"])
-def test_the_last_observation_is_complete_where_the_reset_after_it_raises(how):
+@pytest.mark.parametrize("kind", [SerialEnv, functools.partial(ParallelEnv, num_workers=1)])
+def test_the_last_observation_is_complete_where_the_reset_after_it_raises(kind):
     """Numbers and text are of the step that ended the episode."""
-    kind = SerialEnv if how == "in this process" else functools.partial(ParallelEnv, num_workers=1)
-    options = ExecutorOptions(reset_ahead=how == "ahead")
-    with kind(1, functools.partial(OneEpisode, 2), seed=0, options=options) as env:
+    with kind(1, functools.partial(OneEpisode, 2), seed=0) as env:
         env.reset()
         env.step_and_maybe_reset(act(env))
         with pytest.raises(EnvError, match="no second episode") as caught:

@@ -68,18 +68,9 @@ def test_what_cannot_work_is_refused_by_name(options, expected):
         ExecutorOptions(**options)
 
 
-@pytest.mark.parametrize(
-    ("mode", "name", "value"),
-    [
-        ("env_threads", "reset_ahead", False),
-        ("env_threads", "isolate_rng", False),
-        ("reset_ahead", "isolate_rng", False),
-        ("reset_ahead", "episode_seeds", True),
-    ],
-)
-def test_what_cannot_be_combined(mode, name, value):
-    with pytest.raises(ValueError, match=f"expected {name}={value} with {mode}"):
-        ExecutorOptions(**{mode: True, name: not value})
+def test_what_cannot_be_combined():
+    with pytest.raises(ValueError, match="expected isolate_rng=False with env_threads"):
+        ExecutorOptions(env_threads=True, isolate_rng=True)
 
 
 def test_numbers_of_capsules_are_checked():
@@ -100,16 +91,17 @@ def test_what_does_not_fit_the_machine_is_refused_before_anything_starts(options
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "advice"),
+    ("options", "advice"),
     [
-        ({"nice": 5}, TypeError, "Call os.setpriority(os.PRIO_PROCESS, 0, N) in the factory."),
-        ({"info_keys": ("lives",)}, TypeError, 'Use infos=("NAME", ...).'),
-        ({"pickle_replies": True}, TypeError, 'Use infos="pickle".'),
-        ({"start_method": "fork"}, ValueError, 'Use start_method="zygote" with preload=().'),
+        ({"nice": 5}, "Call os.setpriority(os.PRIO_PROCESS, 0, N) in the factory."),
+        ({"info_keys": ("lives",)}, 'Use infos=("NAME", ...).'),
+        ({"pickle_replies": True}, 'Use infos="pickle".'),
+        ({"reset_ahead": True}, "Step with send and recv: other envs are then stepped while one is reset."),
+        ({"start_method": "fork"}, 'Use start_method="zygote" with preload=().'),
     ],
 )
-def test_options_of_earlier_versions_are_refused_with_what_to_do_instead(options, error, advice):
-    with pytest.raises(error, match=f"ExecutorOptions failed: .* {re.escape(advice)}$"):
+def test_options_of_earlier_versions_are_refused_with_what_to_do_instead(options, advice):
+    with pytest.raises(ValueError, match=f"ExecutorOptions failed: .* {re.escape(advice)}$"):
         ExecutorOptions(**options)
 
 

@@ -82,8 +82,7 @@ class Lively(Driving):
 
 
 def made(kind: Any, make_env: Any, device: str | None = None, **options: Any) -> Any:
-    num_workers = 2 if "reset_ahead" in options else 1
-    return kind(2, make_env, num_workers=num_workers, seed=0, device=device, options=ExecutorOptions(**options))
+    return kind(2, make_env, num_workers=1, seed=0, device=device, options=ExecutorOptions(**options))
 
 
 def assert_true(env: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
@@ -129,7 +128,6 @@ def assert_true(env: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
         (CountingEnv, {"recycle_after": 3}, "steps in Python, because recycle_after=3"),
         (CountingEnv, {"max_worker_memory": 2**40}, f"steps in Python, because max_worker_memory={2**40}"),
         (CountingEnv, {"on_worker_loss": "restart"}, "steps in Python, because on_worker_loss='restart'"),
-        (CountingEnv, {"reset_ahead": True}, "steps in Python, because reset_ahead=True"),
         (CountingEnv, {"device": "meta"}, "steps in Python, because device='meta'"),
         (
             CountingEnv,

@@ -82,9 +82,8 @@ class Helped(CountingEnv):
         self.helper.stdout.readline()
 
 
-@pytest.mark.parametrize("reset_ahead", [False, True])
-def test_memory_of_what_an_env_has_started_counts(reset_ahead):
-    options = ExecutorOptions(max_worker_memory=64 * MB, reset_ahead=reset_ahead)
+def test_memory_of_what_an_env_has_started_counts():
+    options = ExecutorOptions(max_worker_memory=64 * MB)
     with ParallelEnv(1, Helped, seed=0, options=options) as env:
         assert env.statistics().workers[0].uss_bytes > 64 * MB
         env.rollout(12, act, break_when_any_done=False)

@@ -9,9 +9,9 @@ from envherd.workers.errors import WorkerLost
 NAMES = ("faults", "side", "infos")
 
 
-def reported(held_back=None):
+def reported():
     """Return an outcome of a pool of four envs with reports of all kinds."""
-    outcome = Outcome(held_back=held_back)
+    outcome = Outcome()
     for env_id in range(4):
         for kind in ("fault", "side", "infos"):
             outcome.take({"kind": kind, "env_id": env_id})
@@ -31,15 +31,6 @@ def test_reports_are_handed_out_for_the_envs_asked_for_and_losses_always(asked):
     assert about(given) == [sorted(asked)] * 3
     assert about(outcome) == [[i for i in range(4) if i not in asked]] * 3
     assert (list(given.losses), outcome.losses) == ([1], {})
-
-
-def test_an_answer_of_which_a_part_is_to_come_is_held_back():
-    is_in_parts = np.array([False, True, False, False])
-    outcome = reported(lambda: is_in_parts)
-    assert about(outcome.hand_out(np.arange(4))) == [[0, 2, 3]] * 3
-    is_in_parts[1] = False
-    assert about(outcome.hand_out(np.arange(4))) == [[1]] * 3
-    assert not outcome
 
 
 def test_what_is_reported_later_does_not_reach_what_was_handed_out():

@@ -305,9 +305,8 @@ def test_envs_that_were_sent_are_refused():
 MAKERS = {
     "parallel": functools.partial(ParallelEnv, num_workers=2),
     "serial": SerialEnv,
-    "ahead": functools.partial(ParallelEnv, options=ExecutorOptions(reset_ahead=True)),
 }
-PAIRS = [("parallel", "serial"), ("serial", "parallel"), ("ahead", "ahead"), ("serial", "ahead")]
+PAIRS = [("parallel", "serial"), ("serial", "parallel")]
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)

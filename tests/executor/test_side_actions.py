@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from envherd.executor import ActionError, ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor import ActionError, SerialEnv
 from tests.executor.calls import PARALLEL
 
-AHEAD = pytest.param(
-    functools.partial(ParallelEnv, options=ExecutorOptions(reset_ahead=True)), id="ahead", marks=pytest.mark.slow
-)
-each = pytest.mark.parametrize("make", [PARALLEL, AHEAD, pytest.param(SerialEnv, id="serial")])
+each = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="serial")])
 tasks = pytest.mark.parametrize("sizes", [(2, 2), (2, 3)], ids=["one task", "different tasks"])
 
 

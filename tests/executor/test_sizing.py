@@ -156,7 +156,7 @@ def test_an_env_that_cannot_be_built_twice_in_a_process_is_alone():
 COUNTING = "python:envherd.workers.testing:CountingEnv"
 #: Of the documented JSON.
 KEYS = {
-    *("schema", "env", "num_envs", "num_workers", "mode", "reset_ahead", "executor", "binding", "why"),
+    *("schema", "env", "num_envs", "num_workers", "mode", "executor", "binding", "why"),
     *("meets_target", "memory_room_bytes", "most_envs_in_memory", "parallel", "predicted", "serial", "settings"),
     *("measured", "machine"),
 }
@@ -178,7 +178,7 @@ def test_size_as_a_table_a_picture_and_json(tmp_path):
     assert "why: " in done.stdout
     assert "…" not in done.stdout
     report = json.loads(json_path.read_text())
-    assert report["schema"] == "envherd.size/4"
+    assert report["schema"] == "envherd.size/5"
     assert set(report) == KEYS
     assert (report["num_envs"], report["num_workers"], report["executor"]) == (2, 1, "ParallelEnv")
     assert report["predicted"]["steps_per_s"] > 0

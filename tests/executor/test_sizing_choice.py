@@ -35,10 +35,7 @@ CHEAP = measured_of(1e-5)
 
 def ruled(measured=None, cores=8.0, **goal):
     """Return `(workers, how)` of each setting, the rule's choice first."""
-    return [
-        (one.num_workers, "ahead" if one.reset_ahead else one.mode)
-        for one in settings_for(measured or measured_of(), cores, Goal(**goal))
-    ]
+    return [(one.num_workers, one.mode) for one in settings_for(measured or measured_of(), cores, Goal(**goal))]
 
 
 RULE = {
@@ -65,7 +62,7 @@ RULE = {
     "uneven short steps": (measured_of(1e-5, step_p99_s=1e-4), 2.0, {"num_envs": 8}, [(1, "sync"), (2, "sync")]),
     "uneven steps, workers only": (measured_of(**UNEVEN), 2.0, {"workers_only": True}, [(2, "sync"), (1, "sync")]),
     "resets": (measured_of(**COSTLY), 8.0, {"num_envs": 16}, [(8, "first-k"), (8, "sync"), (4, "first-k")]),
-    "resets, few envs": (measured_of(**COSTLY), 8.0, {"num_envs": 4}, [(4, "first-k"), (4, "sync"), (4, "ahead")]),
+    "resets, few envs": (measured_of(**COSTLY), 8.0, {"num_envs": 4}, [(4, "first-k"), (4, "sync"), (2, "first-k")]),
     "resets together": (
         measured_of(**COSTLY, episode_steps=50), 8.0, {"num_envs": 16}, [(8, "sync"), (4, "sync")],
     ),
@@ -138,13 +135,6 @@ def test_what_does_not_fit_says_why():
     assert threads == Refusal("processes", "takes 11 processes and threads, 10 are left")
     gpu = refusal(measured=measured_of(gpu_bytes=3 * GIB), gpus=(Gpu("x", 4 * GIB, None),))
     assert gpu == Refusal("GPU memory", "takes 6,144 MiB of GPU memory, 4,096 are free")
-
-
-def test_resets_ahead_take_twice_the_processes_and_envs():
-    limits = Limits(measured_of(), machine_of(), Goal())
-    plain, ahead = Setting(num_envs=4, num_workers=4), Setting(num_envs=4, num_workers=4, reset_ahead=True)
-    assert ahead.num_processes == 8
-    assert limits.memory_bytes(ahead) - limits.memory_bytes(plain) == pytest.approx(4 * 25 * MIB, rel=0.01)
 
 
 def test_the_largest_setting_that_fits_is_tried_instead():

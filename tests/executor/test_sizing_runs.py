@@ -40,17 +40,6 @@ def test_heavy_tailed_envs_get_first_k():
     assert any("recv(min_envs=num_envs // 2)" in line for line in done.advice.why)
 
 
-def test_costly_resets_get_reset_ahead():
-    done = sized(sized_envs.SlowResetEnv, budget_s=16.0, num_envs=2)
-    ahead = [one for one in done.runs if one.setting.reset_ahead]
-    assert ahead
-    if all(one.relative < 0.9 for one in done.runs if one.rounds and not one.setting.reset_ahead):
-        assert done.advice.setting.reset_ahead
-    if done.advice.setting.reset_ahead:  # on a busy machine another setting may be as fast
-        assert done.advice.to_plain()["reset_ahead"] is True
-        assert any("ExecutorOptions(reset_ahead=True), which takes 4 workers" in line for line in done.advice.why)
-
-
 def test_what_was_run_is_reported_with_what_serial_makes():
     done = sized(CountingEnv, num_envs=8)
     assert done.serial.steps_per_s > 0
@@ -77,7 +66,7 @@ def test_a_budget_is_kept():
     # The probe uses up all of the budget: the rule's choice runs once, in both modes if some steps took long.
     ran = [one for one in done.runs if one.rounds]
     assert {one.rounds for one in ran} == {1}
-    assert len({(one.setting.num_workers, one.setting.reset_ahead) for one in ran}) == 1
+    assert len({one.setting.num_workers for one in ran}) == 1
     assert {one.refusal.kind for one in done.runs if one.refusal is not None} <= {"budget"}
 
 

@@ -59,19 +59,6 @@ def test_variables_are_set_before_modules_of_envs_are_imported(tmp_path, monkeyp
         assert env.get("device") == ["0", "1"]
 
 
-def test_both_instances_of_an_env_that_is_reset_ahead_have_its_variables():
-    options = ExecutorOptions(
-        env_vars=lambda i: {"PORT": str(70 + i)}, reset_ahead=True, on_worker_loss="restart", infos="plain"
-    )
-    with ParallelEnv(2, Place, options=options) as env:
-        env.reset()
-        assert seen(env, "PORT") == [("70",), ("71",)]
-        env.reset()  # the other instances serve
-        assert seen(env, "PORT") == [("70",), ("71",)]
-        ids = [one["worker_id"] for one in env.call("ask")]
-        assert len(set(ids)) == 2
-
-
 @pytest.mark.parametrize(
     ("gpus", "expected"), [("all", ["2", "GPU-5", "2"]), ([1], ["GPU-5"] * 3), ([1, 0], ["GPU-5", "2", "GPU-5"])]
 )

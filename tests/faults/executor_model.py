@@ -224,7 +224,7 @@ class Explorer:
             flights.current and (flights.current.is_parked, flights.current.ids.tobytes()),
             positions._is_mixed,
             positions._stepped is None,
-            pool.words.is_owed().tobytes(),
+            pool.words.has_answered().tobytes(),
             pool.words.answers_lost.tobytes(),
             tuple(worker.is_alive for worker in pool.crew.workers),
             tuple((w, absence.condition) for w, absence in pool.supervisor.absent.items()),
@@ -279,7 +279,7 @@ class Explorer:
             self._known = [None] * len(pool.envs)
             return
         assert not engine.is_in_flight
-        is_owed, positions = pool.words.is_owed(), engine.positions
+        is_owed, positions = ~pool.words.has_answered(), engine.positions
         before = {name: np.copy(getattr(positions, name)) for name in ("_columns", "_in_root", "_step_columns")}
         pending = positions._stepped
         for env_id, env in enumerate(pool.envs):

@@ -32,9 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared": {"num_workers": "few", "on_worker_loss": "restart"},
     "raise": {"on_worker_loss": "raise"},
     "raise views": {"copy": False, "on_worker_loss": "raise"},
-    "ahead": {"reset_ahead": True, "on_worker_loss": "restart"},
     "recycle": {"recycle_after": 2, "on_worker_loss": "restart"},
-    "ahead recycle": {"reset_ahead": True, "recycle_after": 2, "on_worker_loss": "restart"},
     "threads": {"env_threads": True, "num_workers": "few", "on_worker_loss": "restart"},
     "infos": {"infos": "plain", "on_worker_loss": "restart"},
     "views": {"copy": False, "on_worker_loss": "restart"},
@@ -62,7 +60,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 #: Those whose calls are also broken off; there, only "interrupted deaths" kills workers.
 INTERRUPTED = (
-    *("plain", "shared", "infos", "threads", "ahead", "recycle", "serial", "raise", "raise views", "pairs", "tasks"),
+    *("plain", "shared", "infos", "threads", "recycle", "serial", "raise", "raise views", "pairs", "tasks"),
     "portable",
     *("views", "gymnasium", "pettingzoo", "sb3", "mends", "mends alone", "mends serial"),
 )
@@ -76,9 +74,8 @@ def draw_setting(rng: random.Random, variant: str) -> Setting:
     num_envs = rng.randint(1, 5)
     workers = asked.get("num_workers", rng.choice(["each", "few"]))
     lanes = asked.get("lanes", 0)
-    is_ahead = asked.get("reset_ahead", False)
     kinds = asked.get("kinds", "plain")
-    if is_ahead or workers == "each":
+    if workers == "each":
         num_workers = num_envs
     else:
         num_envs = max(2, num_envs)
@@ -91,7 +88,7 @@ def draw_setting(rng: random.Random, variant: str) -> Setting:
     options: dict[str, Any] = {"stall_log_s": 5.0, "close_timeout_s": 2.0, "max_restarts": 10_000}
     options["restart_window_s"] = 0.001  # no waits between restarts
     names = (
-        *("on_worker_loss", "on_env_error", "start_method", "reset_ahead", "env_threads", "recycle_after", "infos"),
+        *("on_worker_loss", "on_env_error", "start_method", "env_threads", "recycle_after", "infos"),
         "step_timeout_s",
     )
     options |= {name: asked[name] for name in names if name in asked}
@@ -250,7 +247,7 @@ class Interrupting(Session):
         self.is_calm = False
         if not hasattr(self, "env"):
             return
-        if self.rng.random() < 0.3 and not self.setting.options.get("reset_ahead") and not self.dead:
+        if self.rng.random() < 0.3 and not self.dead:
             self.num_asked += 1
             self.ask_echo(self.num_asked)
         else:

@@ -73,8 +73,7 @@ class FacadeSession(Session):
     def _open(self, folder: str) -> Any:
         self.oracle.checks_seeds = False
         self.needs_reset = True
-        names = ("infos", "reset_ahead", "poison")
-        options = ExecutorOptions(**{k: v for k, v in self.setting.options.items() if k not in names})
+        options = ExecutorOptions(**{k: v for k, v in self.setting.options.items() if k not in ("infos", "poison")})
         make = [
             functools.partial(GymnasiumFuzzEnv, folder, self.num_envs, i, self.setting.lengths[i])
             for i in range(self.num_envs)

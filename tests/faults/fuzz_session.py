@@ -448,7 +448,7 @@ class Session:
 
     def _count_resets(self, before: dict[tuple[int, int], int], asked: set[tuple[int, int]]) -> None:
         """Require that a reset has reset exactly the requested rows."""
-        if self.setting.options.get("reset_ahead") or self.num_losses > self.losses_before or self._has_lost():
+        if self.num_losses > self.losses_before or self._has_lost():
             return
         for place in self.places:
             made = self.oracle.resets.get(place, 0) - before.get(place, 0)

@@ -270,7 +270,7 @@ class SimulatedPool(WorkerPool):
         blueprint = Blueprint((b"",) * num_envs, ({},) * num_envs, tuple(map(tuple, blocks)), 0)
         super().__init__(blueprint, options)
         bells = getattr(self.crew, "bells", None)
-        self.crew = SimulatedCrew(blueprint, options, self._take_frame)
+        self.crew = SimulatedCrew(blueprint, options, self.outcome.take)
         self.crew.bells = bells
         self.fates: dict[int, Fate] = {}
         self.start()

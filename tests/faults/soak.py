@@ -27,7 +27,7 @@ from tests.faults.fuzzing import Watch
 
 DOCS = Path(__file__).parents[2] / "docs"
 #: Option sets of the fuzzers.
-VARIANTS = ("plain", "shared", "recycle", "ahead", "threads", "views", "late", "pairs", "text")
+VARIANTS = ("plain", "shared", "recycle", "threads", "views", "late", "pairs", "text")
 #: Bytes by which this process may have grown at the end: allocators and torch keep some.
 MAX_GROWTH = 32 << 20
 

@@ -241,8 +241,6 @@ def test_the_episode_is_written_to_a_capsule(make, tmp_path):
 def test_where_an_exception_ends_more_than_an_episode_is_refused(make):
     with pytest.raises(ValueError, match=r"batches of rows \(\(2,\)\) failed: expected on_env_error='raise'"):
         make(2, functools.partial(gymnasium.make_vec, "CartPole-v1", 2, vectorization_mode="sync"), options=INTERRUPT)
-    with pytest.raises(ValueError, match="reset_ahead failed: expected on_env_error='raise'"):
-        dataclasses.replace(INTERRUPT, reset_ahead=True)
 
 
 class Changing(CountingEnv):

@@ -193,14 +193,6 @@ def test_at_every_line_of_views(name):
         interrupt_every_line(env, name, scaled(2, full=1))
 
 
-@pytest.mark.parametrize("name", ["fused", "send and receive"])
-def test_at_every_line_with_resets_ahead(name):
-    """Every step ends an episode, and the pool itself gives a reset."""
-    options = ExecutorOptions(reset_ahead=True)
-    with ParallelEnv(NUM_ENVS, functools.partial(CountingEnv, 1), seed=0, options=options) as env:
-        interrupt_every_line(env, name, scaled(2, full=1))
-
-
 def interrupt_every_line(env: Any, name: str, stride: int = 1) -> None:
     """Repeat a call, interrupted at a later line each time, and check the envs after each."""
     call, step = CALLS[name]

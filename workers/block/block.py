@@ -178,19 +178,14 @@ class Block:
         """Keep the extras of an env's next command."""
         self.slots[message.env_id].prepared = message
 
-    def _note_change(self, slot: Slot) -> None:
-        """Note that a caller has done something with an env in its present episode."""
-        if slot.journal is not None:
-            slot.journal.note(JournalFlag.CHANGED)
-
     def ask(self, message: Ask) -> dict[str, Any]:
         """Do something with envs that is not a step; return the answer."""
         adapters = {env_id: slot.adapter for env_id, slot in self.slots.items()}
         reply = answer(message, adapters, pickles=self._pickles, passes=self._passes)
         for position, env_id in enumerate(message.env_ids):
             slot = self.slots[env_id]
-            if message.what in CHANGES:
-                self._note_change(slot)
+            if message.what in CHANGES and slot.journal is not None:
+                slot.journal.note(JournalFlag.CHANGED)
             if message.what in UNGUARDS:
                 slot.move(Event.IS_ALLOWED)
             elif message.what == "save" and reply["kind"] == "values":
@@ -200,7 +195,7 @@ class Block:
                     "generators": generators,
                     "is_whole": slot.adapter.has_whole_state,
                 }
-            elif message.what == "restore" and not message.is_silent and reply["kind"] == "values":
+            elif message.what == "restore" and reply["kind"] == "values":
                 self._note_restored(slot, message.args[position])
         return reply
 
@@ -327,7 +322,9 @@ class Block:
             slot.journal.note(JournalFlag.IN_PARTS)
         elif slot.journal is not None:
             slot.journal.begin(episode, seed, [JournalFlag.WITH_OPTIONS] if options else [])
-        return self._begin_episode(slot, seed, options, mask)
+        adapter = slot.adapter
+        observation: list[Any] = self._with_own_rng(slot, "reset", lambda: adapter.reset(seed, options, mask))
+        return observation
 
     def _rebuild(self, slot: Slot) -> None:
         """Close an env, and build a new instance in its place. If that fails, the env's next reset tries again."""
@@ -354,14 +351,6 @@ class Block:
         for sink in slot.sinks.values():
             self._compile(slot, sink)
         slot.is_built = True
-
-    def _begin_episode(
-        self, slot: Slot, seed: int | None, options: dict[str, Any] | None, mask: np.ndarray | None
-    ) -> list[Any]:
-        """Reset an env, or the rows of it that a mask names; return its observation."""
-        adapter = slot.adapter
-        observation: list[Any] = self._with_own_rng(slot, "reset", lambda: adapter.reset(seed, options, mask))
-        return observation
 
     def _note_info(self, slot: Slot, section: str) -> None:
         """Keep the env's info of the step or reset just made."""

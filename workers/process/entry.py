@@ -38,7 +38,6 @@ from envherd.workers.block.block import Block
 from envherd.workers.build import Builder
 from envherd.workers.current import WorkerInfo
 from envherd.workers.process import branching
-from envherd.workers.process.ahead import AheadBlock, AheadLoop
 from envherd.workers.process.env_threads import EnvThreads, ThreadedBlock, ThreadedLoop
 from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
@@ -201,7 +200,7 @@ class Worker:
         if self._threads is not None:
             self._block = ThreadedBlock(*parts, self._threads)
         else:
-            self._block = AheadBlock(*parts) if message.block.reset_ahead else Block(*parts)
+            self._block = Block(*parts)
         self._block.build_again = self._build_again
         listen_for_stack_requests(self._log_fd)  # an imported package may have replaced the handler
         specs = {str(env_id): adapter.spec.to_plain() for env_id, adapter in adapters.items()}
@@ -239,7 +238,6 @@ class Worker:
         self._slab.words["pid"][self._block.worker_id] = os.getpid()
         self._slab.words["starts"][self._block.worker_id] += 1
         kind = loop_class() if self._bells is None else Loop
-        kind = AheadLoop if isinstance(self._block, AheadBlock) else kind
         kind = ThreadedLoop if self._threads is not None else kind
         bells = self._bells or (
             Doorbell.attach(buffer, message.plan.go_offset(self._block.worker_id)),
@@ -271,11 +269,7 @@ class Worker:
 
     def _on_ask(self, message: messages.Ask) -> None:
         assert self._block is not None
-        reply = self._block.ask(message)
-        if not message.is_silent:
-            self._channel.send_plain(reply)
-        elif isinstance(self._block, AheadBlock):
-            self._block.forget_ahead()
+        self._channel.send_plain(self._block.ask(message))
 
     def _on_branch(self, message: messages.Branch) -> None:
         fds, self._fds = self._fds, []
