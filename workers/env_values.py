@@ -32,6 +32,7 @@ import numpy as np
 from envherd.workers import seeding
 from envherd.workers.env_graph import (
     Graph,
+    bounds,
     is_closing,
     is_fixed,
     is_made_of_attributes,
@@ -90,21 +91,20 @@ def unpack(packed: Any, kind: type = np.ndarray) -> np.ndarray:
     return array.copy(order)
 
 
-def bounds(array: np.ndarray) -> tuple[int, int]:
-    """Return the addresses of the first byte of an array, and after its last one."""
-    start: int = array.__array_interface__["data"][0]
-    spans = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
-    return start + sum(min(0, span) for span in spans), start + sum(max(0, span) for span in spans) + array.itemsize
+def _packed_view(array: np.ndarray, start: int) -> list[Any]:
+    """Return what `view_of` needs to make a view of the memory at an address."""
+    offset = array.__array_interface__["data"][0] - start
+    return [array.dtype.str, list(array.shape), list(array.strides), offset]
 
 
 def view_of(memory: np.ndarray, packed: Any, kind: type) -> np.ndarray:
-    """Return a view of an array of bytes; numpy refuses one beyond its memory.
+    """Return a view of an array, of bytes or of the view's dtype; numpy refuses one beyond its memory.
 
     Raises:
         Exception: of any type, if these are not the parts of a view.
     """
     name, shape, strides, offset = packed
-    if not _DTYPE.fullmatch(name) or memory.dtype != np.uint8:
+    if not _DTYPE.fullmatch(name) or memory.dtype.str not in ("|u1", name):
         raise ValueError(f"a view {name!r} of {memory.dtype}")
     if math.prod(shape) * np.dtype(name).itemsize > memory.nbytes:
         raise ValueError(f"a view of shape {shape} of {memory.nbytes} bytes")
@@ -165,8 +165,7 @@ class Writer:
         shared = [len(self.nodes)]
         self.nodes.append(["array", None, pack(memory), {}])
         for _, _, number, array in arrays:
-            offset = array.__array_interface__["data"][0] - start
-            self.nodes[number][2] = [shared, [array.dtype.str, list(array.shape), list(array.strides), offset]]
+            self.nodes[number][2] = [shared, _packed_view(array, start)]
 
     def _add(self, one: Any) -> int:
         self._written.append(one)
@@ -182,7 +181,10 @@ class Writer:
         if kind in ("array", "tensor"):
             array = one if kind == "array" else one.detach().cpu().numpy()
             start, end = bounds(array)
-            if 0 < array.nbytes <= end - start:  # those of which bytes repeat are copied
+            lender = None if array.flags.owndata else self.graph.lender_of(start, end, array.dtype)
+            if lender is not None:
+                node[2] = [lender, _packed_view(array, bounds(self.graph.lent[lender])[0])]
+            elif 0 < array.nbytes <= end - start:  # those of which bytes repeat are copied
                 self._arrays.append((start, end, number, array))
         return number
 
@@ -461,9 +463,11 @@ def _take_defaultdict(writer: Writer, one: Any) -> Any:
 
 
 def _make_array(reader: Reader, cls: Any, content: Any) -> np.ndarray:
-    """Return an array, or a view of one that shares its memory."""
+    """Return an array, or a view of another one or of a simulator's."""
     if len(content) == 2:
-        return view_of(reader.value(content[0]), content[1], cls)
+        lender, packed = content
+        lent = reader.graph.lent
+        return view_of(lent[lender] if isinstance(lender, str) else reader.value(lender), packed, cls)
     return unpack(content, cls)
 
 
