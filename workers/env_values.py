@@ -181,10 +181,12 @@ class Writer:
         if kind in ("array", "tensor"):
             array = one if kind == "array" else one.detach().cpu().numpy()
             start, end = bounds(array)
+            if not 0 < array.nbytes <= end - start:  # those of which bytes repeat are copied
+                return number
             lender = None if array.flags.owndata else self.graph.lender_of(start, end, array.dtype)
             if lender is not None:
                 node[2] = [lender, _packed_view(array, bounds(self.graph.lent[lender])[0])]
-            elif 0 < array.nbytes <= end - start:  # those of which bytes repeat are copied
+            else:
                 self._arrays.append((start, end, number, array))
         return number
 

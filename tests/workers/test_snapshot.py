@@ -291,6 +291,7 @@ def test_views_of_a_simulation_follow_it_again():
     for env in (one, other):
         env.reset(seed=1)
         env.unwrapped.velocity = env.unwrapped.data.qvel[1:]
+        env.unwrapped.rows = np.broadcast_to(env.unwrapped.data.qpos, (5, 2))  # which is copied
         env.unwrapped.mass = env.unwrapped.model.body_mass
     state = snapshot.save(one)
     for env in (one, other):
