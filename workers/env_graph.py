@@ -67,6 +67,8 @@ class Graph:
         simulators: path -> kind and object.
         held_classes: name -> class that is itself a value, e.g. a key.
         packages: of the classes of all objects, without those of `_NOT_OF_ENVS`.
+        lent: path -> array of a simulator, of which the env may hold views; floats alone, because simulators do not
+            check others.
     """
 
     def __init__(self, env: Any) -> None:
@@ -76,6 +78,7 @@ class Graph:
         self.held_classes: dict[str, type] = {}
         self.paths: dict[int, str] = {}
         self.packages: set[str] = set()
+        self.lent: dict[str, np.ndarray] = {}
         self._classes: dict[str, type] = {}
         queue = [("", env, True)]
         seen = {id(env)}
@@ -117,6 +120,14 @@ class Graph:
             with contextlib.suppress(AttributeError):  # one that was never set
                 yield f".{name}", member.__get__(one), False
 
+    def lender_of(self, start: int, end: int, dtype: np.dtype) -> str | None:
+        """Return the path of the simulator's array that has the memory between two addresses; None if none has it."""
+        for path, array in self.lent.items():
+            first, last = bounds(array)
+            if first <= start and end <= last and array.dtype == dtype:
+                return path
+        return None
+
     def find_class(self, name: str) -> type:
         """Return the class of a name: of an object that the env has, or one that a package of theirs defines.
 
@@ -145,6 +156,13 @@ class Graph:
                         found[name_of(value)] = value
                         values += vars(value).values()
         return found
+
+
+def bounds(array: np.ndarray) -> tuple[int, int]:
+    """Return the addresses of the first byte of an array, and after its last one."""
+    start: int = array.__array_interface__["data"][0]
+    spans = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
+    return start + sum(min(0, span) for span in spans), start + sum(max(0, span) for span in spans) + array.itemsize
 
 
 def simulator_of(cls: type) -> str | None:

@@ -9,13 +9,15 @@ Guarantees:
   call of their class, except for the hashes of keys.
 - A node's class is compared with those that the living env has (`Graph.find_class`), and never looked up elsewhere.
 - Reading changes no object that lives: `Reader.changes` lists what is to be set.
-- Memory follows the size of the nodes: every array has as many bytes as its shape needs.
+- Memory follows the size of the nodes: every array has as many bytes as its shape needs, or is a view of one that has.
+- Arrays and tensors that share memory share it again.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import enum
 import math
 import pickle
@@ -30,6 +32,7 @@ import numpy as np
 from envherd.workers import seeding
 from envherd.workers.env_graph import (
     Graph,
+    bounds,
     is_closing,
     is_fixed,
     is_made_of_attributes,
@@ -88,6 +91,27 @@ def unpack(packed: Any, kind: type = np.ndarray) -> np.ndarray:
     return array.copy(order)
 
 
+def _packed_view(array: np.ndarray, start: int) -> list[Any]:
+    """Return what `view_of` needs to make a view of the memory at an address."""
+    offset = array.__array_interface__["data"][0] - start
+    return [array.dtype.str, list(array.shape), list(array.strides), offset]
+
+
+def view_of(memory: np.ndarray, packed: Any, kind: type) -> np.ndarray:
+    """Return a view of an array, of bytes or of the view's dtype; numpy refuses one beyond its memory.
+
+    Raises:
+        Exception: of any type, if these are not the parts of a view.
+    """
+    name, shape, strides, offset = packed
+    if not _DTYPE.fullmatch(name) or memory.dtype.str not in ("|u1", name):
+        raise ValueError(f"a view {name!r} of {memory.dtype}")
+    if math.prod(shape) * np.dtype(name).itemsize > memory.nbytes:
+        raise ValueError(f"a view of shape {shape} of {memory.nbytes} bytes")
+    array: np.ndarray = np.ndarray.__new__(kind, tuple(shape), name, memory, offset, tuple(strides))
+    return array
+
+
 # ---- writing -----------------------------------------------------------------------------------
 
 
@@ -105,6 +129,7 @@ class Writer:
         self._written: list[Any] = []  # ids are unique only among objects that live
         self._unfinished: collections.deque[tuple[int, Any]] = collections.deque()
         self._kinds: dict[type, str] = {}
+        self._arrays: list[tuple[int, int, int, np.ndarray]] = []  # bounds, number, array
 
     def value(self, one: Any) -> Any:
         """Return a value: a scalar, or the number of its node."""
@@ -120,6 +145,27 @@ class Writer:
             [kind] = self.nodes[number]
             if with_owners or kind != "owner":
                 self.nodes[number] = self._node(kind, one)
+        together: list[tuple[int, int, int, np.ndarray]] = []
+        reached = 0
+        for entry in sorted(self._arrays, key=lambda entry: entry[:2]):
+            if entry[0] >= reached:
+                self._share(together, reached)
+                together = []
+            together.append(entry)
+            reached = max(reached, entry[1])
+        self._share(together, reached)
+        self._arrays = []
+
+    def _share(self, arrays: list[tuple[int, int, int, np.ndarray]], end: int) -> None:
+        """Make arrays views of one array of bytes up to an address, if they are several; see `view_of`."""
+        if len(arrays) < 2:
+            return
+        start = arrays[0][0]
+        memory = np.frombuffer(ctypes.string_at(start, end - start), np.uint8)
+        shared = [len(self.nodes)]
+        self.nodes.append(["array", None, pack(memory), {}])
+        for _, _, number, array in arrays:
+            self.nodes[number][2] = [shared, _packed_view(array, start)]
 
     def _add(self, one: Any) -> int:
         self._written.append(one)
@@ -132,6 +178,16 @@ class Writer:
         node = self._node(kind, one)
         number = self._numbers[id(one)] = len(self.nodes)
         self.nodes.append(node)
+        if kind in ("array", "tensor"):
+            array = one if kind == "array" else one.detach().cpu().numpy()
+            start, end = bounds(array)
+            if not 0 < array.nbytes <= end - start:  # those of which bytes repeat are copied
+                return number
+            lender = None if array.flags.owndata else self.graph.lender_of(start, end, array.dtype)
+            if lender is not None:
+                node[2] = [lender, _packed_view(array, bounds(self.graph.lent[lender])[0])]
+            else:
+                self._arrays.append((start, end, number, array))
         return number
 
     def _node(self, kind: str, one: Any) -> list[Any]:
@@ -408,6 +464,15 @@ def _take_defaultdict(writer: Writer, one: Any) -> Any:
     return [writer.value(one.default_factory), _KINDS["dict"].take(writer, one)]
 
 
+def _make_array(reader: Reader, cls: Any, content: Any) -> np.ndarray:
+    """Return an array, or a view of another one or of a simulator's."""
+    if len(content) == 2:
+        lender, packed = content
+        lent = reader.graph.lent
+        return view_of(lent[lender] if isinstance(lender, str) else reader.value(lender), packed, cls)
+    return unpack(content, cls)
+
+
 def _take_objects(writer: Writer, one: Any) -> Any:
     return [list(one.shape), [writer.value(item) for item in one.reshape(-1)]]
 
@@ -447,8 +512,9 @@ def _make_data(reader: Reader, _: Any, content: Any) -> Any:
         raise ValueError(f"a {name}")
     found = vars(sys.modules[module])[qualname]
     values = [reader.value(one) for one in arguments]
-    if name == "builtins:bytearray" and type(values[0]) is not bytes:  # a number is a size
-        raise ValueError("a bytearray without bytes")
+    expected = _FIRST.get(name)
+    if expected is not None and type(values[0]) is not expected:
+        raise ValueError(f"a {name} of no {expected.__name__}")
     if not all(type(one) in _SCALARS or name_of(type(one)).startswith("datetime:") for one in values):
         raise ValueError(f"a {name} of {arguments!r:.80}")
     return found(values) if name == "torch:Size" else found(*values)
@@ -518,14 +584,14 @@ _KINDS: dict[str, _Kind] = {
     "objects": _Kind(take=_take_objects, make=_make_objects, fill=_fill_objects),
     "array": _Kind(
         take=lambda _, one: pack(one),
-        make=lambda _, cls, content: unpack(content, cls),
+        make=_make_array,
         has=_below(np.ndarray),
         base=np.ndarray,
     ),
     "dtype": _Kind(take=lambda _, one: one.str, make=_make_dtype, has=_below(np.dtype)),
     "tensor": _Kind(
         take=lambda _, one: pack(one.detach().cpu().numpy()),
-        make=lambda _, __, content: sys.modules["torch"].from_numpy(unpack(content)),
+        make=lambda reader, _, content: sys.modules["torch"].from_numpy(_make_array(reader, np.ndarray, content)),
         has=_named("torch:Tensor"),
     ),
     "torch.dtype": _Kind(take=lambda _, one: str(one), make=_make_torch_dtype, has=_named("torch:dtype")),
@@ -564,6 +630,8 @@ _CLASSES: dict[str, type] = {
     name_of(one): one
     for one in (bool, int, float, complex, str, bytes, list, dict, set, tuple, *set(np.sctypeDict.values()))
 }
+#: Class of `_DATA` -> the only type of its first argument: of another, a short one can make a large value.
+_FIRST = {"builtins:bytearray": bytes, "fractions:Fraction": int}
 #: Class -> the arguments with which a call of it makes an equal value: scalars, or others of the module `datetime`.
 _DATA: Mapping[str, Callable[[Any], Any]] = {
     "builtins:complex": lambda one: (one.real, one.imag),

@@ -35,7 +35,7 @@ def save(env: Any) -> dict[str, Any]:
     Raises:
         Unsaveable: names the attribute that cannot be saved.
     """
-    graph = Graph(env)
+    graph = _graph_of(env)
     try:
         writer = Writer(graph)
         for owner in graph.owners.values():
@@ -67,7 +67,7 @@ def read(env: Any, state: Any) -> Callable[[], None]:
     held = state["held"]
     if not isinstance(held, bytes) or state["digest"] != _digest(held):
         raise ValueError(f"{expected}, got one that is damaged.")
-    graph = Graph(env)
+    graph = _graph_of(env)
     try:
         nodes, simulators = plain.decode(held)
         reader = Reader(graph, nodes)
@@ -89,6 +89,16 @@ def read(env: Any, state: Any) -> Callable[[], None]:
             load()
 
     return put
+
+
+def _graph_of(env: Any) -> Graph:
+    """Return what can be reached from an env, with the arrays of its simulators."""
+    graph = Graph(env)
+    for path, (kind, one) in graph.simulators.items():
+        for name, array in _SIMULATORS[kind].lent(one).items():
+            if array.dtype.kind == "f" and array.flags.c_contiguous:
+                graph.lent[f"{path}.{name}"] = array
+    return graph
 
 
 def _digest(held: bytes) -> bytes:
@@ -156,6 +166,10 @@ def _read_mujoco(data: Any, saved: Any) -> Callable[[], None]:
         _copy(before, data)
 
     return put
+
+
+def _lent_by_mujoco(data: Any) -> dict[str, np.ndarray]:
+    return {**_arrays(data), **{f"model.{name}": array for name, array in _arrays(data.model).items()}}
 
 
 def _copy(saved: Mapping[str, np.ndarray], to: Any) -> None:
@@ -228,18 +242,24 @@ def _parts_of(space: Any) -> list[Any]:
 
 
 class _Simulator(NamedTuple):
-    """How the state of a simulator is saved, and read: `read` checks it and returns what puts it back."""
+    """How the state of a simulator is saved, and read: `read` checks it and returns what puts it back.
+
+    `lent` returns its arrays, of which an env may hold views.
+    """
 
     save: Callable[[Any], Any]
     read: Callable[[Any, Any], Callable[[], None]]
+    lent: Callable[[Any], dict[str, np.ndarray]] = lambda _: {}
 
 
 #: Class -> its functions.
 _SIMULATORS = {
     "gymnasium.spaces.space:Space": _Simulator(_save_space, _read_space),
-    "mujoco._structs:MjData": _Simulator(_save_mujoco, _read_mujoco),
+    "mujoco._structs:MjData": _Simulator(_save_mujoco, _read_mujoco, _lent_by_mujoco),
     "dm_control.mujoco.engine:Physics": _Simulator(
-        lambda physics: _save_mujoco(physics.data.ptr), lambda physics, saved: _read_mujoco(physics.data.ptr, saved)
+        lambda physics: _save_mujoco(physics.data.ptr),
+        lambda physics, saved: _read_mujoco(physics.data.ptr, saved),
+        lambda physics: _lent_by_mujoco(physics.data.ptr),
     ),
     "ale_py._ale_py:ALEInterface": _Simulator(_save_ale, _read_ale),
 }

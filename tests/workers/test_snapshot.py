@@ -59,6 +59,7 @@ class Room(gymnasium.Env):
         self.carried = None
         self.grid = np.zeros((3, 3))
         self.rows = self.grid  # the same array by two names
+        self.corner, self.column = self.grid[::-1, :2], self.grid[:, 1:2]  # views of it
         self.queue = collections.deque([1, 2], maxlen=3)
         self.counts = collections.Counter(a=2)
         self.drawn = random.Random(3)
@@ -102,6 +103,7 @@ def of(room):
         room.task.score,
         [(ball.at.tolist(), ball.colour) for ball in room.task.balls],
         room.grid.tolist(),
+        room.corner.tolist(),
         list(room.queue),
         dict(room.counts),
         (room.pair.one, room.pair.two),
@@ -123,6 +125,9 @@ def test_a_state_restores_all_that_an_env_holds(where):
     assert room.task is task
     assert room.add is add
     assert room.rows is room.grid
+    room.column[:] = 6
+    assert (room.grid[:, 1] == 6).all()
+    assert (room.corner[:, 1] == 6).all()
     assert room.carried is room.task.balls[-1]
     assert room.itself is room
     assert room.queue.maxlen == 3
@@ -182,6 +187,16 @@ def with_node(*node):
     return lambda state: forged(state, change)
 
 
+def with_view(packed):
+    """Add a view of an array of 8 bytes."""
+
+    def change(nodes, _):
+        memory = ["array", None, ["|u1", [8], "C", bytes(8)], {}]
+        nodes.extend([memory, ["array", None, [[len(nodes)], packed], {}]])
+
+    return lambda state: forged(state, change)
+
+
 class Removed:
     """Would run when it is removed."""
 
@@ -197,6 +212,13 @@ REFUSED = {
     "an array of another class": (with_node("array", "numpy:memmap", ["|u1", [5], "C", bytes(5)]), "numpy:memmap"),
     "an array of objects": (with_node("array", None, ["|O", [1], "C", bytes(8)]), "dtype"),
     "an array of records": (with_node("array", None, ["(1,i4", [1], "C", bytes(4)]), "dtype"),
+    "a view beyond its memory": (with_view(["<f8", [1], [8], 4]), "strides is incompatible"),
+    "a view before its memory": (with_view(["<f8", [1], [8], -8]), "strides is incompatible"),
+    "a huge view": (with_view(["<f8", [2**40], [0], 0]), "a view of shape"),
+    "a view of objects": (with_view(["|O", [1], [8], 0]), "a view '|O'"),
+    "a view of a simulation that is not there": (with_node("array", None, ["a.qpos", ["<f8", [1], [8], 0]]), "a.qpos"),
+    "a view of an env": (with_node("array", None, [[0], ["<f8", [1], [8], 0]]), "AttributeError"),
+    "a short text of a huge number": (with_node("data", None, ["fractions:Fraction", ["1e99999999"]]), "of no int"),
     "a huge array": (with_node("array", None, ["<f8", [2**40], "C", bytes(8)]), "8 bytes for an array"),
     "an array of nothing": (with_node("array", None, ["|S0", [2**40], "C", b""]), "0 bytes for an array"),
     "a huge array of objects": (with_node("objects", None, [[2**40], []]), "0 objects for"),
@@ -261,6 +283,25 @@ def test_a_state_makes_objects_that_the_env_does_not_hold_now():
     other.unwrapped.carried = None
     snapshot.restore(other, snapshot.save(env))
     assert of(other.unwrapped) == of(env.unwrapped)
+
+
+@needs("mujoco")
+def test_views_of_a_simulation_follow_it_again():
+    one, other = (gymnasium.make("InvertedPendulum-v5") for _ in range(2))
+    for env in (one, other):
+        env.reset(seed=1)
+        env.unwrapped.velocity = env.unwrapped.data.qvel[1:]
+        env.unwrapped.rows = np.broadcast_to(env.unwrapped.data.qpos, (5, 2))  # which is copied
+        env.unwrapped.mass = env.unwrapped.model.body_mass
+    state = snapshot.save(one)
+    for env in (one, other):
+        env.step(env.action_space.high)
+        snapshot.restore(env, state)
+        env.step(env.action_space.high)
+        inner = env.unwrapped
+        assert np.shares_memory(inner.velocity, inner.data.qvel)
+        assert inner.velocity == inner.data.qvel[1]
+        assert np.shares_memory(inner.mass, inner.model.body_mass)
 
 
 @needs("box2d")
