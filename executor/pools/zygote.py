@@ -359,9 +359,8 @@ class Zygote:
             if name in vars(self):
                 getattr(self, name).close()
         self._close_lifeline()
-        if self._log_fd >= 0:
-            fd, self._log_fd = self._log_fd, -1
-            os.close(fd)
+        if "_log_fd" in vars(self):
+            os.close(vars(self).pop("_log_fd"))  # one line: see `_close_lifeline`
         with _fork_lock:
             _zygotes.discard(self)
 
@@ -377,10 +376,8 @@ class Zygote:
 
     def _close_lifeline(self) -> None:
         for name in ("lifeline_read", "_lifeline_write"):
-            fd = getattr(self, name)
-            if fd >= 0:
-                setattr(self, name, -1)  # first: an interrupt in between must not have it closed twice
-                os.close(fd)
+            if name in vars(self):
+                os.close(vars(self).pop(name))  # one line: an interrupt must not have it closed twice or never
 
     def _request(
         self, request: dict[str, Any], fds: list[int] | None = None, timeout_s: float | None = None
