@@ -150,9 +150,13 @@ class Segment:
                 os.close(fd)
                 raise
             segment = cls(size, mapping, fd=fd, is_owner=True)
-        if is_prefaulted:
-            segment.array()[: size - num_sparse : _PAGE] = 0
-        return segment
+        try:
+            if is_prefaulted:
+                segment.array()[: size - num_sparse : _PAGE] = 0
+            return segment
+        except BaseException:
+            segment.close()
+            raise
 
     @classmethod
     def create_with_name(cls, nbytes: int, label: str = "", **_: Any) -> Segment:  # noqa: ARG003  # as `create`
