@@ -33,14 +33,14 @@ def run(*arguments):
 
 def test_a_rollout_on_a_cluster_is_that_of_one_machine(cluster):
     arguments = ("rollout", ENV, "--envs", "3", "--steps", "30", "--seed", "4", "--workers", "1")
-    ours, said = run(*arguments, "--ray", cluster.address)
+    ours, printed = run(*arguments, "--ray", cluster.address)
     theirs, _ = run(*arguments)
     assert ours["num_workers"] == 3, "one on each node"
     for name in ("env_steps", "seed"):
         assert ours[name] == theirs[name], name
     assert ours["episodes"] > 3
     assert (ours["workers"], ours["worker_losses"]) == ([], 0)
-    assert "env-steps/s" in said
+    assert "env-steps/s" in printed
 
 
 SCRIPT = """
