@@ -12,7 +12,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -610,8 +609,8 @@ class BatchedEnv:
             )
         if section not in ("next", "root"):
             raise ValueError(f"infos failed: expected section 'next' or 'root', got {section!r}.")
-        infos = self._engine.side.infos[section]
-        return [copy.deepcopy(infos.get(i, {})) for i in range(self.num_envs)]
+        infos = self._engine.side.infos.read(section)
+        return [infos.get(i, {}) for i in range(self.num_envs)]
 
     def statistics(self) -> Statistics:
         """Return the counts so far, each worker's load and memory, and which calls run in C."""

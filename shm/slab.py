@@ -6,6 +6,8 @@
                inputs    what a step reads: action, state, reset mask         (parent writes)
                frames    a ring of K: `next/*` of a step, `root/*` of a reset  (workers write)
                journal   of each env, the inputs of its steps since its reset, if that is wanted  (workers write)
+    infos      of each env, a row for the info of its latest step and one for that of its latest reset, if infos leave
+               the workers: see `workers.info_rows`  (workers write)
 
 A *column* is an index in time: frame `c` of the ring, or step `t` of a rollout storage. For one env, every array that a
 worker writes is indexed `[column, ...]`, so the same code writes the ring and a rollout.
@@ -37,6 +39,8 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "env_steps": ("env", "worker", "steps of the env whose rows were written, ever"),
     "errors": ("env", "parent", "exceptions of the env that ended its episode, ever"),
     "resets": ("env", "worker", "resets that returned, ever"),
+    "info_next": ("env", "both", "id of the schema of its latest step's info in the row of infos; 0 if none is there"),
+    "info_root": ("env", "both", "the same of the reset in its latest command"),
     "ends": ("env", "worker", "steps after which the env (or a part of it) had ended, ever"),
     "mail_seq": (
         "worker",
@@ -148,9 +152,11 @@ class SlabPlan:
 
     Attributes:
         num_frames: of each group, lendable ones included.
-        num_lendable: frames after those of the ring, which can be lent to the caller; only the journals follow them,
-            and each begins at a page.
-        journals_nbytes: of all journals, the last bytes of the segment; pages that no step has reached take no memory.
+        num_lendable: frames after those of the ring, which can be lent to the caller; only the journals and the infos
+            follow them, and each begins at a page.
+        sparse_nbytes: of all journals and infos, the last bytes of the segment; pages that nothing has reached take no
+            memory.
+        infos: layout of `("infos",)`, uint8 `[2, N, INFO_BYTES]`: rows of steps, rows of resets; None without them.
     """
 
     num_envs: int
@@ -161,12 +167,13 @@ class SlabPlan:
     groups: tuple[GroupPlan, ...]
     nbytes: int
     num_lendable: int = 0
-    journals_nbytes: int = 0
+    sparse_nbytes: int = 0
+    infos: Layout | None = None
 
     @property
     def ring_nbytes(self) -> int:
         """Bytes up to the first lendable frame."""
-        return self.nbytes - self.journals_nbytes - self.num_lendable * self.groups[0].frame.nbytes
+        return self.nbytes - self.sparse_nbytes - self.num_lendable * self.groups[0].frame.nbytes
 
     def go_offset(self, worker_id: int) -> int:
         """Return the offset of a worker's `go` doorbell."""
@@ -187,9 +194,18 @@ _LARGEST_LENT = 1 << 28
 #: ... as much as this, in bytes. A loop that keeps two batches needs four frames.
 _LENDABLE_BYTES, _FEWEST_LENDABLE, _MOST_LENDABLE = 1 << 26, 4, 12
 
+#: Bytes of an env's row for an info: those of 4096 numbers.
+INFO_BYTES = 1 << 15
+
 
 def plan_slab(
-    specs: Sequence[EnvSpec], num_workers: int, num_ring: int, *, lends: bool = False, journal_nbytes: int = 0
+    specs: Sequence[EnvSpec],
+    num_workers: int,
+    num_ring: int,
+    *,
+    lends: bool = False,
+    journal_nbytes: int = 0,
+    has_infos: bool = False,
 ) -> SlabPlan:
     """Lay out a slab for envs with the given specs (one per env); equal specs share arrays.
 
@@ -199,6 +215,7 @@ def plan_slab(
         num_ring: frames of the ring.
         lends: add lendable frames, if the envs are equal and their batches large.
         journal_nbytes: for the inputs in the journal of each env; 0 for no journals.
+        has_infos: add rows for infos.
     """
     num_envs = len(specs)
     counts = {"env": num_envs, "worker": num_workers, "bin": num_workers * NUM_BINS}
@@ -224,9 +241,13 @@ def plan_slab(
         journal = lay_out(journal_requests(group.spec, len(group.env_ids), journal_nbytes), start=offset)
         groups[index] = replace(group, journal=journal)
         offset = journal.nbytes
-    num_frames, journals_nbytes = num_ring + num_lendable, offset - frames_end
+    infos = None
+    if has_infos:
+        infos = lay_out([(("infos",), (2, num_envs, INFO_BYTES), "uint8")], start=align(offset, mmap.PAGESIZE))
+        offset = infos.nbytes
+    num_frames, sparse_nbytes = num_ring + num_lendable, offset - frames_end
     where = words, words.nbytes, tuple(groups), offset
-    return SlabPlan(num_envs, num_workers, num_frames, *where, num_lendable, journals_nbytes)
+    return SlabPlan(num_envs, num_workers, num_frames, *where, num_lendable, sparse_nbytes, infos)
 
 
 def _group_equal(specs: Sequence[EnvSpec]) -> list[tuple[EnvSpec, tuple[int, ...]]]:
@@ -273,13 +294,18 @@ class GroupSlab:
 
 
 class Slab:
-    """A plan over real bytes (shared or not): named arrays, all VIEWS of `buffer`."""
+    """A plan over real bytes (shared or not): named arrays, all VIEWS of `buffer`.
+
+    Attributes:
+        infos: rows for infos, uint8 `[2, N, INFO_BYTES]`; None without them.
+    """
 
     def __init__(self, plan: SlabPlan, buffer: np.ndarray) -> None:
         self.plan = plan
         self.buffer = buffer
         self.words: dict[str, np.ndarray] = {field.name[0]: view(buffer, field) for field in plan.words}
         self.groups = tuple(GroupSlab(group, plan.num_frames, buffer) for group in plan.groups)
+        self.infos = None if plan.infos is None else view(buffer, plan.infos["infos",])
 
 
 @dataclass(frozen=True)

@@ -93,3 +93,17 @@ class LeftOut:
     def to_plain(self) -> dict[str, Any]:
         """Return the message."""
         return {"kind": self.kind, **vars(self)}
+
+
+@dataclass(frozen=True)
+class NewSchema:
+    """The fields of infos that an env will have in rows of the slab; see `workers.info_rows.Schema`."""
+
+    kind: ClassVar[str] = "schema"
+    env_id: int
+    root: Any
+    nbytes: int
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the message."""
+        return {"kind": self.kind, **vars(self)}

@@ -46,7 +46,7 @@ from envherd.workers.build import are_equal, kwargs_error
 from envherd.workers.current import WorkerInfo
 
 #: Kinds of frames that belong to the rows of a command, not to a call that waits for an answer.
-_ROW_KINDS = ("side", "infos", "notice", "left_out")
+_ROW_KINDS = ("side", "infos", "schema", "notice", "left_out")
 
 
 @dataclass(frozen=True)

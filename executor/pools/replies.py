@@ -8,6 +8,7 @@ import numpy as np
 
 from envherd.executor.pools.error_messages import Frame, log_notice
 from envherd.workers.errors import EnvherdError
+from envherd.workers.info_rows import Field, Schema
 
 
 @dataclass
@@ -19,6 +20,7 @@ class Outcome:
         side: env id -> side values message.
         infos: env id -> infos message.
         losses: worker id -> the error that describes its loss.
+        schemas: id -> the schema, of infos in rows of the slab; these are never handed out.
         completing: envs whose next reports complete the answer of a step, whose reports are kept.
     """
 
@@ -26,6 +28,7 @@ class Outcome:
     side: dict[int, Frame] = field(default_factory=dict)
     infos: dict[int, Frame] = field(default_factory=dict)
     losses: dict[int, EnvherdError] = field(default_factory=dict)
+    schemas: dict[int, Schema] = field(default_factory=dict)
     completing: set[int] = field(default_factory=set)
 
     def __bool__(self) -> bool:
@@ -70,5 +73,8 @@ class Outcome:
             self.side[frame["env_id"]] = frame
         elif frame["kind"] == "infos":
             self.infos[frame["env_id"]] = frame
+        elif frame["kind"] == "schema":
+            schema = Schema(Field.from_plain(frame["root"]), frame["nbytes"])
+            self.schemas[schema.id] = schema
         else:
             log_notice(frame)

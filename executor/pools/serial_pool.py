@@ -94,7 +94,14 @@ class SerialPool(SlabPool):
             seeding.restore_caller(before)
         rules = self.options.capsule_rules
         journal_nbytes = 0 if rules is None else rules.journal_bytes
-        self.plan = plan_slab(self.specs, 1, self.options.num_frames, lends=HAS_MEMFD, journal_nbytes=journal_nbytes)
+        self.plan = plan_slab(
+            self.specs,
+            1,
+            self.options.num_frames,
+            lends=HAS_MEMFD,
+            journal_nbytes=journal_nbytes,
+            has_infos=self.options.info_policy != "drop",
+        )
         self.slab = Slab(self.plan, self._make_memory())
         self.capsules = None if rules is None else CapsuleWriter(rules, self)
         self._block = Block(

@@ -110,6 +110,7 @@ class WorkerPool(SlabPool):
             self.options.num_frames,
             lends=self._lends,
             journal_nbytes=0 if rules is None else rules.journal_bytes,
+            has_infos=self.options.info_policy != "drop",
         )
         plate = describe(
             self.plan, self.blueprint.blocks, self.specs[0].family, [worker.gpu for worker in self.crew.workers]

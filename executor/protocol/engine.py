@@ -29,6 +29,7 @@ from envherd.executor.protocol.calls import Calls
 from envherd.executor.protocol.env_batches import EnvBatches
 from envherd.executor.protocol.env_states import Event, State
 from envherd.executor.protocol.flight import Flight, Flights
+from envherd.executor.protocol.info_reader import InfoReader
 from envherd.executor.protocol.plain import what_is_plain
 from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.recycling import Recycler
@@ -71,7 +72,8 @@ class Engine(Calls):
         mover = None
         if device is not None and device.type != "cpu":
             mover = Mover(pool.slab.buffer, device, pool.plan.num_frames)
-        self.side = SideData(self.specs, options.info_policy)
+        infos = InfoReader(options.info_policy, pool.slab, pool.outcome.schemas)
+        self.side = SideData(self.specs, infos)
         lends = copy and mover is None and not options.poison
         loans = make_loans(pool.slab, pool.lendable) if lends else None
         self.positions = Positions(pool.slab, self.side, options, mover=mover, loans=loans)

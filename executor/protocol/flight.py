@@ -274,7 +274,7 @@ class Flights:
         if self.positions.has_interrupted:
             self._forget_interrupted(flight)
         if self._has_infos:
-            self.side.forget_infos() if flight.is_all else self.side.note_infos({}, flight.ids.tolist())
+            self.side.infos.take_all() if flight.is_all else self.side.infos.take({}, flight.ids)
         self._note_rows(flight)
         flight.has_landed = True
 
@@ -386,7 +386,8 @@ class Flights:
         outcome.forget_rows(own)  # an env may have answered before its worker died in another env's command
         positions.hold()
         self.side.note_values(outcome.side)
-        self.side.note_infos(outcome.infos, ids.tolist())
+        self.side.infos.lose(own)
+        self.side.infos.take(outcome.infos, ids)
         self._forget_interrupted(flight)
         failed = [i for i, fault in outcome.faults.items() if fault["phase"] == "step"]
         for env_id in [*own[is_stepped[own]].tolist(), *failed]:
@@ -429,14 +430,13 @@ class Flights:
         extras = flight.extras
         if broken:
             extras = {i: replace(extras.get(i, Prepare(env_id=i)), rebuilds=i in broken) for i in due}
-        infos = self.side.infos["next"]
-        of_steps = {i: infos[i] for i in due if i in infos}
+        of_steps = self.side.infos.read("next")
         at = self.states.columns[failed] + self.positions.where.root_ahead * (ops != RESET)
         try:
             self.begin(Op.RESET, failed[is_due], at=at[is_due], extras=extras).land()
         except EnvherdError as error:
             return error
-        infos.update(of_steps)
+        self.side.infos.put("next", of_steps, due)
         flight.was_reset = np.union1d(failed[is_due], flight.was_reset if flight.was_reset is not None else _NOBODY)
         return None
 
@@ -545,9 +545,9 @@ class Flights:
             outcome = reported.hand_out(env_ids)
             self.positions.hold()
             self.side.note_values(outcome.side)
-            self.side.note_infos(outcome.infos, env_ids.tolist())
+            self.side.infos.take(outcome.infos, env_ids)
         elif self._has_infos:
-            self.side.note_infos({}, env_ids.tolist())
+            self.side.infos.take({}, env_ids)
 
     def deliver(self, env_ids: np.ndarray, at: np.ndarray, is_over: np.ndarray | None) -> np.ndarray | None:
         """Update the positions of sent envs that are handed out now; see `open_delivery`.

@@ -381,10 +381,7 @@ class Positions:
                 if ("root", *key) in place:  # a root has no reward
                     place["root", *key][...] = value
             self._side.root[env_id] = side
-            for kept in self._side.infos.values():
-                kept.pop(env_id, None)
-                if source in kept:
-                    kept[env_id] = dict(kept[source])
+        self._side.infos.copy(source, targets.tolist())
         self.were_reset(targets, columns)
 
     def over_at_once(self, env_ids: np.ndarray, column: int) -> np.ndarray | None:

@@ -35,7 +35,7 @@ def keeping_steps(positions: Positions, side: SideData, env_ids: np.ndarray, col
         env_ids: int `[k]`.
         columns: int `[k]`, of their steps.
     """
-    values, infos = dict(side.next), dict(side.infos["next"])
+    values, infos = dict(side.next), side.infos.read("next")
     flags: list[np.ndarray] = []
     for env_id, column in zip(env_ids.tolist(), columns.tolist(), strict=True):
         row = positions.row_at(env_id, column)
@@ -48,8 +48,7 @@ def keeping_steps(positions: Positions, side: SideData, env_ids: np.ndarray, col
             flag[...] = end
         for env_id in env_ids.tolist():
             side.next[env_id] = values[env_id]
-            if env_id in infos:
-                side.infos["next"][env_id] = infos[env_id]
+        side.infos.put("next", infos, env_ids.tolist())
 
 
 class Recycler:

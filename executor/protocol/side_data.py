@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from envherd.executor.protocol.info_reader import InfoReader
 from envherd.shm.specs import EnvSpec
-from envherd.workers.infos import unpack
-from envherd.workers.options import InfoPolicy
 
 
 class SideData:
@@ -19,20 +18,16 @@ class SideData:
         has_values: whether any env has side-channel leaves among its observation.
         next, root: env id -> one value per leaf of the observation (None for leaves in the slab), of the latest step
             and of the latest reset.
-        infos: "next" and "root" -> env id -> the env's info of the step and of the reset of its latest command;
-            envs without one may be missing.
+        infos: "next" and "root": the envs' infos of the step and of the reset of their latest command.
     """
 
-    def __init__(self, specs: Sequence[EnvSpec], info_policy: InfoPolicy) -> None:
+    def __init__(self, specs: Sequence[EnvSpec], infos: InfoReader) -> None:
         self.has_values = any(leaf.is_side for spec in specs for leaf in spec.observation)
         # An env that was never reset has None for each leaf, just as its numbers are 0.
         blank: dict[int, list[Any]] = {i: [None] * len(spec.observation) for i, spec in enumerate(specs)}
         self.next = dict(blank)
         self.root = dict(blank)
-        self.infos: dict[str, dict[int, dict[str, Any]]] = {"next": {}, "root": {}}
-        self._info_policy = info_policy
-
-    # ---- values ------------------------------------------------------------------------------
+        self.infos = infos
 
     def note_values(self, frames: Mapping[int, Mapping[str, Any]]) -> None:
         """Keep the side-channel values that came with the latest rows."""
@@ -49,27 +44,3 @@ class SideData:
         """
         root, following = self.root, self.next
         return {i: root[i] if is_root else following[i] for i, is_root in enumerate(in_root.tolist())}
-
-    # ---- infos -------------------------------------------------------------------------------
-
-    def note_infos(self, frames: Mapping[int, Mapping[str, Any]], env_ids: Iterable[int]) -> None:
-        """Replace the infos of some envs by those of the latest command.
-
-        Args:
-            frames: env id -> infos message, for envs that have one.
-            env_ids: of the command.
-        """
-        if not frames and not any(self.infos.values()):
-            return
-        for env_id in env_ids:
-            frame = frames.get(env_id)
-            for section, kept in self.infos.items():
-                kept.pop(env_id, None)
-                if frame is not None and frame[section] is not None:
-                    kept[env_id] = unpack(frame[section], self._info_policy)
-
-    def forget_infos(self) -> None:
-        """Drop all infos: the latest command, which was for all envs, has returned none."""
-        for kept in self.infos.values():
-            if kept:
-                kept.clear()

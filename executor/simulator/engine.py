@@ -31,6 +31,7 @@ from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.protocol.calls import Calls
 from envherd.executor.protocol.env_states import EnvStates, Event, State
 from envherd.executor.protocol.exchange import Exchange, set_ids
+from envherd.executor.protocol.info_reader import InfoReader
 from envherd.executor.protocol.plain import Plain
 from envherd.executor.protocol.side_data import SideData
 from envherd.executor.protocol.stale_roots import StaleRoots
@@ -109,7 +110,7 @@ class SimulatorEngine(Calls):
             is_copy=copy,
         )
         self.states = EnvStates(1)
-        self.side = SideData(self.specs, options.info_policy)
+        self.side = SideData(self.specs, InfoReader(options.info_policy, None, {}))
         self.sent: Sent | None = None
         self.stale_roots = StaleRoots.of(self.specs)
         self._intake = TensorIntake(pool.slab.groups[0], options.check_actions)
@@ -248,7 +249,7 @@ class SimulatorEngine(Calls):
             EnvError: the simulator has raised it.
         """
         if self._pack_info is not None:
-            self.side.note_infos(outcome.infos, [0])
+            self.side.infos.take(outcome.infos, self.all_ids)
         if outcome.row is not None:
             self._rows.present = outcome.row
             self._rows.note_given(() if outcome.was_reset else given, is_shared=is_shared)

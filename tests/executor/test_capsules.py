@@ -96,7 +96,7 @@ def _options(folder, **options):
 def test_nothing_is_planned_without_the_option():
     with SerialEnv(2, CountingEnv) as env:
         assert env._pool.capsules is None
-        assert env._pool.plan.journals_nbytes == 0
+        assert env._pool.plan.sparse_nbytes == 0
         assert not env._pool.slab.groups[0].journal
 
 

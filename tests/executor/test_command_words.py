@@ -8,12 +8,13 @@ import pytest
 from envherd.executor.pools import command_words
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.replies import Outcome
+from envherd.shm.slab import WORDS
 from tests.gates import is_interrupted
 
 
 @pytest.fixture
 def words(monkeypatch):
-    arrays = {name: np.zeros(3, np.int64) for name in ("command", "command_seq", "reply_seq", "status")}
+    arrays = {name: np.zeros(3, np.int64) for name in WORDS}
     made = CommandWords(SimpleNamespace(words=arrays))
     made.seen = []
     monkeypatch.setattr(

@@ -17,6 +17,7 @@ from envherd.shm.sync import DOORBELL_BYTES, Doorbell
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.block import block as block_module
 from envherd.workers.block.block import Block
+from envherd.workers.info_rows import InfoWriter, Schema
 from envherd.workers.options import BlockOptions
 from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import NativeLoop
@@ -49,14 +50,18 @@ class Side:
     def __init__(self, adapters: list[Adapter], way: str = "loop", options: BlockOptions | None = None) -> None:
         self.adapters = dict(enumerate(adapters, start=1))
         self.envs = [adapter.env for adapter in adapters]
+        options = options or BlockOptions()
         plan = plan_slab(
-            [adapters[0].spec] + [adapter.spec for adapter in adapters], num_workers=2, num_ring=NUM_FRAMES
+            [adapters[0].spec] + [adapter.spec for adapter in adapters],
+            num_workers=2,
+            num_ring=NUM_FRAMES,
+            has_infos=options.infos != "drop",
         )
         self.slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))
         self.words = self.slab.words
         self.reports: list[Any] = []
         self.executed: list[int] = []
-        self.block = _NotedBlock(1, self.adapters, ROOT_SEED, self.reports.append, options or BlockOptions())
+        self.block = _NotedBlock(1, self.adapters, ROOT_SEED, self.reports.append, options)
         self.block.is_in_c, self.block.executed = way != "python", self.executed
         self.block.attach(self.slab)
         self.storage_plan = plan_storage(plan, NUM_COLUMNS)
@@ -135,12 +140,14 @@ class Side:
         state: dict[str, Any] = {name: word.tolist() for name, word in self.words.items() if name not in _CLOCKS}
         state["samples"] = int(self.words["step_bins"].sum())
         start = self.slab.plan.groups[0].inputs.nbytes
-        state["frames"] = self.slab.buffer[start:].tobytes()
+        state["frames"] = self.slab.buffer[start : self.slab.plan.ring_nbytes].tobytes()
         state["storage"] = self.storage_bytes.tobytes()
         state["reports"] = [{k: v for k, v in report.items() if k != "traceback"} for report in self.reports]
         state["rings"] = sum(1 for _ in iter(self.done.try_wait, False))  # noqa: FBT003  # the value that ends it
         slots = self.block.slots.values()
         state["slots"] = [(int(s.state[0]), s.prepared) for s in slots]
+        writers = [slot.info_writer for slot in slots if slot.info_writer]
+        state["rows"] = [fingerprint(writer.read(section)) for writer in writers for section in ("next", "root")]
         state["passed"] = [env.seen for env in self.envs]
         state["infos"] = [(type(adapter.info), adapter.info) for adapter in self.adapters.values()]
         return state
@@ -159,9 +166,23 @@ class _NotedBlock(Block):
         with patch.object(block_module, "compile_native", lambda *_, **__: None):
             super()._compile(slot, sink)
 
+    def attach(self, slab: Slab) -> None:
+        super().attach(slab)
+        if not self.is_in_c:
+            for slot in self.slots.values():
+                slot.info_writer = slot.info_writer and _PythonWriter(slab, slot.env_id, slot.info_writer._report)
+
     def execute(self, env_id: int, *command: Any) -> int:
         self.executed.append(env_id)
         return super().execute(env_id, *command)
+
+
+class _PythonWriter(InfoWriter):
+    """Writes infos in Python."""
+
+    def write(self, section: str, info: Any) -> bool:
+        with patch.object(Schema, "in_c", lambda self: self):
+            return super().write(section, info)
 
 
 def _action(rng: np.random.Generator, leaf: Any) -> np.ndarray:

@@ -405,8 +405,7 @@ def replace_env(side: Side) -> None:
 
 NOT_PLAIN: dict[str, tuple[Make, BlockOptions]] = {
     **{name: (adapters(OBSERVATIONS[name]), BlockOptions()) for name in NOT_STORED},
-    "infos": (adapters(), BlockOptions(infos="plain")),
-    "an info that is no dict": (adapters(scripts=[["no info", "no info of its own"]]), BlockOptions(infos="plain")),
+    "infos that are no dicts": (adapters(scripts=[["no info of its own"] * 13]), BlockOptions(infos="plain")),
     "isolated generators": (adapters(), BlockOptions(isolate_rng=True)),
     "checked for NaN": (adapters(), BlockOptions(check_finite=True)),
 }
@@ -439,10 +438,16 @@ CASES: dict[str, Case] = {
             ),
             [(STEP, [1]), *[(STEP_RESET, [1])] * 12],
             BlockOptions(infos=infos),
-            [[1], [], [], [], [], *[[1]] * 8],  # the second end's reset has an info, and so have the steps after it
+            [[1], *[[]] * 5, [1], *[[]] * 6],  # the first step is watched; a step after the second end has an info
         )
         for infos in ("plain", "pickle")
     },
+    "infos of a known schema": Case(
+        adapters(),
+        [(STEP, [1]), (STEP, [1]), *[(STEP_RESET, [1])] * 11],
+        BlockOptions(infos="plain"),
+        [[1], *[[]] * 12],
+    ),
     **{
         f"action: {name}": Case(adapters(action=space, scripts=TWO), [(STEP, [1, 2])] * 4)
         for name, space in ACTIONS.items()
@@ -524,7 +529,7 @@ LIKE_OTHERS = (
     *("int8", "int16", "int32", "uint16", "float16", "index from 3", "dict of one", "one double", "indices", "bits"),
     *("tuple", "dict with a small index"),
 )
-#: Where infos are reported, C leaves every result with an info to Python, of whatever space it is.
+#: Where infos are reported, C leaves results with an info of an unknown schema to Python, of whatever space it is.
 OF_SPACES = [
     *((name, "drop") for name in OBSERVATIONS if IS_FULL or name not in LIKE_OTHERS),
     *((name, "pickle") for name in ("float32", "index", "dict")),
@@ -668,7 +673,7 @@ def test_facts_that_are_missing_are_refused(missing):
 
 
 FLAGS = [np.zeros((3, 1), bool)] * 3
-WORDS = ("env_steps", "ends", "episode", "resets")
+WORDS = ("env_steps", "ends", "episode", "resets", "info_next", "info_root")
 
 
 @pytest.mark.parametrize(

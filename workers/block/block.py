@@ -14,6 +14,7 @@ import contextlib
 import copy
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from envherd.workers.block.questions import answer
 from envherd.workers.block.slot import Begun, Sink, Slot, Step, compile_step, store
 from envherd.workers.block.slot_states import Event
 from envherd.workers.errors import SpecError
+from envherd.workers.info_rows import InfoWriter
 from envherd.workers.infos import packer
 from envherd.workers.messages import CHANGES, UNGUARDS, Ask, Prepare
 from envherd.workers.options import BlockOptions
@@ -102,7 +104,15 @@ class Block:
             slot.sinks = {RING: Sink(slot, group.of_row(row), root_follows=False)}
             slot.bind_inputs(group.inputs, row)
             slot.journal = Journal(group.journal, group.inputs, row) if group.journal else None
+            slot.info_writer = None
+            if slab.infos is not None:
+                slot.info_writer = InfoWriter(slab, slot.env_id, partial(self._report_news, slot))
             self._compile(slot, slot.sinks[RING])
+
+    def _report_news(self, slot: Slot, message: dict[str, Any]) -> None:
+        """Send a message, which the env's answer announces."""
+        slot.has_news = True
+        self._report(message)
 
     def attach_storage(self, target: int, storage: Storage) -> None:
         """Take these envs' rows of a rollout storage, addressed as `target` from now on."""
@@ -131,7 +141,7 @@ class Block:
     def _why_python(self, slot: Slot) -> list[str]:
         """Return why a step of an env does more than to call it and to write the result; see `why_python`.
 
-        Such a step reports at most an info; C leaves non-empty infos to this block.
+        Such a step reports at most an info; C leaves infos of unknown schemas to this block.
         """
         own = {
             "isolate_rng=True": self._isolate_rng,
@@ -244,6 +254,8 @@ class Block:
     def _carry_out(  # see `execute`
         self, slot: Slot, sink: Sink, op: int, column: int, begun: Step | None, reset: Begun | None
     ) -> None:
+        if self._pack_info is not None:  # the other one is noted below
+            slot.clear_infos("next" if op == _RESET else "root")
         if op == _RESET:
             mask = None if slot.is_new else slot.reset_mask  # a new instance, as a whole
             self._reset(slot, sink, column, mask, reset)
@@ -252,7 +264,7 @@ class Block:
         if begun is None:
             slot.move(_STEP)
         observation = sink.step(column) if begun is None else begun(column)
-        if self._pack_info is not None and reset is None:  # C resets only after steps without an info
+        if self._pack_info is not None and reset is None:  # C resets only after it has noted the step's info
             self._note_info(slot, "next")
         if op == _STEP_RESET and slot.has_ended:
             if slot.has_side:  # the env may overwrite its values
@@ -265,12 +277,20 @@ class Block:
     def _keep_step(self, slot: Slot, op: int) -> None:
         """If only the reset after a step has raised, report the step's data besides its row; otherwise drop them."""
         if op != _STEP_RESET or slot.phase != "reset":
-            slot.infos.clear()
+            slot.clear_infos("next", "root")
             slot.side["next"][:] = [None] * len(slot.side["next"])  # or the next reset would report the step before
             return
-        slot.infos.pop("root", None)
+        slot.clear_infos("root")
+        self._send_row(slot)
         if slot.infos or slot.has_side:
             self._tell(slot)
+
+    def _send_row(self, slot: Slot) -> None:
+        """Send the step's info as a message: the reset that will complete this command clears the row."""
+        info = None if slot.info_writer is None else slot.info_writer.read("next")
+        if info is not None and self._pack_info is not None:
+            slot.clear_infos("next")
+            slot.infos["next"] = self._pack_info(info)[0] or b""
 
     def _tell(self, slot: Slot) -> int:
         """Report an env's data for the parent besides its rows."""
@@ -355,8 +375,10 @@ class Block:
     def _note_info(self, slot: Slot, section: str) -> None:
         """Keep the env's info of the step or reset just made."""
         assert self._pack_info is not None
-        slot.infos.pop(section, None)
+        slot.clear_infos(section)
         info = slot.adapter.info
+        if slot.info_writer is not None and slot.info_writer.write(section, info):
+            return
         if info.__class__ is dict and not info:
             return
         packed, left_out = self._pack_info(info)

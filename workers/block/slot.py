@@ -18,6 +18,7 @@ from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.block.journal import Journal
 from envherd.workers.block.slot_states import AFTER, NEW, OVER, Event, State
 from envherd.workers.errors import InternalError, SpecError
+from envherd.workers.info_rows import InfoWriter
 from envherd.workers.messages import Prepare
 from envherd.workers.protocol import Op, pack_phase
 from envherd.workers.seeding import EpisodeSeeds
@@ -93,6 +94,7 @@ class Slot:
         self.has_news = False
         self.phase = "step"
         self.infos: dict[str, bytes] = {}
+        self.info_writer: InfoWriter | None = None  # of the slab, if it has rows for infos
         self.left_out: dict[str, str] = {}
         self.reported: set[str] = set()
         self.has_side = any(leaf.is_side for leaf in self.spec.leaves())
@@ -159,6 +161,13 @@ class Slot:
                 self.reported.add(name)
                 self.left_out[name] = why
                 self.has_news = True
+
+    def clear_infos(self, *sections: str) -> None:
+        """Note that the latest command has no infos of a section."""
+        for section in sections:
+            self.infos.pop(section, None)
+            if self.info_writer is not None:
+                self.info_writer.clear(section)
 
     def bind_inputs(self, inputs: Mapping[Name, np.ndarray], row: int) -> None:
         """Prepare to read this env's action and state."""

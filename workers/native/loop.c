@@ -274,6 +274,7 @@ static i64 step_env(Loop *loop, Env *env, i64 command, i64 column)
 static i64 carry_out_reset(Loop *loop, Env *env, i64 command, i64 column)
 {
     Step *step = (Step *)Py_NewRef((PyObject *)env->step);
+    step_forget_info(step);
     i64 status = reset_env(loop, env, step, command, column, Py_None);
     Py_DECREF(step);
     return status;
@@ -464,7 +465,7 @@ static PyType_Spec loop_spec = {
 
 static int add_types(PyObject *module)
 {
-    PyType_Spec *specs[] = {&step_spec, &loop_spec, &caller_spec, &exchange_spec};
+    PyType_Spec *specs[] = {&step_spec, &loop_spec, &schema_spec, &caller_spec, &exchange_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
         int added = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);

@@ -72,7 +72,14 @@ enum { FLAG_EACH = 1, FLAG_PREPARED = 2 };
 
 /* ---- the types of the module: a file each; those of the caller are in executor/native ---------------- */
 
-extern PyType_Spec step_spec, caller_spec, exchange_spec;
+extern PyType_Spec step_spec, schema_spec, caller_spec, exchange_spec;
+
+/* ---- infos as rows: info_rows.c ----------------------------------------------------------------------- */
+
+typedef struct Schema Schema;
+
+/* Write an info to a row with room for some bytes; return the schema's id, or 0 if it does not fit. */
+i64 schema_write(const Schema *schema, PyObject *info, char *row, Py_ssize_t room);
 
 /* ---- steps: step.c ---------------------------------------------------------------------------------- */
 
@@ -86,6 +93,7 @@ int step_may_step(const Step *step); /* the env's state allows it */
 /* Step the env once, and move its state. `*given`, a new reference or NULL: with STEP_STORED and STEP_ENDED the
  * observation values, with STEP_ODD what the env returned, of which nothing was written. STEP_RAISED: an exception. */
 Outcome step_once(Step *step, i64 column, PyObject **given);
+void step_forget_info(const Step *step); /* of the step before a command that is only a reset */
 int step_can_reset(const Step *step); /* else Python must */
 /* Begin the env's next episode, and write its root to a column, unless there is none; move its state.
  * `*given`: what the adapter returned, a new reference or NULL. STEP_ODD: nothing was written. */

@@ -48,10 +48,11 @@ struct Step {
     PyObject *holder, *flags, *flag_values; /* the same; the last is a tuple of two */
     PyObject *ready;                       /* tuple: what `give` returns for the first indices, or NULL */
     PyObject *array_type, *bool_type, *integer_type, *number_types; /* numpy's; the last is a tuple */
+    PyObject *schemas;                     /* list of those that infos are known to have; NULL without rows for infos */
     PyObject *names[NUM_NAMES];
     i64 calls_env;      /* `step` is NULL */
     i64 reads_number;   /* the reward may be any number */
-    i64 notes_infos;    /* an info that is not empty is for Python */
+    i64 notes_infos;    /* an info that is not empty goes to its row, or is for Python */
     i64 root_follows;   /* in a storage: the root of the next column is written too, unless the env has ended */
     i64 num_columns, env_id;
     i64 journal_rows;
@@ -59,7 +60,8 @@ struct Step {
     Py_buffer if_stepped, if_running, if_ended; /* rows of its table: state -> the state that follows; < 0: none can */
     Py_buffer index, seed_pool;            /* the action, where it is one int64; see `seeding`; else no objects */
     Py_buffer journal;                     /* facts of `block.journal.Journal`; no object without it */
-    Py_buffer env_steps, ends, episode, resets; /* words of each env */
+    Py_buffer next_info, root_info;        /* the env's rows for infos; no objects without them */
+    Py_buffer env_steps, ends, episode, resets, info_next, info_root; /* words of each env */
     Leaves observation, root, reward, done, root_done;
     Leaves kept, sources;                  /* of the journal: its inputs by step, and where each is read */
     Value *values;                         /* one per observation and reward leaf, used within `store` */
@@ -75,10 +77,12 @@ static const Fact FACTS[] = {
     FACT(NUMBER, Step, env_id), FACT(WORDS_OR_NONE, Step, index), FACT(CONSTANTS, Step, seed_pool),
     FACT(BYTES, Step, state), FACT(CONSTANTS, Step, if_stepped), FACT(CONSTANTS, Step, if_running),
     FACT(CONSTANTS, Step, if_ended), FACT(WORDS_OR_NONE, Step, journal),
-    FACT(NUMBER, Step, journal_rows), {NULL},
+    FACT(NUMBER, Step, journal_rows), FACT(OBJECT, Step, schemas), FACT(WORDS_OR_NONE, Step, next_info),
+    FACT(WORDS_OR_NONE, Step, root_info), {NULL},
 };
 static const Fact WORDS_OF_ENVS[] = {
-    FACT(WORDS, Step, env_steps), FACT(WORDS, Step, ends), FACT(WORDS, Step, episode), FACT(WORDS, Step, resets), {NULL},
+    FACT(WORDS, Step, env_steps), FACT(WORDS, Step, ends), FACT(WORDS, Step, episode), FACT(WORDS, Step, resets),
+    FACT(WORDS, Step, info_next), FACT(WORDS, Step, info_root), {NULL},
 };
 
 /* ---- construction ----------------------------------------------------------------------------------- */
@@ -141,10 +145,12 @@ static int flags_take(PyObject *facts, const char *name, Leaves *flags, i64 num_
 /* Whether what was taken is of this env. */
 static int are_own(const Step *step)
 {
-    const Py_buffer *words[] = {&step->env_steps, &step->ends, &step->episode, &step->resets};
+    const Py_buffer *words[] = {&step->env_steps, &step->ends, &step->episode, &step->resets, &step->info_next,
+                                &step->info_root};
     int is_own = step->env_id >= 0 && step->root.count == step->observation.count
         && (step->index.obj == NULL || step->index.shape[0] == 1)
         && (step->seed_pool.obj == NULL || step->seed_pool.len == SEED_WORDS * sizeof(uint32_t))
+        && (step->schemas == NULL || (PyList_CheckExact(step->schemas) && step->next_info.obj && step->root_info.obj))
         && (step->journal.obj == NULL || (step->journal.shape[0] == KEPT_FACTS && step->journal_rows > 0))
         && step->kept.count == step->sources.count;
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
@@ -463,25 +469,36 @@ static PyObject *observation_leaves(const Step *step, PyObject *observation, con
     return leaves;
 }
 
-static int is_empty_dict(PyObject *value) { return PyDict_CheckExact(value) && PyDict_Size(value) == 0; }
-
-/* Whether the adapter's info is for Python to note. */
-static int adapter_has_info(const Step *step)
+/* Write an info to its row if it has a known schema, and note which: 1. Else it is for Python to note: 0. */
+static int write_info(const Step *step, PyObject *info, const Py_buffer *row, const Py_buffer *ids)
 {
-    if (!step->notes_infos)
-        return 0;
-    PyObject *info = PyObject_GetAttr(step->adapter, step->names[INFO]);
-    int has_info = info == NULL || !is_empty_dict(info);
-    PyErr_Clear();
-    Py_XDECREF(info);
-    return has_info;
+    i64 id = 0;
+    int is_noted = PyDict_CheckExact(info) && PyDict_Size(info) == 0;
+    for (Py_ssize_t i = 0; !is_noted && step->schemas != NULL && i < PyList_Size(step->schemas); i++) {
+        id = schema_write((const Schema *)PyList_GetItem(step->schemas, i), info, row->buf, row->len);
+        is_noted = id != 0;
+    }
+    STORE(word(ids, step->env_id), id);
+    return is_noted;
 }
 
-static int has_info(const Step *step, PyObject *result)
+/* `write_info` for the info that the adapter holds; 1 if infos are not noted at all. */
+static int write_adapters_info(const Step *step, const Py_buffer *row, const Py_buffer *ids)
+{
+    if (!step->notes_infos)
+        return 1;
+    PyObject *info = PyObject_GetAttr(step->adapter, step->names[INFO]);
+    int is_noted = info != NULL && write_info(step, info, row, ids);
+    PyErr_Clear();
+    Py_XDECREF(info);
+    return is_noted;
+}
+
+static int write_step_info(const Step *step, PyObject *result)
 {
     if (!step->calls_env)
-        return adapter_has_info(step);
-    return step->notes_infos && !is_empty_dict(PyTuple_GetItem(result, 4));
+        return write_adapters_info(step, &step->next_info, &step->info_next);
+    return !step->notes_infos || write_info(step, PyTuple_GetItem(result, 4), &step->next_info, &step->info_next);
 }
 
 static void store_leaves(const Leaves *leaves, const Value *values, i64 column)
@@ -542,7 +559,7 @@ static int store(const Step *step, i64 column, PyObject *result, PyObject *leave
 static int check_result(const Step *step, PyObject *result, char *flags)
 {
     int is_plain = PyTuple_CheckExact(result) && PyTuple_Size(result) == (step->calls_env ? 5 : 4)
-        && !has_info(step, result) && check_flag(step, PyTuple_GetItem(result, 2), &flags[1])
+        && write_step_info(step, result) && check_flag(step, PyTuple_GetItem(result, 2), &flags[1])
         && check_flag(step, PyTuple_GetItem(result, 3), &flags[2]);
     flags[0] = flags[1] | flags[2];
     return is_plain;
@@ -589,6 +606,8 @@ static Outcome step_with(Step *step, i64 column, PyObject *action, PyObject **gi
         return PyErr_Occurred() ? STEP_RAISED : STEP_ODD;
     }
     move(step, flags[0]);
+    if (step->notes_infos)
+        STORE(word(&step->info_root, step->env_id), 0);
     ADD((i64 *)step->env_steps.buf + step->env_id, 1);
     if (flags[0])
         ADD((i64 *)step->ends.buf + step->env_id, 1);
@@ -629,6 +648,8 @@ int step_can_reset(const Step *step)
     return step->seed_pool.obj == NULL || (episode >= 0 && episode <= UINT32_MAX);
 }
 
+void step_forget_info(const Step *step) { STORE(word(&step->info_next, step->env_id), 0); }
+
 Outcome step_reset(Step *step, i64 column, PyObject **given)
 {
     static const char running[NUM_FLAGS] = {0};
@@ -651,7 +672,7 @@ Outcome step_reset(Step *step, i64 column, PyObject **given)
     Py_DECREF(seed);
     if (*given == NULL)
         return STEP_RAISED;
-    if (adapter_has_info(step))
+    if (!write_adapters_info(step, &step->root_info, &step->info_root))
         return STEP_ODD;
     if (column < step->num_columns) {
         int is_plain = check_leaves(step, &step->root, *given, step->values);

@@ -169,7 +169,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._is_begun = False
         if self._ended is not None:
             self._ended = _some(self._ended[~np.isin(self._ended, self._resetting)])
-        given = self._engine.side.infos["root"]
+        given = self._engine.side.infos.read("root")
         infos: dict[str, Any] = {}
         for env_id in self._resetting.tolist():
             infos = self._add_info(infos, given.get(env_id, {}), env_id)
@@ -251,7 +251,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             column: of the step's rows.
         """
         positions, given = self._engine.positions, self._engine.side.infos
-        stepped, fresh = given["next"], given["root"]
+        stepped, fresh = given.read("next"), given.read("root")
         infos: dict[str, Any] = {}
         if not (stepped or fresh) and ended is None and not positions.has_interrupted:
             return infos

@@ -54,8 +54,9 @@ class _RowsEnv(AgentDictEnv):
 
     def env_infos(self) -> list[ByAgent]:
         """Return each env's latest info."""
-        kept = self._engine.side.infos
-        return [kept["root"].get(i) or kept["next"].get(i) or {} for i in range(self.num_envs)]
+        infos = self._engine.side.infos
+        latest = {**infos.read("next"), **infos.read("root")}
+        return [latest.get(i, {}) for i in range(self.num_envs)]
 
     def interrupted(self) -> np.ndarray | None:
         """Return which envs' worker was lost in the latest step, bool `[N]`; None for none."""

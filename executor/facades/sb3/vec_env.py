@@ -256,11 +256,11 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
 
     def _infos_of_step(self) -> Mapping[int, Info]:
         """Return the infos of the step by env id; envs without one may be missing. Own memory."""
-        return self._engine.side.infos["next"]
+        return self._engine.side.infos.read("next")
 
     def _infos_of_reset(self) -> Mapping[int, Info]:
         """Return the infos of the resets of the latest command by env id. Own memory."""
-        return self._engine.side.infos["root"]
+        return self._engine.side.infos.read("root")
 
     def _raise_for_env(self, error: EnvError) -> NoReturn:
         raise as_raised(error) from error.__cause__
