@@ -177,7 +177,7 @@ def hops(section: str) -> list[tuple[str, list[str]]]:
 
 def stepped_boxes() -> set[str]:
     """Return the boxes on the path of a step."""
-    return {box_of(file.removesuffix(".py").replace("/", ".")) for file, _ in hops("A step")}
+    return {box_of(file.removesuffix(".py").replace("/", ".")) for file, _ in hops("A step") if file.endswith(".py")}
 
 
 def digest() -> str:

@@ -11,28 +11,21 @@ Assumes: one caller at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
 
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.base import RecyclablePool, WorkerFigures
+from envherd.executor.pools.base import Pool, WorkerFigures, refuse_batches
 from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint, Crew
 from envherd.executor.pools.error_messages import log_stall
-from envherd.executor.pools.fast_commands import (
-    LOOK_S,
-    FastCommands,
-    NativeExchange,
-    exchange_natively,
-    native_caller,
-)
+from envherd.executor.pools.fast_commands import LOOK_S, exchange_natively, native_caller
 from envherd.executor.pools.questions import Questions
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.slab_plate import LABEL, describe, show_path
-from envherd.executor.pools.slab_pool import SlabPool, refuse_batches
 from envherd.executor.pools.supervisor import Supervisor
 from envherd.executor.pools.waiting import Clock, Deadline, Overdue
 from envherd.shm.nameplate import create_named
@@ -45,7 +38,7 @@ from envherd.shm.tally import Tally
 from envherd.workers import messages, native
 from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.processes import memory_of
-from envherd.workers.protocol import LEAVE, Op, describe_phase, pack, pack_each
+from envherd.workers.protocol import LEAVE, Op, describe_phase, pack_each
 
 _LOOK_NS = int(LOOK_S * 1e9)
 #: Seconds between checks of the workers' pidfds if answers arrive without a wait; see `LOOK_S`.
@@ -56,12 +49,13 @@ _LOOK_WHILE_READING_S = 0.0002
 _FAREWELL_S = 1.0
 
 
-class WorkerPool(SlabPool):
+class WorkerPool(Pool):
     """Worker processes over one slab; `start` brings it up, `close` takes it down. See `Pool`."""
 
     _create_segment = staticmethod(Segment.create)
     _lends = True
     can_fork = True  # whether `branch` can work
+    is_recyclable = True  # the engine knows when the envs of a worker are between episodes
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
         self.blueprint, self.options = blueprint, options
@@ -74,7 +68,6 @@ class WorkerPool(SlabPool):
         self.specs: list[EnvSpec] = []
         self.crew = self._make_crew()
         self._all_ids = np.arange(self.num_envs)
-        self.holds_storages = False
         self._looked_at = 0.0
         self._clock = Clock()
         self._is_reading = False  # a worker is writing more than its socket holds
@@ -155,44 +148,29 @@ class WorkerPool(SlabPool):
         self._rings[worker_id]()
 
     @property
-    def lost(self) -> dict[int, EnvherdError]:
+    def absent(self) -> Sized:  # type: ignore[override]
+        """Workers that do not serve."""
+        return self.supervisor.absent
+
+    @property
+    def lost(self) -> dict[int, EnvherdError]:  # type: ignore[override]  # the supervisor's
         """Worker id -> the error that describes its loss."""
         return self.supervisor.lost
 
     @property
-    def num_losses(self) -> int:
+    def num_losses(self) -> int:  # type: ignore[override]
+        """Workers that were lost, ever."""
         return self.supervisor.num_losses
 
     @property
-    def num_recycled(self) -> int:
+    def num_recycled(self) -> int:  # type: ignore[override]
+        """Workers that were replaced between episodes, ever."""
         return self.supervisor.num_recycled
-
-    @property
-    def recyclable(self) -> RecyclablePool | None:
-        """This pool, because the engine knows when the envs of a worker are between episodes."""
-        return self
 
     def show_path(self, path: str) -> None:
         show_path(self.slab.buffer, path)
 
     # ---- commands ----------------------------------------------------------------------------
-
-    def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
-        """Give every env the same command, but some (int `[k]`) a RESET."""
-        if self.supervisor.absent:
-            self.supervisor.revive(self.worker_ids)  # may leave some absent: lost ones that may still be replaced
-        command, reset = pack(op, target, column), 0 if reset_ids is None else pack(Op.RESET, target, column)
-        if self._caller is not None and not self.supervisor.absent:
-            commands = np.full(self.num_envs, command)
-            if reset_ids is not None:
-                commands[reset_ids] = reset
-            self._caller.give_some(self._all_ids, commands)
-            return
-        self.words.write_all(command, reset_ids, reset)
-        for ring in self._rings:
-            ring()
-        if self.supervisor.absent:
-            self.supervisor.answer_for_lost()
 
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
@@ -235,36 +213,10 @@ class WorkerPool(SlabPool):
         for worker_id in filter(self.supervisor.is_serving, self.worker_ids):
             self._rings[worker_id]()  # after an interrupt, the successor may serve already
 
-    def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
-        if not self.has_waited and self._take_tokens():  # else C has waited in vain
-            if self._caller is None:  # C has seen that no answer announces messages
-                self._collect()
-            return True
-        self.has_waited = False
-        deadline = Deadline(self._clock, timeout_s, more_for_resets_s, self.options.stall_log_s)
-        self._wait_slowly(self._all_ids, self.num_envs, deadline)
-        self._collect()
-        return self.words.is_idle()
+    def compile(self, facts: Mapping[str, Any]) -> Any:
+        return exchange_natively(self._caller, facts)
 
-    def _take_tokens(self) -> bool:
-        """Take a token of each worker, and more until all envs have answered; return False if none comes for long."""
-        if self._caller is not None:
-            has_all: bool = self._caller.has_all()
-            return has_all
-        wait, is_idle, num_tokens = self._done.wait, self.words.is_idle, 0
-        while wait(LOOK_S):
-            num_tokens += 1
-            if num_tokens >= self.num_workers and is_idle():
-                return True
-        return False
-
-    def compile(self) -> FastCommands:
-        return FastCommands(self.supervisor.absent, self._caller.step)
-
-    def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange:
-        return exchange_natively(self._caller, self.supervisor.absent, self._must_look, facts)
-
-    def _must_look(self) -> bool:
+    def must_look(self) -> bool:
         """Return whether a check of the workers is due, or the pool is reading a large message."""
         return self._is_reading or time.monotonic() > self._looked_at + _LOOK_ANYWAY_S
 
@@ -279,7 +231,7 @@ class WorkerPool(SlabPool):
         through_losses: bool = False,
     ) -> np.ndarray:
         """Wait until at least `count` of some envs have answered, and return those that have; see `Pool.wait_some`."""
-        if self._must_look():
+        if self.must_look():
             self._look_around()
         if self._caller is not None and not self._is_reading:
             wait_ns = _LOOK_NS if timeout_s is None or timeout_s >= LOOK_S else 0  # shorter ones: `_wait_slowly` below

@@ -162,7 +162,7 @@ class Exchange:
         else:
             self._add_inputs(td, ready)
         set_next(td, next_td)
-        if flights.deliver(ready, columns, is_over) is not None:
+        if flights.deliver(ready, is_over) is not None:
             leaves = None
         set_ids(td, ready)
         if td.ndim == 1:
