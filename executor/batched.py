@@ -609,7 +609,7 @@ class BatchedEnv:
             )
         if section not in ("next", "root"):
             raise ValueError(f"infos failed: expected section 'next' or 'root', got {section!r}.")
-        infos = self._engine.side.infos.read(section)
+        infos = self._engine.side.infos.own(section)
         return [infos.get(i, {}) for i in range(self.num_envs)]
 
     def statistics(self) -> Statistics:

@@ -121,7 +121,7 @@ class FastExchange:
         self._has_reports, self._begin_mixed = engine.flights.has_reports, engine.positions.begin_mixed
         self._sizes = _Sizes(engine.batches.groups[0], len(engine.all_ids))
         self._intake = None if engine.plain.send else engine.plain_intake
-        self._stale_roots = engine.stale_roots
+        self._stale_roots, self._infos = engine.stale_roots, engine.side.infos
         held = engine.guard.held
         self.send, self.recv, self.current = held(self._send), held(self._recv), held(self._current)
 
@@ -194,6 +194,8 @@ class FastExchange:
         num_reset = self._take(count, memory, before, env_ids)
         if num_reset < 0:
             return None
+        if self._infos.has_rows:
+            self._infos.take({}, env_ids)
         ids = leaves.pop()
         next_td = size.next.build(leaves)
         if with_root:

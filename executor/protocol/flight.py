@@ -131,7 +131,6 @@ class Flights:
         self.ended = np.empty(pool.num_envs, np.int64)
         self._recycler = recycler
         self.losses = Losses(pool, positions, self.states, options)
-        self._has_infos = options.info_policy != "drop"
         self._num_settled = 0  # number of the pool's losses handled while envs were sent
 
     # ---- begin -------------------------------------------------------------------------------
@@ -272,7 +271,7 @@ class Flights:
         """Record the outcome of a flight for which the pool reports only rows."""
         if self.positions.has_interrupted:
             self._forget_interrupted(flight)
-        if self._has_infos:
+        if self.side.infos.has_rows:
             self.side.infos.take_all() if flight.is_all else self.side.infos.take({}, flight.ids)
         self._note_rows(flight)
         flight.has_landed = True
@@ -531,7 +530,7 @@ class Flights:
             self.positions.hold()
             self.side.note_values(outcome.side)
             self.side.infos.take(outcome.infos, env_ids)
-        elif self._has_infos:
+        elif self.side.infos.has_rows:
             self.side.infos.take({}, env_ids)
 
     def deliver(self, env_ids: np.ndarray, is_over: np.ndarray | None) -> np.ndarray | None:

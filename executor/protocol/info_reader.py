@@ -36,8 +36,15 @@ class Part(NamedTuple):
     records: Any
 
     def infos(self) -> list[dict[str, Any]]:
-        """Return the info of each env, in memory of its own."""
-        return [copy.deepcopy(self.records)] if self.schema is None else self.schema.infos(self.records)
+        """Return the info of each env; one that came as a message is a VIEW."""
+        return [self.records] if self.schema is None else self.schema.infos(self.records)
+
+    def of(self, is_wanted: np.ndarray) -> Part | None:
+        """Return the part of some envs, bool `[N]`; None if it has none of them."""
+        chosen = is_wanted[self.env_ids]
+        if chosen.all() or self.schema is None:
+            return self if chosen.any() else None
+        return Part(self.env_ids[chosen], self.schema, self.records[chosen]) if chosen.any() else None
 
 
 class _Rows:
@@ -79,6 +86,9 @@ class InfoReader:
         policy: how messages are packed.
         slab: of the pool; None if all infos come as messages.
         schemas: id -> schema of rows; the pool adds to it.
+
+    Attributes:
+        has_rows: whether infos are expected at all, unless they all come as messages.
     """
 
     def __init__(self, policy: InfoPolicy, slab: Slab | None, schemas: Mapping[int, Schema]) -> None:
@@ -86,8 +96,10 @@ class InfoReader:
         self._num_known = 0
         #: Section -> env id -> info that is in no row.
         self._others: dict[str, dict[int, dict[str, Any]]] = {section: {} for section in _SECTIONS}
-        has_rows = slab is not None and slab.infos is not None
-        self._rows = {section: _Rows(slab, section) for section in _SECTIONS} if slab is not None and has_rows else {}
+        self._rows: dict[str, _Rows] = {}
+        if slab is not None and slab.infos is not None:
+            self._rows = {section: _Rows(slab, section) for section in _SECTIONS}
+        self.has_rows = bool(self._rows)
 
     # ---- of commands that land ---------------------------------------------------------------
 
@@ -129,6 +141,11 @@ class InfoReader:
             for rows in self._rows.values():
                 rows.widen(width)
 
+    def own(self, section: str) -> dict[int, dict[str, Any]]:
+        """Return the same as `read`, in memory of its own."""
+        infos = self.read(section)
+        return infos | {env_id: copy.deepcopy(infos[env_id]) for env_id in self._others[section]}
+
     def put(self, section: str, infos: Mapping[int, dict[str, Any]], env_ids: Sequence[int]) -> None:
         """Replace infos of some envs by others, env id -> info; those that are missing have none."""
         for env_id in env_ids:
@@ -141,8 +158,8 @@ class InfoReader:
     def copy(self, source: int, targets: Sequence[int]) -> None:
         """Make the infos of an env also those of others."""
         for section in _SECTIONS:
-            infos = {i: info for i, info in self.read(section).items() if i == source}
-            self.put(section, {i: copy.deepcopy(infos[source]) for i in targets} if infos else {}, targets)
+            infos = self.own(section)
+            self.put(section, {i: copy.deepcopy(infos[source]) for i in targets if source in infos}, targets)
 
     # ---- read --------------------------------------------------------------------------------
 
@@ -159,15 +176,16 @@ class InfoReader:
         for schema_id in {*ids} - {0}:
             schema, env_ids = self._schemas[schema_id], np.flatnonzero(rows.ids == schema_id)
             parts.append(Part(env_ids, schema, schema.records(rows.data[env_ids])))
-        return sorted(parts, key=_first_env)
+        return sorted(parts, key=first_env)
 
     def read(self, section: str) -> dict[int, dict[str, Any]]:
-        """Return env id -> info, in memory of its own; envs without one are missing."""
+        """Return env id -> info; one that came as a message is a VIEW. Envs without one are missing."""
         found: dict[int, dict[str, Any]] = {}
         for part in self.parts(section):
             found.update(zip(part.env_ids.tolist(), part.infos(), strict=True))
         return found
 
 
-def _first_env(part: Part) -> int:
+def first_env(part: Part) -> int:
+    """Return the lowest env id of a part."""
     return int(part.env_ids[0])

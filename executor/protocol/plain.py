@@ -82,7 +82,6 @@ def what_is_plain(
         (not IS_AS_EXPECTED, f"tensordict {tensordict.__version__} is not known"),
         (recycles and options.recycle_after is not None, f"recycle_after={options.recycle_after}"),
         (recycles and options.max_worker_memory is not None, f"max_worker_memory={options.max_worker_memory}"),
-        (options.info_policy != "drop", f"infos={options.info_policy!r}"),
     )
     step = (*pool.why_python, *rows, *odd)
     here = (not pool.num_workers, "the envs run in this process")

@@ -123,16 +123,16 @@ def assert_true(env: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
         (CountingEnv, {}, "steps in C"),
         (Driving, {"check_actions": "finite"}, "steps in C"),
         (CountingEnv, {"device": "cpu"}, "steps in C"),
-        (CountingEnv, {"infos": "plain"}, "steps in Python, because infos='plain'"),
-        (CountingEnv, {"infos": "pickle"}, "steps in Python, because infos='pickle'"),
+        (CountingEnv, {"infos": "plain"}, "steps in C"),
+        (CountingEnv, {"infos": "pickle"}, "steps in C"),
         (CountingEnv, {"recycle_after": 3}, "steps in Python, because recycle_after=3"),
         (CountingEnv, {"max_worker_memory": 2**40}, f"steps in Python, because max_worker_memory={2**40}"),
         (CountingEnv, {"on_worker_loss": "restart"}, "steps in Python, because on_worker_loss='restart'"),
         (CountingEnv, {"device": "meta"}, "steps in Python, because device='meta'"),
         (
             CountingEnv,
-            {"infos": "plain", "recycle_after": 3},
-            "steps in Python, because recycle_after=3 and infos='plain'",
+            {"on_worker_loss": "restart", "recycle_after": 3},
+            "steps in Python, because on_worker_loss='restart' and recycle_after=3",
         ),
         ([CountingEnv, PIXELS], {}, "steps in Python, because the envs have 2 different specs"),
         (TextEnv, {}, "steps in Python, because values without a fixed shape: [('text',)]"),
@@ -179,7 +179,7 @@ IN_PROCESS = "send and recv in Python, because the envs run in this process"
     [
         (CountingEnv, {}, f"steps in C; {IN_PROCESS}"),
         (CountingEnv, {"recycle_after": 3}, f"steps in C; {IN_PROCESS}"),  # there are no workers to replace
-        (CountingEnv, {"infos": "plain"}, "steps in Python, because infos='plain'"),
+        (CountingEnv, {"infos": "plain"}, f"steps in C; {IN_PROCESS}"),
         (
             CountingEnv,
             {"check_finite": True},
@@ -251,7 +251,7 @@ def test_an_unknown_tensordict_is_named(monkeypatch):
 
 
 @needs_c
-@pytest.mark.parametrize(("options", "num_begun"), [({}, 0), ({"infos": "plain"}, 3)])
+@pytest.mark.parametrize(("options", "num_begun"), [({}, 0), ({"infos": "plain"}, 0), ({"recycle_after": 9}, 3)])
 def test_rollouts_are_made_as_steps_are(options, num_begun, monkeypatch):
     begun: list[Any] = []
     with made(ParallelEnv, functools.partial(CountingEnv, 50), **options) as env:
@@ -280,7 +280,7 @@ def test_top_and_doctor_show_it():
     from envherd.executor.cli.app import app
 
     runner, own = CliRunner(), ["top", "--once", "--interval", "0.1", "--pid", str(os.getpid())]
-    with made(ParallelEnv, CountingEnv, infos="plain") as env:
+    with made(ParallelEnv, CountingEnv, recycle_after=9) as env:
         path = env.statistics().path
         assert path in runner.invoke(app, own, env={"COLUMNS": "200"}).output
         (shown,) = json.loads(runner.invoke(app, [*own, "--json"]).stdout)["executors"]

@@ -25,12 +25,14 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.episode_columns import ReadEpisodes, episode_reader
 from envherd.executor.facades.errors import listed
 from envherd.executor.facades.gymnasium.errors import as_gymnasium, raising_gymnasiums
+from envherd.executor.facades.gymnasium.infos import Columns
 from envherd.executor.facades.gymnasium.rows import Actions, Observations
 from envherd.executor.facades.gymnasium.spaces import Description, batch, check_mode, describe_all
 from envherd.executor.facades.gymnasium.worker import FINAL_OBSERVATION
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.blueprint import checked_options
 from envherd.executor.protocol.flight import Flight
+from envherd.executor.protocol.info_reader import Part, first_env
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import Op
 
@@ -104,6 +106,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         )
         self._step_op = Op.STEP_RESET if self.autoreset_mode is AutoresetMode.SAME_STEP else Op.STEP
         self._resets_next = self.autoreset_mode is AutoresetMode.NEXT_STEP
+        self._columns = Columns(self.num_envs)
         self._ended: np.ndarray | None = None  # int [k], the envs that the next step resets; None for none
         self._resetting = engine.all_ids  # the envs that are being reset
         self._is_begun = False  # a reset or step was begun and has not landed
@@ -169,10 +172,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._is_begun = False
         if self._ended is not None:
             self._ended = _some(self._ended[~np.isin(self._ended, self._resetting)])
-        given = self._engine.side.infos.read("root")
+        is_reset = np.zeros(self.num_envs, bool)
+        is_reset[self._resetting] = True
         infos: dict[str, Any] = {}
-        for env_id in self._resetting.tolist():
-            infos = self._add_info(infos, given.get(env_id, {}), env_id)
+        for part in self._engine.side.infos.parts("root"):
+            if own := part.of(is_reset):
+                infos = self._add_part(infos, own)
         return self._observations.now(), infos
 
     # ---- step --------------------------------------------------------------------------------
@@ -204,10 +209,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         column, ended = flight.at, flight.ended
         if self._resets_next:
             self._ended = ended
-            infos = self._infos(was_reset, None, column)
+            infos = self._infos(None, column)
         else:
             was_reset = ended if flight.was_reset is not None else None
-            infos = self._infos(None, was_reset, column)
+            infos = self._infos(was_reset, column)
         if self._episodes is not None and ended is not None:
             infos.update(self._of_episodes(self._episodes, ended, column))
         return (
@@ -242,33 +247,48 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             ended[flight.dead] = False
             self._ended = _some(np.flatnonzero(ended))
 
-    def _infos(self, was_reset: np.ndarray | None, ended: np.ndarray | None, column: int) -> dict[str, Any]:
+    def _infos(self, ended: np.ndarray | None, column: int) -> dict[str, Any]:
         """Return the infos of a step.
 
         Args:
-            was_reset: int `[k]`, envs whose step was a reset.
             ended: int `[k]`, envs that ended with the step and were reset in it.
             column: of the step's rows.
         """
-        positions, given = self._engine.positions, self._engine.side.infos
-        stepped, fresh = given.read("next"), given.read("root")
+        reader = self._engine.side.infos
+        parts: list[Part] = [*reader.parts("next"), *reader.parts("root")]
+        if ended is not None or self._engine.positions.has_interrupted:
+            parts = self._with_ends(parts, ended, column)
         infos: dict[str, Any] = {}
-        if not (stepped or fresh) and ended is None and not positions.has_interrupted:
-            return infos
-        reset_ids = () if was_reset is None else was_reset.tolist()
-        ended_ids = () if ended is None else ended.tolist()
-        for env_id in range(self.num_envs):
-            own = stepped.get(env_id, {})
-            if env_id in ended_ids:
+        for part in parts if len(parts) < 2 else sorted(parts, key=first_env):
+            infos = self._add_part(infos, part)
+        return infos
+
+    def _with_ends(self, parts: list[Part], ended: np.ndarray | None, column: int) -> list[Part]:
+        """Return parts in which each env that has ended, or was interrupted, has a separate part, with more entries."""
+        positions, reader = self._engine.positions, self._engine.side.infos
+        is_interrupted = positions.interrupted[:, 0] & positions.has_interrupted
+        has_ended = np.zeros(self.num_envs, bool)
+        has_ended[[] if ended is None else ended] = True
+        changed = [*filter(None, (part.of(~(has_ended | is_interrupted)) for part in parts))]
+        stepped, fresh = reader.read("next"), reader.read("root")
+        for env_id in np.flatnonzero(has_ended | is_interrupted).tolist():
+            own = dict(stepped.get(env_id, {}))
+            if has_ended[env_id]:
                 has_final = FINAL_OBSERVATION in own
                 last = own.pop(FINAL_OBSERVATION) if has_final else self._observations.last_of(env_id, column)
-                own = {"final_obs": last, "final_info": own, **fresh.get(env_id, {})}
-            elif env_id in reset_ids:
-                own = fresh.get(env_id, {})
-            if positions.has_interrupted and positions.interrupted[env_id, 0]:
-                own = {**own, "interrupted": True}
-            if own:
-                infos = self._add_info(infos, own, env_id)
+                own = {"final_obs": last, "final_info": own}
+            own |= fresh.get(env_id, {})
+            if is_interrupted[env_id]:
+                own["interrupted"] = True
+            changed.append(Part(np.array([env_id]), None, own))
+        return changed
+
+    def _add_part(self, infos: dict[str, Any], part: Part) -> dict[str, Any]:
+        """Add infos to those of the vector env."""
+        if self._columns.add(infos, part):
+            return infos
+        for env_id, info in zip(part.env_ids.tolist(), part.infos(), strict=True):
+            infos = self._add_info(infos, info, env_id) if info else infos
         return infos
 
 
