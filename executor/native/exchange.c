@@ -24,9 +24,6 @@ typedef struct {
     Rows next_done, root_done;           /* which say that an episode has ended; a storage's are held */
 } Target;
 
-enum { ALIGNMENT = 128 }; /* shm.layout */
-enum { NO_CHECK, CHECK_INDEX, CHECK_FINITE }; /* executor.batches.step_data.Legal */
-
 typedef struct {
     PyObject_HEAD
     PyObject *owner;                                /* the `Caller` */
@@ -167,7 +164,7 @@ static int take_root_in_next(Exchange *exchange, PyObject *facts)
     if (!is_right && !PyErr_Occurred())
         PyErr_SetString(PyExc_ValueError, "expected leaves of a root that are leaves of a next, got others");
     if (is_right)
-        exchange->ring = (Target){.num_columns = exchange->num_columns, .next_done = exchange->next.rows[exchange->done],
+        exchange->ring = (Target){.number = RING, .num_columns = exchange->num_columns, .next_done = exchange->next.rows[exchange->done],
                                   .root_done = exchange->root.rows[exchange->root_done]};
     return is_right ? 0 : -1;
 }
@@ -183,7 +180,7 @@ static int take_action(Exchange *exchange, PyObject *facts)
         return -1;
     const Py_buffer *memory = &exchange->action.memory;
     char format = memory->format[0];
-    int is_right = exchange->check == NO_CHECK
+    int is_right = exchange->check == CHECK_ANY
                    || (exchange->check == CHECK_INDEX && memory->itemsize == 8 && (format == 'l' || format == 'q'))
                    || (exchange->check == CHECK_FINITE && (format == 'f' || format == 'd'));
     if (!is_right || strlen(memory->format) != 1) {
@@ -318,7 +315,7 @@ static void give_steps(Exchange *exchange, i64 op, const Numbers *ids, const cha
         if (column >= exchange->num_ring)
             column = 0;
         memcpy(row_at(&exchange->action, 0, id), actions + i * exchange->action.num_bytes, (size_t)exchange->action.num_bytes);
-        exchange->commands[i] = depart(exchange, id, op, FLAG_EACH, 0, column);
+        exchange->commands[i] = depart(exchange, id, op, FLAG_EACH, RING, column);
     }
     caller_give_each(exchange->caller, ids, &commands, 1);
 }

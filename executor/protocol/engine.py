@@ -224,7 +224,8 @@ class Engine(Calls):
         """
         env_ids = np.flatnonzero(self.states.under_way)
         if len(env_ids):
-            self.flights.open_delivery(env_ids)  # no longer parked, so `recover` breaks it off
+            # Not parked, so `recover` breaks it off.
+            self.flights.current = Flight(self.flights, Op.STEP, env_ids, None)
             self.recover()
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:

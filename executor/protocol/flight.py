@@ -271,10 +271,23 @@ class Flights:
         """Record the outcome of a flight for which the pool reports only rows."""
         if self.positions.has_interrupted:
             self._forget_interrupted(flight)
-        if self.side.infos.has_rows:
-            self.side.infos.take_all() if flight.is_all else self.side.infos.take({}, flight.ids)
+        self._note_news(flight.ids)
         self._note_rows(flight)
         flight.has_landed = True
+
+    def _note_news(self, env_ids: np.ndarray, outcome: Outcome | None = None) -> None:
+        """Record the side values and infos of envs that have answered. Nothing else does, for rows or deliveries.
+
+        Args:
+            env_ids: int64 `[k]`.
+            outcome: their reports; None if the pool reports only rows.
+        """
+        if outcome is not None:
+            self.positions.hold()
+            self.side.note_values(outcome.side)
+            self.side.infos.take(outcome.infos, env_ids)
+        elif self.side.infos.has_rows:
+            self.side.infos.take_all() if env_ids is self.all_ids else self.side.infos.take({}, env_ids)
 
     def _wait(self, flight: Flight, timeout_s: float | None) -> None:
         ids, pool = flight.ids, self.pool
@@ -318,7 +331,7 @@ class Flights:
             positions.is_mixed = False
             if self.native is not None:
                 num_ended = self.native.land(positions.where.in_c)
-                flight.ended = _some(self.ended[:num_ended].copy())
+                flight.ended = self.ended[:num_ended].copy() if num_ended else None
                 flight.was_reset = flight.ended if flight.op == STEP_RESET else None
                 return
         ops, at = self.states.ops[ids], self.states.columns[ids]
@@ -371,10 +384,8 @@ class Flights:
         own = lost[np.isin(lost, ids)]
         is_stepped = self.states.ops != RESET
         outcome.forget_rows(own)  # an env may have answered before its worker died in another env's command
-        positions.hold()
-        self.side.note_values(outcome.side)
         self.side.infos.lose(own)
-        self.side.infos.take(outcome.infos, ids)
+        self._note_news(ids, outcome)
         self._forget_interrupted(flight)
         failed = [i for i, fault in outcome.faults.items() if fault["phase"] == "step"]
         for env_id in [*own[is_stepped[own]].tolist(), *failed]:
@@ -517,21 +528,14 @@ class Flights:
         """Return whether the pool reports more than rows, or a loss that was not handled for sent envs."""
         return bool(self.pool.outcome) or self.pool.num_losses != self._num_settled
 
-    def open_delivery(self, env_ids: np.ndarray) -> Flight:
-        """Begin to hand out sent envs that have answered; `deliver` must follow."""
-        self.current = Flight(self, Op.STEP, env_ids, None)
-        return self.current
+    def open_delivery(self, env_ids: np.ndarray) -> None:
+        """Begin to hand out sent envs that have answered, and record their side values and infos.
 
-    def take_news(self, env_ids: np.ndarray) -> None:
-        """Record the side values and infos of sent envs. `wait_for` has handled their faults and losses."""
+        `deliver` must follow; until then an interrupt breaks them off. `wait_for` has handled their faults and losses.
+        """
+        self.current = Flight(self, Op.STEP, env_ids, None)
         reported = self.pool.outcome
-        if reported.side or reported.infos:
-            outcome = reported.hand_out(env_ids)
-            self.positions.hold()
-            self.side.note_values(outcome.side)
-            self.side.infos.take(outcome.infos, env_ids)
-        elif self.side.infos.has_rows:
-            self.side.infos.take({}, env_ids)
+        self._note_news(env_ids, reported.hand_out(env_ids) if reported.side or reported.infos else None)
 
     def deliver(self, env_ids: np.ndarray, is_over: np.ndarray | None) -> np.ndarray | None:
         """Update the positions of sent envs that are handed out now; see `open_delivery`.
