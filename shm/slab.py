@@ -28,8 +28,9 @@ from envherd.shm.layout import ALIGNMENT, Layout, Name, align, lay_out, strided_
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.shm.sync import DOORBELL_BYTES
 
-#: word -> (length: "env", "worker" or "bin"; who writes it; what it means). The parent also writes a worker's words
-#: while the worker does not: those of an idle worker ("both"), and of one that is lost, copied or replaced.
+#: word -> (length: "env", "info" (two of each env), "worker" or "bin"; who writes it; what it means). The parent also
+#: writes a worker's words while the worker does not: those of an idle worker ("both"), and of one that is lost, copied
+#: or replaced.
 WORDS: dict[str, tuple[str, str, str]] = {
     "command_seq": ("env", "parent", "number of the latest command for the env; written last"),
     "command": ("env", "parent", "what to do: see workers.protocol.pack"),
@@ -39,8 +40,7 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "env_steps": ("env", "worker", "steps of the env whose rows were written, ever"),
     "errors": ("env", "parent", "exceptions of the env that ended its episode, ever"),
     "resets": ("env", "worker", "resets that returned, ever"),
-    "info_next": ("env", "both", "id of the schema of its latest step's info in the row of infos; 0 if none is there"),
-    "info_root": ("env", "both", "the same of the reset in its latest command"),
+    "info_ids": ("info", "both", "ids of the schemas of the infos in its rows, of step and reset; 0 for none"),
     "ends": ("env", "worker", "steps after which the env (or a part of it) had ended, ever"),
     "mail_seq": (
         "worker",
@@ -156,7 +156,7 @@ class SlabPlan:
             follow them, and each begins at a page.
         sparse_nbytes: of all journals and infos, the last bytes of the segment; pages that nothing has reached take no
             memory.
-        infos: layout of `("infos",)`, uint8 `[2, N, INFO_BYTES]`: rows of steps, rows of resets; None without them.
+        infos: layout of `("infos",)`, uint8 `[N, 2, INFO_BYTES]`: rows of step and reset; None without them.
     """
 
     num_envs: int
@@ -218,7 +218,7 @@ def plan_slab(
         has_infos: add rows for infos.
     """
     num_envs = len(specs)
-    counts = {"env": num_envs, "worker": num_workers, "bin": num_workers * NUM_BINS}
+    counts = {"env": num_envs, "info": 2 * num_envs, "worker": num_workers, "bin": num_workers * NUM_BINS}
     words = lay_out(((name,), (counts[length],), "int64") for name, (length, _, _) in WORDS.items())
     offset = words.nbytes + (1 + num_workers) * DOORBELL_BYTES
     groups: list[GroupPlan] = []
@@ -243,7 +243,7 @@ def plan_slab(
         offset = journal.nbytes
     infos = None
     if has_infos:
-        infos = lay_out([(("infos",), (2, num_envs, INFO_BYTES), "uint8")], start=align(offset, mmap.PAGESIZE))
+        infos = lay_out([(("infos",), (num_envs, 2, INFO_BYTES), "uint8")], start=align(offset, mmap.PAGESIZE))
         offset = infos.nbytes
     num_frames, sparse_nbytes = num_ring + num_lendable, offset - frames_end
     where = words, words.nbytes, tuple(groups), offset
@@ -297,7 +297,7 @@ class Slab:
     """A plan over real bytes (shared or not): named arrays, all VIEWS of `buffer`.
 
     Attributes:
-        infos: rows for infos, uint8 `[2, N, INFO_BYTES]`; None without them.
+        infos: rows for infos, uint8 `[N, 2, INFO_BYTES]`; None without them.
     """
 
     def __init__(self, plan: SlabPlan, buffer: np.ndarray) -> None:

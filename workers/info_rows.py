@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -23,53 +23,26 @@ from envherd.shm.slab import INFO_BYTES, Slab
 from envherd.workers import native
 from envherd.workers.reply import NewSchema
 
+#: The rows of an env, in this order.
+SECTIONS = ("next", "root")
 #: Schemas that a worker tries to learn for one env.
 MOST_SCHEMAS = 16
 #: Limits of a schema.
 _MOST_FIELDS, _DEEPEST = 1000, 8
-#: Bytes of a text in UTF-8. Its length comes before it.
-_TEXT_BYTES = 120
+#: Bytes of a text in UTF-8, and of its length, which comes before it.
+_TEXT_BYTES, _LENGTH_BYTES = 120, 8
 _ALIGNMENT = 8
-_LEAST, _LARGEST = -(2**63), 2**63 - 1
+_INTEGERS = range(-(2**63), 2**63)
 
 #: Records -> a value of each.
 Reader = Callable[[np.ndarray], list[Any]]
 
-
-class Kind(IntEnum):
-    """The exact type of a value; subclasses do not count. `info_rows.c` has the same list."""
-
-    DICT = 0
-    LIST = 1
-    TUPLE = 2
-    NONE = 3
-    BOOL = 4
-    INT = 5
-    FLOAT = 6
-    TEXT = 7
-    SCALAR = 8
-    ARRAY = 9
-
-
-_KINDS = {
-    dict: Kind.DICT,
-    list: Kind.LIST,
-    tuple: Kind.TUPLE,
-    type(None): Kind.NONE,
-    bool: Kind.BOOL,
-    int: Kind.INT,
-    float: Kind.FLOAT,
-    str: Kind.TEXT,
-    np.ndarray: Kind.ARRAY,
-}
+#: The exact type of a value; subclasses do not count. `info_rows.c` has the same list.
+Kind = IntEnum("Kind", "DICT LIST TUPLE NONE BOOL INT FLOAT TEXT SCALAR ARRAY", start=0)
+_TYPES = (dict, list, tuple, type(None), bool, int, float, str, np.generic, np.ndarray)
 #: By identity: the hash of a class may be code of the user's.
-_KIND_OF_TYPE = {id(own): kind for own, kind in _KINDS.items()}
+_KINDS = {id(kind): Kind(index) for index, kind in enumerate(_TYPES)}
 _DTYPES = {Kind.NONE: "", Kind.BOOL: "|b1", Kind.INT: "<i8", Kind.FLOAT: "<f8", Kind.TEXT: "|u1"}
-
-
-def _kind_of(value: Any) -> Kind | None:
-    own = type(value)
-    return Kind.SCALAR if issubclass(own, np.generic) else _KIND_OF_TYPE.get(id(own))
 
 
 class DoesNotFit(Exception):
@@ -100,10 +73,28 @@ class Field(NamedTuple):
         kind, place, keys, items, dtype, shape = parts
         return cls(kind, place, tuple(keys), tuple(map(cls.from_plain, items)), dtype, tuple(shape))
 
-    def like(self) -> Any:
-        """Return a value of the stored type and shape."""
-        blank = np.zeros(self.shape, self.dtype or "u1")
-        return blank[()] if self.kind == Kind.SCALAR else blank
+    def facts(self) -> tuple[Any, ...]:
+        """Return the field as the `Schema` in C takes it, with a value of the stored type and shape."""
+        like = np.zeros(self.shape, self.dtype or "u1")
+        value = like[()] if self.kind == Kind.SCALAR else like
+        return self.kind, self.place, self.keys, tuple(item.facts() for item in self.items), value
+
+    def stored(self) -> Iterator[Field]:
+        """Return the fields below this one that have a place."""
+        if self.dtype:
+            yield self
+        for item in self.items:
+            yield from item.stored()
+
+    def write(self, value: Any, to: np.ndarray) -> None:
+        """Write a value that has been described by this field."""
+        for item, own in zip(self.items, value.values() if self.kind == Kind.DICT else value) if self.items else ():  # noqa: B905
+            item.write(own, to)
+        if self.kind == Kind.TEXT:
+            value = _encoded(value)
+        if self.dtype:
+            shape = value.shape if self.kind == Kind.TEXT else self.shape
+            np.ndarray(shape, self.dtype, to, self.place)[...] = value
 
 
 class _Description:
@@ -115,30 +106,58 @@ class _Description:
         """Return the field of a value.
 
         Raises:
-            DoesNotFit: it, or an item of it, is of another type, or there is too much of it.
+            DoesNotFit: it, or an item of it, is of another type or too large, or there is too much of it.
         """
-        kind = _kind_of(value)
+        kind = Kind.SCALAR if issubclass(type(value), np.generic) else _KINDS.get(id(type(value)))
         self.num_fields += 1
         if kind is None or depth == _DEEPEST or self.num_fields > _MOST_FIELDS:
             raise DoesNotFit
-        place = self.nbytes
         if kind <= Kind.TUPLE:
             keys = tuple(value) if kind == Kind.DICT else ()
-            if any(key.__class__ is not str for key in keys):
+            if any(type(key) is not str for key in keys):
                 raise DoesNotFit
             items = value.values() if kind == Kind.DICT else value
-            return Field(kind, place, keys, tuple(self.field_of(item, depth + 1) for item in items))
-        if kind >= Kind.SCALAR and (value.dtype.kind not in "biufc" or value.nbytes > INFO_BYTES):
+            return Field(kind, 0, keys, tuple(self.field_of(item, depth + 1) for item in items))
+        dtype = _DTYPES.get(kind, "")
+        shape: tuple[int, ...] = ()
+        if kind >= Kind.SCALAR:
+            dtype, shape = _numeric_dtype(value), value.shape
+        elif kind == Kind.TEXT:
+            shape = (_LENGTH_BYTES + _TEXT_BYTES,)
+            _encoded(value)
+        elif kind == Kind.INT and value not in _INTEGERS:
             raise DoesNotFit
-        dtype, shape = (value.dtype.str, value.shape) if kind >= Kind.SCALAR else (_DTYPES[kind], ())
-        if kind == Kind.TEXT:
-            shape = (8 + _TEXT_BYTES,)
-        field = Field(kind, place, (), (), dtype, shape)
-        if dtype:
-            self.nbytes += max(1, -(-field.like().nbytes // _ALIGNMENT)) * _ALIGNMENT
-        if self.nbytes > INFO_BYTES or not (kind < Kind.SCALAR or _is_like(value, field)):
+        place = self.nbytes
+        num_bytes = np.dtype(dtype).itemsize * int(np.prod(shape)) if dtype else 0
+        self.nbytes += -(-max(num_bytes, bool(dtype)) // _ALIGNMENT) * _ALIGNMENT
+        if self.nbytes > INFO_BYTES:
             raise DoesNotFit
-        return field
+        return Field(kind, place, (), (), dtype, shape)
+
+
+def _numeric_dtype(value: Any) -> str:
+    """Return the dtype of a numpy value, by which its values are read with the same type."""
+    dtype = value.dtype
+    is_known = dtype.kind in "biufc" and np.dtype(dtype.str).char == dtype.char
+    if not is_known or type(value) not in {np.ndarray, dtype.type}:
+        raise DoesNotFit
+    return str(dtype.str)
+
+
+def _encoded(text: str) -> np.ndarray:
+    """Return a text with its length; `DoesNotFit` if it is too long, or has no encoding."""
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:
+        raise DoesNotFit from None
+    if len(data) > _TEXT_BYTES:
+        raise DoesNotFit
+    return np.frombuffer(len(data).to_bytes(_LENGTH_BYTES, "little") + data, np.uint8)
+
+
+def _decoded(data: bytes) -> str:
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    return data[_LENGTH_BYTES : _LENGTH_BYTES + length].decode(errors="replace")
 
 
 class Schema:
@@ -155,10 +174,10 @@ class Schema:
         digest = hashlib.blake2b(json.dumps([root, nbytes]).encode(), digest_size=8).digest()
         self.id = int.from_bytes(digest, "little") >> 1 or 1
         self._records: dict[int, np.dtype] = {}
-        self._read = compile_reader(root)
+        self.infos = compile_reader(root)  # records -> infos, with values in their own memory
 
     @classmethod
-    def of(cls, info: Any) -> Schema:
+    def of(cls, info: dict[Any, Any]) -> Schema:
         """Return the schema of an info.
 
         Raises:
@@ -166,126 +185,58 @@ class Schema:
         """
         description = _Description()
         root = description.field_of(info)
-        if root.kind != Kind.DICT:
-            raise DoesNotFit
         return cls(root, description.nbytes)
 
     def in_c(self) -> Any:
-        """Return an object with the same `id` and `write` in C; this one without the extension."""
+        """Return an object with the same `write` in C; this one without the extension."""
         module = native.load()
-        return self if module is None else module.Schema(self.id, self.nbytes, _facts(self.root))
+        return self if module is None else module.Schema(self.id, self.nbytes, self.root.facts())
 
-    def write(self, info: Any, to: np.ndarray) -> bool:
+    def write(self, info: dict[Any, Any], to: np.ndarray) -> int:
         """Write an info to a row, uint8 `[nbytes]` or longer.
 
         Returns:
-            False if the info has another schema, or a value does not fit; the row may be partly written.
+            The schema's id; 0 if the info has another schema, or none. In C the row may be partly written then.
         """
-        return _write(self.root, info, to)
+        try:
+            has_schema = _Description().field_of(info) == self.root
+        except DoesNotFit:
+            return 0
+        if has_schema:
+            self.root.write(info, to)
+        return self.id * has_schema
 
     def records(self, rows: np.ndarray) -> np.ndarray:
         """Return rows, uint8 `[k, width]` and contiguous, as records `[k]` (VIEW), whose items are named by places."""
         width = rows.shape[1]
         if width not in self._records:
-            fields = {str(field.place): field for field in _stored(self.root)}
+            fields = {str(field.place): field for field in self.root.stored()}
             formats = [(field.dtype, field.shape) for field in fields.values()]
             layout = {"names": [*fields], "formats": formats, "offsets": [*map(int, fields)], "itemsize": width}
             self._records[width] = np.dtype(layout)  # type: ignore[call-overload]  # numpy's types lack it
         return np.ndarray(len(rows), self._records[width], rows)
 
-    def infos(self, records: np.ndarray) -> list[dict[str, Any]]:
-        """Return the infos of records, with values in their own memory."""
-        return self._read(records)
-
-
-def _facts(field: Field) -> tuple[Any, ...]:
-    """Return a field as the `Schema` in C takes it."""
-    return field.kind, field.place, field.keys, tuple(map(_facts, field.items)), field.like()
-
-
-def _write(field: Field, value: Any, to: np.ndarray) -> bool:
-    kind = _kind_of(value)
-    if kind is None or kind != field.kind:
-        return False
-    if kind <= Kind.TUPLE:
-        if len(value) != len(field.items) or (kind == Kind.DICT and not _has_keys(value, field.keys)):
-            return False
-        items = value.values() if kind == Kind.DICT else value
-        return all(map(_write, field.items, items, [to] * len(field.items)))
-    if kind == Kind.TEXT:
-        value = _encoded(value)
-    if value is None or not field.dtype:
-        return kind == Kind.NONE
-    if kind >= Kind.SCALAR and not _is_like(value, field):
-        return False
-    if kind == Kind.INT and not _LEAST <= value <= _LARGEST:
-        return False
-    shape = field.shape if kind != Kind.TEXT else value.shape
-    np.ndarray(shape, field.dtype, to, field.place)[...] = value
-    return True
-
-
-def _is_like(value: Any, field: Field) -> bool:
-    """Return whether a numpy value has the type, dtype and shape that a field's values are read with."""
-    dtype = value.dtype
-    is_read_alike = dtype.char == np.dtype(field.dtype).char and value.__class__ in {np.ndarray, dtype.type}
-    return is_read_alike and (dtype.str, value.shape) == (field.dtype, field.shape)
-
-
-def _has_keys(value: Mapping[Any, Any], keys: tuple[str, ...]) -> bool:
-    return all(own.__class__ is str and own == key for own, key in zip(value, keys, strict=True))
-
-
-def _encoded(text: str) -> np.ndarray | None:
-    """Return a text with its length; None if it is too long, or has no encoding."""
-    try:
-        data = text.encode()
-    except UnicodeEncodeError:
-        return None
-    return np.frombuffer(len(data).to_bytes(8, "little") + data, np.uint8) if len(data) <= _TEXT_BYTES else None
-
-
-def _stored(field: Field) -> Iterable[Field]:
-    if field.dtype:
-        yield field
-    for item in field.items:
-        yield from _stored(item)
-
 
 def compile_reader(field: Field) -> Reader:
     """Return the function that returns the value of a field in each of some records, in its own memory."""
     kind, name = field.kind, str(field.place)
-    if kind <= Kind.TUPLE:
-        return _container_reader(field)
-    if kind == Kind.NONE:
-        return lambda records: [None] * len(records)
-    if kind == Kind.TEXT:
-        return lambda records: [_decoded(text.tobytes()) for text in records[name]]
-    if kind == Kind.ARRAY:
-        return lambda records: [records[name][i, ...].copy() for i in range(len(records))]
-    if kind == Kind.SCALAR:
-        return lambda records: list(records[name])
-    return lambda records: records[name].tolist()
-
-
-def _container_reader(field: Field) -> Reader:
-    readers, keys = [compile_reader(item) for item in field.items], field.keys
-    make: dict[int, Callable[[Any], Any]] = {
-        Kind.DICT: lambda row: dict(zip(keys, row)),  # noqa: B905  # of equal length by construction
-        Kind.LIST: list,
-        Kind.TUPLE: tuple,
+    readers: dict[int, Reader] = {
+        Kind.NONE: lambda records: [None] * len(records),
+        Kind.TEXT: lambda records: [_decoded(text.tobytes()) for text in records[name]],
+        Kind.ARRAY: lambda records: [records[name][i, ...].copy() for i in range(len(records))],
+        Kind.SCALAR: lambda records: list(records[name]),
     }
-    make_one = make[field.kind]
+    if kind > Kind.TUPLE:
+        return readers.get(kind, lambda records: records[name].tolist())
+    inner, keys = [compile_reader(item) for item in field.items], field.keys
+    makers: list[Callable[[Any], Any]] = [lambda row: dict(zip(keys, row)), list, tuple]  # noqa: B905
+    make = makers[kind]
 
     def read(records: np.ndarray) -> list[Any]:
-        columns = [read(records) for read in readers]
-        return [*map(make_one, zip(*columns) if columns else [()] * len(records))]  # noqa: B905
+        columns = [read(records) for read in inner]
+        return [*map(make, zip(*columns) if columns else [()] * len(records))]  # noqa: B905
 
     return read
-
-
-def _decoded(data: bytes) -> str:
-    return data[8 : 8 + int.from_bytes(data[:8], "little")].decode(errors="replace")
 
 
 class InfoWriter:
@@ -298,50 +249,47 @@ class InfoWriter:
 
     Attributes:
         schemas: those known so far, in C if that is there; `step.c` reads the list.
-        rows: section -> the env's row, uint8 `[INFO_BYTES]` (VIEW).
+        rows: of its step and its reset, uint8 `[2, INFO_BYTES]` (VIEW).
     """
 
     def __init__(self, slab: Slab, env_id: int, report: Callable[[dict[str, Any]], None]) -> None:
         assert slab.infos is not None
         self.schemas: list[Any] = []
-        self.rows = {"next": slab.infos[0, env_id], "root": slab.infos[1, env_id]}
+        self.rows = slab.infos[env_id]
+        self._ids = slab.words["info_ids"].reshape(-1, 2)[env_id]
         self._env_id, self._report = env_id, report
-        self._words = {section: slab.words[f"info_{section}"] for section in self.rows}
         self._known: dict[int, Schema] = {}
         self._num_tried = 0
 
     def clear(self, section: str) -> None:
         """Note that the latest command has no info in a row."""
-        self._words[section][self._env_id] = 0
+        self._ids[SECTIONS.index(section)] = 0
 
     def write(self, section: str, info: Any) -> bool:
         """Write an info; return False if it must be sent as a message."""
         self.clear(section)
-        if type(info) is not dict:
-            return False
-        for schema in self.schemas if info else ():
-            if schema.write(info, self.rows[section]):
-                self._words[section][self._env_id] = schema.id
-                return True
-        if info:
+        if type(info) is not dict or not info:
+            return type(info) is dict
+        index = SECTIONS.index(section)
+        found = next(filter(None, (schema.write(info, self.rows[index]) for schema in self.schemas)), 0)
+        self._ids[index] = found
+        if not found and self._num_tried < MOST_SCHEMAS:
             self._learn(info)
-        return not info
+        return bool(found)
 
     def _learn(self, info: dict[Any, Any]) -> None:
         """Learn the schema of an info, for those that follow."""
         self._num_tried += 1
-        if self._num_tried > MOST_SCHEMAS:
-            return
         try:
             schema = Schema.of(info)
-        except Exception:  # `DoesNotFit`, or what the class of a value raises
+        except DoesNotFit:
             return
-        if schema.id not in self._known:
-            self._known[schema.id] = schema
-            self._report(NewSchema(self._env_id, schema.root, schema.nbytes).to_plain())
-            self.schemas.append(schema.in_c())
+        self._known[schema.id] = schema
+        self._report(NewSchema(self._env_id, schema.root, schema.nbytes).to_plain())
+        self.schemas.append(schema.in_c())
 
     def read(self, section: str) -> dict[str, Any] | None:
         """Return the info in a row; None if there is none."""
-        schema = self._known.get(int(self._words[section][self._env_id]))
-        return None if schema is None else schema.infos(schema.records(self.rows[section][None]))[0]
+        index = SECTIONS.index(section)
+        schema = self._known.get(int(self._ids[index]))
+        return None if schema is None else schema.infos(schema.records(self.rows[index : index + 1]))[0]

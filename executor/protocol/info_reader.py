@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from envherd.shm.slab import Slab
-from envherd.workers.info_rows import Schema
+from envherd.workers.info_rows import SECTIONS, Schema
 from envherd.workers.infos import unpack
 from envherd.workers.options import InfoPolicy
 
-_SECTIONS = ("next", "root")
 #: Bytes that are copied of each row are a multiple of this.
 _STEP_BYTES = 64
 
@@ -47,38 +46,6 @@ class Part(NamedTuple):
         return Part(self.env_ids[chosen], self.schema, self.records[chosen]) if chosen.any() else None
 
 
-class _Rows:
-    """Copies of the rows of one section; `ids` are those of the envs' schemas, int64 `[N]`, 0 for none."""
-
-    def __init__(self, slab: Slab, section: str) -> None:
-        assert slab.infos is not None
-        self._all = slab.infos[_SECTIONS.index(section)]
-        self._words = slab.words[f"info_{section}"]
-        self.ids = np.zeros_like(self._words)
-        self.none = self.ids.tobytes()
-        self._source = self._all[:, :0]
-        self.data = self._source.copy()
-
-    def widen(self, width: int) -> None:
-        """Copy that many bytes of each row from now on."""
-        before, self._source = self.data, self._all[:, :width]
-        self.data = np.zeros(self._source.shape, np.uint8)
-        self.data[:, : before.shape[1]] = before
-
-    def lose(self, env_ids: np.ndarray) -> None:
-        """Drop the infos of envs of a lost worker."""
-        self._words[env_ids] = 0
-
-    def take_all(self) -> None:
-        if self._words.tobytes() != self.none:
-            np.copyto(self.data, self._source)
-        np.copyto(self.ids, self._words)
-
-    def take(self, env_ids: np.ndarray) -> None:
-        self.data[env_ids] = self._source[env_ids]
-        self.ids[env_ids] = self._words[env_ids]
-
-
 class InfoReader:
     """The latest infos of all envs; see the module.
 
@@ -95,19 +62,23 @@ class InfoReader:
         self._policy, self._schemas = policy, schemas
         self._num_known = 0
         #: Section -> env id -> info that is in no row.
-        self._others: dict[str, dict[int, dict[str, Any]]] = {section: {} for section in _SECTIONS}
-        self._rows: dict[str, _Rows] = {}
+        self._others: dict[str, dict[int, dict[str, Any]]] = {section: {} for section in SECTIONS}
+        self.has_rows = slab is not None and slab.infos is not None
         if slab is not None and slab.infos is not None:
-            self._rows = {section: _Rows(slab, section) for section in _SECTIONS}
-        self.has_rows = bool(self._rows)
+            self._ids_now = slab.words["info_ids"].reshape(-1, 2).T
+            self._all_rows = slab.infos.swapaxes(0, 1)
+            self._rows_now = self._rows = self._all_rows[:, :, :0].copy()
+            self._ids = np.zeros_like(self._ids_now, order="C")
+            self._none = self._ids[0].tobytes()
 
     # ---- of commands that land ---------------------------------------------------------------
 
     def take_all(self) -> None:
         """Replace all infos by those of a command to all envs, which has sent none as a message."""
-        self._widen()
-        for rows in self._rows.values():
-            rows.take_all()
+        if len(self._schemas) != self._num_known:
+            self._widen()
+        np.copyto(self._ids, self._ids_now)
+        np.copyto(self._rows, self._rows_now)
         for others in self._others.values():
             if others:
                 others.clear()
@@ -119,9 +90,11 @@ class InfoReader:
             messages: env id -> infos message, for envs that have sent one.
             env_ids: of the command, int64 `[k]`.
         """
-        self._widen()
-        for rows in self._rows.values():
-            rows.take(env_ids)
+        if self.has_rows:
+            if len(self._schemas) != self._num_known:
+                self._widen()
+            self._ids[:, env_ids] = self._ids_now[:, env_ids]
+            self._rows[:, env_ids] = self._rows_now[:, env_ids]
         for section, others in self._others.items():
             for env_id in env_ids.tolist() if others or messages else ():
                 others.pop(env_id, None)
@@ -131,15 +104,16 @@ class InfoReader:
 
     def lose(self, env_ids: np.ndarray) -> None:
         """Drop the infos in rows of envs, int64 `[k]`, whose worker was lost, perhaps after their answer."""
-        for rows in self._rows.values():
-            rows.lose(env_ids)
+        if self.has_rows:
+            self._ids_now[:, env_ids] = 0
 
     def _widen(self) -> None:
-        if len(self._schemas) != self._num_known:
-            self._num_known = len(self._schemas)
-            width = -(-max(schema.nbytes for schema in self._schemas.values()) // _STEP_BYTES) * _STEP_BYTES
-            for rows in self._rows.values():
-                rows.widen(width)
+        """Copy as many bytes of each row from now on as the longest schema has."""
+        self._num_known = len(self._schemas)
+        longest = max((schema.nbytes for schema in self._schemas.values()), default=0)
+        self._rows_now = self._all_rows[:, :, : -(-longest // _STEP_BYTES) * _STEP_BYTES]
+        before, self._rows = self._rows, np.zeros(self._rows_now.shape, np.uint8)
+        self._rows[:, :, : before.shape[2]] = before
 
     def own(self, section: str) -> dict[int, dict[str, Any]]:
         """Return the same as `read`, in memory of its own."""
@@ -150,14 +124,14 @@ class InfoReader:
         """Replace infos of some envs by others, env id -> info; those that are missing have none."""
         for env_id in env_ids:
             self._others[section].pop(env_id, None)
-            if self._rows:
-                self._rows[section].ids[env_id] = 0
+            if self.has_rows:
+                self._ids[SECTIONS.index(section), env_id] = 0
             if env_id in infos:
                 self._others[section][env_id] = infos[env_id]
 
     def copy(self, source: int, targets: Sequence[int]) -> None:
         """Make the infos of an env also those of others."""
-        for section in _SECTIONS:
+        for section in SECTIONS:
             infos = self.own(section)
             self.put(section, {i: copy.deepcopy(infos[source]) for i in targets if source in infos}, targets)
 
@@ -166,16 +140,15 @@ class InfoReader:
     def parts(self, section: str) -> list[Part]:
         """Return the infos of a section by schema, in the order of the first env of each; none of envs without one."""
         parts = [Part(np.array([env_id]), None, info) for env_id, info in self._others[section].items()]
-        rows = self._rows.get(section)
-        if rows is None or rows.ids.tobytes() == rows.none:
+        if not self.has_rows or (own := self._ids[SECTIONS.index(section)]).tobytes() == self._none:
             return parts
-        ids = rows.ids.tolist()
+        ids, rows = own.tolist(), self._rows[SECTIONS.index(section)]
         if ids.count(ids[0]) == len(ids):
             schema = self._schemas[ids[0]]
-            return [Part(np.arange(len(ids)), schema, schema.records(rows.data))]
+            return [Part(np.arange(len(ids)), schema, schema.records(rows))]
         for schema_id in {*ids} - {0}:
-            schema, env_ids = self._schemas[schema_id], np.flatnonzero(rows.ids == schema_id)
-            parts.append(Part(env_ids, schema, schema.records(rows.data[env_ids])))
+            schema, env_ids = self._schemas[schema_id], np.flatnonzero(own == schema_id)
+            parts.append(Part(env_ids, schema, schema.records(rows[env_ids])))
         return sorted(parts, key=first_env)
 
     def read(self, section: str) -> dict[int, dict[str, Any]]:

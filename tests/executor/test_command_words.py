@@ -14,7 +14,7 @@ from tests.gates import is_interrupted
 
 @pytest.fixture
 def words(monkeypatch):
-    arrays = {name: np.zeros(3, np.int64) for name in WORDS}
+    arrays = {name: np.zeros(6 if name == "info_ids" else 3, np.int64) for name in WORDS}
     made = CommandWords(SimpleNamespace(words=arrays))
     made.seen = []
     monkeypatch.setattr(

@@ -673,7 +673,7 @@ def test_facts_that_are_missing_are_refused(missing):
 
 
 FLAGS = [np.zeros((3, 1), bool)] * 3
-WORDS = ("env_steps", "ends", "episode", "resets", "info_next", "info_root")
+WORDS = ("env_steps", "ends", "episode", "resets", "info_ids")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from envherd.workers.adapters.base import EnvCall, StepValues
 from envherd.workers.adapters.common.scalars import NUMBERS
 from envherd.workers.block.slot import Sink, Slot, compile_keep
 from envherd.workers.block.slot_states import NEXT, Event
-from envherd.workers.info_rows import InfoWriter
 
 
 def compile_native(
@@ -72,7 +71,8 @@ def step_facts(
         "hand_over": lambda column, result: keep(column, read(result)),
         "reads_number": call.reads_number,
         "notes_infos": False,
-        **_info_facts(slot.info_writer),
+        "schemas": slot.info_writer and slot.info_writer.schemas,
+        "info_rows": slot.info_writer and slot.info_writer.rows.reshape(-1).view(np.int64),
         "give": call.give,
         "build": call.build,
         "flatten": call.flatten,
@@ -103,14 +103,6 @@ def step_facts(
         "integer_type": np.int64,
         "number_types": tuple(NUMBERS),
     }
-
-
-def _info_facts(writer: InfoWriter | None) -> dict[str, Any]:
-    """Return where infos are written; C leaves all that are not empty to Python without rows for them."""
-    if writer is None:
-        return dict.fromkeys(("schemas", "next_info", "root_info"))
-    rows = {f"{section}_info": row.view(np.int64) for section, row in writer.rows.items()}
-    return {"schemas": writer.schemas, **rows}
 
 
 def why_not_stored(slot: Slot) -> list[str]:

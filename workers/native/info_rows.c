@@ -105,14 +105,11 @@ static int is_key(PyObject *key, PyObject *given)
 static int write_dict(const Field *field, PyObject *value, char *row)
 {
     PyObject *key, *item;
-    Py_ssize_t position = 0, i = 0;
+    Py_ssize_t at = 0;
     if (!PyDict_CheckExact(value) || PyDict_Size(value) != field->count)
         return 0;
-    for (Py_ssize_t at = 0; PyDict_Next(value, &at, &key, &item); i++)
-        if (!is_key(PyTuple_GetItem(field->keys, i), key))
-            return 0;
-    for (i = 0; PyDict_Next(value, &position, &key, &item); i++)
-        if (!write_value(&field->items[i], item, row))
+    for (Py_ssize_t i = 0; PyDict_Next(value, &at, &key, &item); i++)
+        if (!is_key(PyTuple_GetItem(field->keys, i), key) || !write_value(&field->items[i], item, row))
             return 0;
     return 1;
 }
@@ -214,23 +211,19 @@ static PyObject *write_to(PyObject *self, PyObject *args)
     Py_buffer row;
     if (!PyArg_ParseTuple(args, "OO", &info, &array) || PyObject_GetBuffer(array, &row, PyBUF_CONTIG) < 0)
         return NULL;
-    int fits = schema_write((Schema *)self, info, row.buf, row.len) != 0;
+    i64 id = schema_write((Schema *)self, info, row.buf, row.len);
     PyBuffer_Release(&row);
-    return PyBool_FromLong(fits);
+    return PyLong_FromLongLong(id);
 }
 
-static PyObject *get_id(PyObject *self, void *Py_UNUSED(closure)) { return PyLong_FromLongLong(((Schema *)self)->id); }
-
 static PyMethodDef schema_methods[] = {
-    {"write", write_to, METH_VARARGS, "write(info, row) -> whether the info fits, and was written to uint8 [nbytes]"},
+    {"write", write_to, METH_VARARGS, "write(info, row) -> the schema's id if the info was written to uint8 [nbytes], else 0"},
     {NULL, NULL, 0, NULL},
 };
-static PyGetSetDef schema_attributes[] = {{"id", get_id, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
 static PyType_Slot schema_slots[] = {
     {Py_tp_doc, "Writes infos of one schema: see workers.info_rows."},
     {Py_tp_new, schema_new},
     {Py_tp_methods, schema_methods},
-    {Py_tp_getset, schema_attributes},
     {Py_tp_dealloc, schema_dealloc},
     {0, NULL},
 };

@@ -58,8 +58,9 @@ struct Step {
     Py_buffer if_stepped, if_running, if_ended; /* rows of its table: state -> the state that follows; < 0: none can */
     Py_buffer index, seed_pool;            /* the action, where it is one int64; see `seeding`; else no objects */
     Py_buffer journal;                     /* facts of `block.journal.Journal`; no object without it */
-    Py_buffer next_info, root_info;        /* the env's rows for infos; no objects without them */
-    Py_buffer env_steps, ends, episode, resets, info_next, info_root; /* words of each env */
+    Py_buffer info_rows;                   /* the env's two rows for infos; no object without them */
+    Py_buffer env_steps, ends, episode, resets; /* words of each env */
+    Py_buffer info_ids;                    /* two words of each env */
     Leaves observation, root, reward, done, root_done;
     Leaves kept, sources;                  /* of the journal: its inputs by step, and where each is read */
     Value *values;                         /* one per observation and reward leaf, used within `store` */
@@ -75,12 +76,11 @@ static const Fact FACTS[] = {
     FACT(NUMBER, Step, env_id), FACT(WORDS_OR_NONE, Step, index), FACT(CONSTANTS, Step, seed_pool),
     FACT(BYTES, Step, state), FACT(CONSTANTS, Step, if_stepped), FACT(CONSTANTS, Step, if_running),
     FACT(CONSTANTS, Step, if_ended), FACT(WORDS_OR_NONE, Step, journal),
-    FACT(NUMBER, Step, journal_rows), FACT(OBJECT, Step, schemas), FACT(WORDS_OR_NONE, Step, next_info),
-    FACT(WORDS_OR_NONE, Step, root_info), {NULL},
+    FACT(NUMBER, Step, journal_rows), FACT(OBJECT, Step, schemas), FACT(WORDS_OR_NONE, Step, info_rows), {NULL},
 };
 static const Fact WORDS_OF_ENVS[] = {
     FACT(WORDS, Step, env_steps), FACT(WORDS, Step, ends), FACT(WORDS, Step, episode), FACT(WORDS, Step, resets),
-    FACT(WORDS, Step, info_next), FACT(WORDS, Step, info_root), {NULL},
+    FACT(WORDS, Step, info_ids), {NULL},
 };
 
 /* ---- construction ----------------------------------------------------------------------------------- */
@@ -143,12 +143,11 @@ static int flags_take(PyObject *facts, const char *name, Leaves *flags, i64 num_
 /* Whether what was taken is of this env. */
 static int are_own(const Step *step)
 {
-    const Py_buffer *words[] = {&step->env_steps, &step->ends, &step->episode, &step->resets, &step->info_next,
-                                &step->info_root};
-    int is_own = step->env_id >= 0 && step->root.count == step->observation.count
+    const Py_buffer *words[] = {&step->env_steps, &step->ends, &step->episode, &step->resets};
+    int is_own = step->env_id >= 0 && step->env_id < step->info_ids.shape[0] / 2 && step->root.count == step->observation.count
         && (step->index.obj == NULL || step->index.shape[0] == 1)
         && (step->seed_pool.obj == NULL || step->seed_pool.len == SEED_WORDS * sizeof(uint32_t))
-        && (step->schemas == NULL || (PyList_CheckExact(step->schemas) && step->next_info.obj && step->root_info.obj))
+        && (step->schemas == NULL || (PyList_CheckExact(step->schemas) && step->info_rows.obj != NULL))
         && (step->journal.obj == NULL || (step->journal.shape[0] == KEPT_FACTS && step->journal_rows > 0))
         && step->kept.count == step->sources.count;
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
@@ -467,26 +466,27 @@ static PyObject *observation_leaves(const Step *step, PyObject *observation, con
     return leaves;
 }
 
-/* Write an info to its row if it has a known schema, and note which: 1. Else it is for Python to note: 0. */
-static int write_info(const Step *step, PyObject *info, const Py_buffer *row, const Py_buffer *ids)
+/* Write an info of a step (0) or a reset (1) to its row if it has a known schema, and note which: 1. Else it is for Python
+ * to note: 0. */
+static int write_info(const Step *step, PyObject *info, int section)
 {
-    i64 id = 0;
+    i64 id = 0, room = step->info_rows.len / 2;
     int is_noted = PyDict_CheckExact(info) && PyDict_Size(info) == 0;
     for (Py_ssize_t i = 0; !is_noted && step->schemas != NULL && i < PyList_Size(step->schemas); i++) {
-        id = schema_write((const Schema *)PyList_GetItem(step->schemas, i), info, row->buf, row->len);
+        id = schema_write((const Schema *)PyList_GetItem(step->schemas, i), info, (char *)step->info_rows.buf + section * room, room);
         is_noted = id != 0;
     }
-    STORE(word(ids, step->env_id), id);
+    STORE(word(&step->info_ids, 2 * step->env_id + section), id);
     return is_noted;
 }
 
 /* `write_info` for the info that the adapter holds; 1 if infos are not noted at all. */
-static int write_adapters_info(const Step *step, const Py_buffer *row, const Py_buffer *ids)
+static int write_adapters_info(const Step *step, int section)
 {
     if (!step->notes_infos)
         return 1;
     PyObject *info = PyObject_GetAttr(step->adapter, step->names[INFO]);
-    int is_noted = info != NULL && write_info(step, info, row, ids);
+    int is_noted = info != NULL && write_info(step, info, section);
     PyErr_Clear();
     Py_XDECREF(info);
     return is_noted;
@@ -495,8 +495,8 @@ static int write_adapters_info(const Step *step, const Py_buffer *row, const Py_
 static int write_step_info(const Step *step, PyObject *result)
 {
     if (!step->calls_env)
-        return write_adapters_info(step, &step->next_info, &step->info_next);
-    return !step->notes_infos || write_info(step, PyTuple_GetItem(result, 4), &step->next_info, &step->info_next);
+        return write_adapters_info(step, 0);
+    return !step->notes_infos || write_info(step, PyTuple_GetItem(result, 4), 0);
 }
 
 static void store_leaves(const Leaves *leaves, const Value *values, i64 column)
@@ -605,7 +605,7 @@ static Outcome step_with(Step *step, i64 column, PyObject *action, PyObject **gi
     }
     move(step, flags[0]);
     if (step->notes_infos)
-        STORE(word(&step->info_root, step->env_id), 0);
+        STORE(word(&step->info_ids, 2 * step->env_id + 1), 0);
     ADD((i64 *)step->env_steps.buf + step->env_id, 1);
     if (flags[0])
         ADD((i64 *)step->ends.buf + step->env_id, 1);
@@ -645,7 +645,7 @@ int step_can_reset(const Step *step)
     return step->seed_pool.obj == NULL || (episode >= 0 && episode <= UINT32_MAX);
 }
 
-void step_forget_info(const Step *step) { STORE(word(&step->info_next, step->env_id), 0); }
+void step_forget_info(const Step *step) { STORE(word(&step->info_ids, 2 * step->env_id), 0); }
 
 Outcome step_reset(Step *step, i64 column, PyObject **given)
 {
@@ -669,7 +669,7 @@ Outcome step_reset(Step *step, i64 column, PyObject **given)
     Py_DECREF(seed);
     if (*given == NULL)
         return STEP_RAISED;
-    if (!write_adapters_info(step, &step->root_info, &step->info_root))
+    if (!write_adapters_info(step, 1))
         return STEP_ODD;
     if (column < step->num_columns) {
         int is_plain = check_leaves(step, &step->root, *given, step->values);
