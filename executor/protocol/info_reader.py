@@ -55,7 +55,8 @@ class InfoReader:
         schemas: id -> schema of rows; the pool adds to it.
 
     Attributes:
-        has_rows: whether infos are expected at all, unless they all come as messages.
+        has_rows: whether infos may be in rows.
+        has_any: False only if no env has an info.
     """
 
     def __init__(self, policy: InfoPolicy, slab: Slab | None, schemas: Mapping[int, Schema]) -> None:
@@ -63,18 +64,23 @@ class InfoReader:
         self._num_known = 0
         #: Section -> env id -> info that is in no row.
         self._others: dict[str, dict[int, dict[str, Any]]] = {section: {} for section in SECTIONS}
-        self.has_rows = slab is not None and slab.infos is not None
+        self.has_rows, self.has_any = slab is not None and slab.infos is not None, False
         if slab is not None and slab.infos is not None:
-            self._ids_now = slab.words["info_ids"].reshape(-1, 2).T
+            self._words = slab.words["info_ids"]
+            self._no_ids = bytes(self._words.nbytes)
+            self._ids_now = self._words.reshape(-1, 2).T
             self._all_rows = slab.infos.swapaxes(0, 1)
             self._rows_now = self._rows = self._all_rows[:, :, :0].copy()
             self._ids = np.zeros_like(self._ids_now, order="C")
-            self._none = self._ids[0].tobytes()
+            self._all_ids = np.arange(self._ids.shape[1])
 
     # ---- of commands that land ---------------------------------------------------------------
 
     def take_all(self) -> None:
         """Replace all infos by those of a command to all envs, which has sent none as a message."""
+        had_any, self.has_any = self.has_any, self._words.tobytes() != self._no_ids
+        if not (had_any or self.has_any):
+            return
         if len(self._schemas) != self._num_known:
             self._widen()
         np.copyto(self._ids, self._ids_now)
@@ -90,6 +96,7 @@ class InfoReader:
             messages: env id -> infos message, for envs that have sent one.
             env_ids: of the command, int64 `[k]`.
         """
+        self.has_any = True
         if self.has_rows:
             if len(self._schemas) != self._num_known:
                 self._widen()
@@ -122,6 +129,7 @@ class InfoReader:
 
     def put(self, section: str, infos: Mapping[int, dict[str, Any]], env_ids: Sequence[int]) -> None:
         """Replace infos of some envs by others, env id -> info; those that are missing have none."""
+        self.has_any = True
         for env_id in env_ids:
             self._others[section].pop(env_id, None)
             if self.has_rows:
@@ -140,13 +148,14 @@ class InfoReader:
     def parts(self, section: str) -> list[Part]:
         """Return the infos of a section by schema, in the order of the first env of each; none of envs without one."""
         parts = [Part(np.array([env_id]), None, info) for env_id, info in self._others[section].items()]
-        if not self.has_rows or (own := self._ids[SECTIONS.index(section)]).tobytes() == self._none:
+        if not (self.has_rows and self.has_any):
             return parts
-        ids, rows = own.tolist(), self._rows[SECTIONS.index(section)]
-        if ids.count(ids[0]) == len(ids):
-            schema = self._schemas[ids[0]]
-            return [Part(np.arange(len(ids)), schema, schema.records(rows))]
-        for schema_id in {*ids} - {0}:
+        own, rows = self._ids[SECTIONS.index(section)], self._rows[SECTIONS.index(section)]
+        ids = dict.fromkeys(own.tolist())
+        if len(ids) == 1 and 0 not in ids:
+            (schema,) = map(self._schemas.__getitem__, ids)
+            return [Part(self._all_ids, schema, schema.records(rows))]
+        for schema_id in filter(None, ids):
             schema, env_ids = self._schemas[schema_id], np.flatnonzero(own == schema_id)
             parts.append(Part(env_ids, schema, schema.records(rows[env_ids])))
         return sorted(parts, key=first_env)

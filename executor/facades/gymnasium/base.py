@@ -255,8 +255,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             column: of the step's rows.
         """
         reader = self._engine.side.infos
+        has_more = ended is not None or self._engine.positions.has_interrupted
+        if not (reader.has_any or has_more):
+            return {}
         parts: list[Part] = [*reader.parts("next"), *reader.parts("root")]
-        if ended is not None or self._engine.positions.has_interrupted:
+        if has_more:
             parts = self._with_ends(parts, ended, column)
         infos: dict[str, Any] = {}
         for part in parts if len(parts) < 2 else sorted(parts, key=first_env):
