@@ -219,6 +219,111 @@ def test_what_a_signal_handler_raises_while_an_info_is_unpacked_is_raised():
         signal.signal(signal.SIGALRM, before)
     assert not left_out
 
+# ---- in rows of the slab ------------------------------------------------------------------------------
+
+
+class Various(Ending):
+    """Its infos are a function of its id, its resets and its steps: of several schemas, some of which fit no row."""
+
+    def __init__(self, env_id=0):
+        super().__init__()
+        self.env_id = env_id
+        self.num_resets = 0
+        self.place = np.zeros(2)
+
+    def first_info(self, options):
+        self.num_resets += 1
+        return various(self.env_id, self.num_resets, 0)
+
+    def info(self):
+        self.place += 1  # a view that the env changes
+        info = various(self.env_id, self.num_resets, self.count)
+        if "place" in info:
+            self.place[:] = info["place"]
+            info["place"] = self.place
+        return info
+
+
+def various(env_id, num_resets, count):
+    kind = (3 * env_id + 5 * num_resets + count) % 7
+    number = 100.0 * num_resets + count
+    return [
+        {},
+        {"number": number, "place": np.array([number, env_id])},
+        {"number": number, "nested": {"text": f"{env_id}", "none": None, "empty": {}}},
+        {"number": np.float32(number), "pair": (count, True)},
+        {"number": number, "odd": {1: count}},
+        {"number": 2**70, "list": [number] * (count + 1)},
+        {"text": "x" * 100 * count},
+    ][kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("policy", ["plain", "pickle"])
+def test_they_are_the_envs_own_whatever_their_schema_and_the_call(kind, policy):
+    """Random calls; after each the infos are those of every env's latest command."""
+    num_envs, rng = 4, np.random.default_rng(3)
+    factories = [functools.partial(Various, env_id) for env_id in range(num_envs)]
+    expected = {"next": [{}] * num_envs, "root": [{}] * num_envs}
+    resets, counts = [0] * num_envs, [0] * num_envs
+
+    def reset(mask):
+        env.reset(TensorDict({"_reset": torch.tensor(mask)}, [num_envs]))
+        note(np.flatnonzero(mask), is_reset=True)
+
+    def note(env_ids, *, is_reset=False, resets_ended=True):
+        for i in env_ids:
+            counts[i] += 1
+            expected["next"][i] = {} if is_reset else various(i, resets[i], counts[i])
+            expected["root"][i] = {}
+            if is_reset or (counts[i] == 3 and resets_ended):
+                resets[i], counts[i] = resets[i] + 1, 0
+                expected["root"][i] = various(i, resets[i], 0)
+
+    with KINDS[kind](num_envs, factories, seed=0, options=ExecutorOptions(infos=policy)) as env:
+        env.reset()
+        note(range(num_envs), is_reset=True)
+        for call in rng.integers(0, 5, 120).tolist():
+            if call == 0:
+                reset(rng.permutation([True, True, False, False]))
+            elif call == 1:
+                env.send(actions(num_envs))
+                for _ in range(num_envs):
+                    note(env.recv(1)["env_ids"].tolist())
+                    assert [env.infos("next"), env.infos("root")] == [*map(Same, expected.values())]
+            elif call == 2:
+                env.rollout(2, auto_reset=False, break_when_any_done=False)
+                note(range(num_envs))
+                note(range(num_envs), resets_ended=False)
+                if 3 in counts:
+                    reset(np.array(counts) == 3)
+            else:
+                env.step_and_maybe_reset(actions(num_envs))
+                note(range(num_envs))
+            assert [env.infos("next"), env.infos("root")] == [*map(Same, expected.values())]
+
+class Same:
+    """Equal to a value of the same types and bits."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return fingerprint_of(self.value) == fingerprint_of(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self):
+        return repr(self.value)
+
+
+def fingerprint_of(value):
+    if isinstance(value, dict):
+        return [(key, fingerprint_of(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value), [*map(fingerprint_of, value)]
+    return type(value), value.tobytes() if isinstance(value, (np.ndarray, np.generic)) else value
+
 
 # ---- entries as leaves --------------------------------------------------------------------------------
 
