@@ -16,6 +16,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint
+from envherd.executor.pools.fast_commands import exchange_natively
 from envherd.executor.pools.replies import Outcome
 from envherd.shm.private_view import PrivateView
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan
@@ -114,16 +115,17 @@ class Pool:
     holds_storages = False
     lendable: PrivateView | None = None
     capsules: CapsuleWriter | None = None
+    _caller: Any = None  # gives commands and waits in C; None if Python must do it
 
     # ---- commands ----------------------------------------------------------------------------
 
-    def compile(self, facts: Mapping[str, Any]) -> Any:  # noqa: ARG002
+    def compile(self, facts: Mapping[str, Any]) -> Any:
         """Return `submit` and `wait_some` for steps in C, an `Exchange`; only if `why_python` is empty.
 
         Args:
             facts: the engine's arguments for `executor/native/exchange.c`.
         """
-        raise AssertionError(f"no commands in C: {self.why_python}")
+        return exchange_natively(self._caller, facts)
 
     def must_look(self) -> bool:
         """Return whether a check of the workers is due, which `wait_some` makes."""

@@ -64,12 +64,6 @@ class CommandWords:
         keep_order()
         return has_answered
 
-    def is_idle(self) -> bool:
-        """Return whether no env owes an answer."""
-        is_idle = self.command_seq.tobytes() == self.reply_seq.tobytes()
-        keep_order()
-        return is_idle
-
     def ready(self, env_ids: np.ndarray) -> np.ndarray:
         """Return those of some envs that owe no answer."""
         return env_ids[self.has_answered()[env_ids]]

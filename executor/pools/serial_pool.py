@@ -7,7 +7,7 @@ random generators are restored.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.error_messages import env_error, lacks_arguments, log_close_fault, raised
-from envherd.executor.pools.fast_commands import exchange_natively, native_caller
+from envherd.executor.pools.fast_commands import native_caller
 from envherd.executor.pools.replies import Outcome
 from envherd.shm.segment import HAS_MEMFD, Segment
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
@@ -113,8 +113,11 @@ class SerialPool(Pool):
         self._block.attach(self.slab)
         self.words = CommandWords(self.slab)
         self._serve = self._make_server()
-        if self._bells[0].memory is None:
+        go, done = self._bells
+        if go.memory is None:
             self.why_python = [*self.why_python, "this system has no semaphores in shared memory"]
+        if not self.why_python:
+            self._caller = native_caller(self.words, [go], done, self.slab.words, self.worker_of)
 
     def _make_memory(self) -> np.ndarray:
         """Return memory for the slab: with lendable frames it must be mapped twice."""
@@ -179,11 +182,6 @@ class SerialPool(Pool):
                 env_ids=(env_id,),
                 phase="build",
             ) from error
-
-    def compile(self, facts: Mapping[str, Any]) -> Any:
-        go, done = self._bells
-        caller = native_caller(self.words, [go], done, self.slab.words, self.worker_of)
-        return exchange_natively(caller, facts)
 
     def serve(self) -> None:
         """Carry out the commands that were written."""

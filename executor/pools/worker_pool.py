@@ -11,7 +11,7 @@ Assumes: one caller at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,8 @@ from envherd.executor.pools.base import Pool, WorkerFigures, refuse_batches
 from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint, Crew
-from envherd.executor.pools.error_messages import log_stall
-from envherd.executor.pools.fast_commands import LOOK_S, exchange_natively, native_caller
-from envherd.executor.pools.questions import Questions
+from envherd.executor.pools.error_messages import env_error, log_stall, merge_answers
+from envherd.executor.pools.fast_commands import LOOK_S, native_caller
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.slab_plate import LABEL, describe, show_path
 from envherd.executor.pools.supervisor import Supervisor
@@ -71,6 +70,7 @@ class WorkerPool(Pool):
         self._looked_at = 0.0
         self._clock = Clock()
         self._is_reading = False  # a worker is writing more than its socket holds
+        self._num_questions = 0
         self.resets_before_start = np.zeros(self.num_workers, np.int64)
 
     def _make_crew(self) -> Crew:
@@ -123,7 +123,6 @@ class WorkerPool(Pool):
         self._caller = self._make_caller()
         self.supervisor = Supervisor(self, self.crew, self.options)
         self._overdue = self._make_overdue()
-        self._questions = Questions(self.crew, self.supervisor, self.worker_of, self.options)
         self.crew.hand_over(self.plan, segment, self.wake_worker)
 
     def _make_bells(self, buffer: np.ndarray) -> tuple[Sequence[Bell], Bell]:
@@ -212,9 +211,6 @@ class WorkerPool(Pool):
         self.words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
         for worker_id in filter(self.supervisor.is_serving, self.worker_ids):
             self._rings[worker_id]()  # after an interrupt, the successor may serve already
-
-    def compile(self, facts: Mapping[str, Any]) -> Any:
-        return exchange_natively(self._caller, facts)
 
     def must_look(self) -> bool:
         """Return whether a check of the workers is due, or the pool is reading a large message."""
@@ -337,14 +333,39 @@ class WorkerPool(Pool):
 
     def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, list[int]]:
         """Begin `ask` without waiting; return worker id -> its envs, for `answers`."""
-        return self._questions.ask(what, env_ids, **question)
+        by_worker: dict[int, list[int]] = {}
+        for env_id in env_ids:
+            by_worker.setdefault(int(self.worker_of[env_id]), []).append(env_id)
+        self.supervisor.revive(by_worker)
+        lost = self.supervisor.lost
+        if gone := [worker_id for worker_id in by_worker if worker_id in lost]:
+            raise lost[gone[0]]
+        args = question.pop("args", ())
+        self._num_questions += 1
+        for worker_id, ids in by_worker.items():
+            own = tuple(args[env_ids.index(i)] for i in ids) if what in messages.PER_ENV else args
+            ask = messages.Ask(what=what, env_ids=tuple(ids), args=own, number=self._num_questions, **question)
+            self.crew.mail(worker_id, ask)
+        return by_worker
 
     def has_answered(self, by_worker: dict[int, list[int]]) -> bool:
         return all(map(self.crew.has_answered, by_worker))
 
     def answers(self, by_worker: dict[int, list[int]], what: str) -> dict[int, Any]:
         """Wait for the answers to the latest question."""
-        return self._questions.answers(by_worker, what)
+        return merge_answers(by_worker, lambda worker_id: self._answer(worker_id, by_worker[worker_id], what))
+
+    def _answer(self, worker_id: int, env_ids: list[int], what: str) -> dict[int, Any]:
+        """Return a worker's answers. Those to earlier questions are dropped; a worker that dies or is late is lost."""
+        try:
+            frame = self.crew.await_frame(worker_id, what, self.options.reset_timeout_s, self._num_questions)
+        except EnvherdError as error:
+            self.supervisor.declare_lost(worker_id, error)
+            raise
+        if frame["kind"] == "fault":
+            worker = self.crew.workers[worker_id]
+            raise env_error([frame], worker_id, worker.pid, worker.gpu)
+        return dict(zip(env_ids, frame["values"], strict=True))
 
     # ---- rollout storages --------------------------------------------------------------------
 

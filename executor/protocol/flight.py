@@ -327,13 +327,12 @@ class Flights:
         """
         positions, ids, ahead = self.positions, flight.ids, self.positions.where.root_ahead
         is_whole = flight.op != RESET and flight.resets is None and flight.cut is None and not len(flight.dead)
-        if is_whole and flight.is_all:
-            positions.is_mixed = False
-            if self.native is not None:
-                num_ended = self.native.land(positions.where.in_c)
-                flight.ended = self.ended[:num_ended].copy() if num_ended else None
-                flight.was_reset = flight.ended if flight.op == STEP_RESET else None
-                return
+        if is_whole and flight.is_all and self.native is not None:
+            num_ended = self.native.land(positions.where.in_c)
+            positions.is_mixed = False  # not before: an interrupt in between leaves the rows where they were
+            flight.ended = self.ended[:num_ended].copy() if num_ended else None
+            flight.was_reset = flight.ended if flight.op == STEP_RESET else None
+            return
         ops, at = self.states.ops[ids], self.states.columns[ids]
         if flight.op == RESET:
             is_over = np.zeros(len(ids), bool)

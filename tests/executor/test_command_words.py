@@ -31,7 +31,7 @@ def test_a_number_is_stored_after_its_commands(words):
 
 
 def test_rows_are_read_after_the_numbers_of_answers(words):
-    assert words.is_idle()
+    assert words.has_answered().all()
     assert words.ready(np.array([0, 2])).tolist() == [0, 2]
     assert len(words.seen) == 2
 

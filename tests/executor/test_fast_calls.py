@@ -49,6 +49,11 @@ needs_c = pytest.mark.skipif(native.load() is None, reason="the C extension was 
 NUM_ENVS = 4
 
 
+def settle(env):
+    """Wait until no env owes an answer."""
+    wait_for(lambda: env._pool.words.has_answered().all())
+
+
 class Driving(gymnasium.Env[np.ndarray, np.ndarray]):
     """Takes two bounded floats and observes their sum so far; its episodes have 4 steps."""
 
@@ -244,7 +249,7 @@ class Pair:
 
     def _do(self, deed: str, number: int) -> None:
         for side, env in enumerate(self.envs):
-            wait_for(env._pool.words.is_idle)
+            settle(env)
             rng = np.random.default_rng(number)
             try:
                 result = getattr(self, "_" + deed)(env, side, rng)
@@ -259,7 +264,7 @@ class Pair:
             else:
                 assert_same(one, other)
         for env in self.envs:
-            wait_for(env._pool.words.is_idle)
+            settle(env)
         assert self.state(self.envs[0]) == self.state(self.envs[1])
 
     # ---- arguments
@@ -637,7 +642,7 @@ def test_the_rows_of_a_worker_that_is_lost_after_it_answered_are_received(tmp_pa
     with held_pair(Gate(tmp_path)) as env:
         env.reset()
         env.send(actions(0, 0))
-        wait_for(env._pool.words.is_idle)
+        settle(env)
         os.kill(env._pool.pid_of(1), signal.SIGKILL)
         assert env.recv()["env_ids"].tolist() == [0, 1]
 
@@ -782,7 +787,7 @@ def test_c_moves_states_by_the_table_that_it_is_given(env, facts):
     assert exchange(Event.STEP, State.RUNNING, -1).send(Event.STEP, np.arange(2), np.array([0, 1])) is False
     assert state_of(env) == before
     env.send(actions(0, 1))
-    wait_for(env._pool.words.is_idle)
+    settle(env)
     states = env._engine.states.values
     for event in (Event.ANSWERED, Event.ENDS):  # an env without one of these entries is not under way, or not taken
         assert take(exchange(event, State.STEP_RESETTING, -1)) == -1
@@ -816,7 +821,7 @@ def test_c_refuses_what_is_not_plain(env, facts):
     assert exchange.roots(ids, room[:3]) is False
     assert state_of(env) == before
     env.send(actions(0, 1))
-    wait_for(env._pool.words.is_idle)
+    settle(env)
     assert exchange.wait(np.array([1, 1]), 1) == 0
     assert exchange.wait(None, 3) == 0
     assert exchange.wait(np.array([1, 0]), 2) == 2

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envherd.executor.pools import serial_pool, worker_pool
+from envherd.executor.pools import base
 from envherd.executor.pools.fast_commands import exchange_natively
 from envherd.executor.protocol.env_states import FOLLOWS, EnvStates, Event, State
 from envherd.workers.protocol import Op
@@ -39,8 +39,7 @@ class StateTrace:
             )
 
         monkeypatch.setattr(EnvStates, "move", moved)
-        for module in (worker_pool, serial_pool):
-            monkeypatch.setattr(module, "exchange_natively", self._exchange_natively)
+        monkeypatch.setattr(base, "exchange_natively", self._exchange_natively)
 
     def _exchange_natively(self, *args: Any) -> Any:
         exchange, facts = exchange_natively(*args), args[-1]
