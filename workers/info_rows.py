@@ -258,7 +258,6 @@ class InfoWriter:
         self.rows = slab.infos[env_id]
         self._ids = slab.words["info_ids"].reshape(-1, 2)[env_id]
         self._env_id, self._report = env_id, report
-        self._known: dict[int, Schema] = {}
         self._num_tried = 0
 
     def clear(self, section: str) -> None:
@@ -284,12 +283,5 @@ class InfoWriter:
             schema = Schema.of(info)
         except DoesNotFit:
             return
-        self._known[schema.id] = schema
         self._report(NewSchema(self._env_id, schema.root, schema.nbytes).to_plain())
         self.schemas.append(schema.in_c())
-
-    def read(self, section: str) -> dict[str, Any] | None:
-        """Return the info in a row; None if there is none."""
-        index = SECTIONS.index(section)
-        schema = self._known.get(int(self._ids[index]))
-        return None if schema is None else schema.infos(schema.records(self.rows[index : index + 1]))[0]

@@ -107,6 +107,22 @@ def test_of_the_last_step_where_the_reset_after_it_raises(kind):
         assert env.infos("root") == [{}] * NUM_ENVS
 
 
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_of_a_step_whose_reset_is_made_in_a_new_instance(is_sent):
+    """The first episode ends with the info of its last step, and the next one begins with that of its reset."""
+    options = ExecutorOptions(infos="plain", on_env_error="interrupt")
+    with ParallelEnv(NUM_ENVS, TellingOnce, num_workers=2, options=options) as env:
+        env.reset()
+        for _ in range(3):
+            if is_sent:
+                env.send(actions())
+                env.recv()
+            else:
+                env.step_and_maybe_reset(actions())
+        assert env.infos() == [{"count": 3}] * NUM_ENVS
+        assert env.infos("root") == [{"fresh": True, "options": None}] * NUM_ENVS
+
+
 def test_of_steps_and_resets(make):
     with make(infos="plain") as env:
         env.reset(options={"level": 2})
@@ -219,6 +235,7 @@ def test_what_a_signal_handler_raises_while_an_info_is_unpacked_is_raised():
         signal.signal(signal.SIGALRM, before)
     assert not left_out
 
+
 # ---- in rows of the slab ------------------------------------------------------------------------------
 
 
@@ -260,7 +277,7 @@ def various(env_id, num_resets, count):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", ["plain", "pickle"])
-def test_they_are_the_envs_own_whatever_their_schema_and_the_call(kind, policy):
+def test_they_are_the_envs_own_whatever_their_schema_and_the_call(kind, policy):  # noqa: C901  # a loop over calls
     """Random calls; after each the infos are those of every env's latest command."""
     num_envs, rng = 4, np.random.default_rng(3)
     factories = [functools.partial(Various, env_id) for env_id in range(num_envs)]
@@ -301,6 +318,7 @@ def test_they_are_the_envs_own_whatever_their_schema_and_the_call(kind, policy):
                 env.step_and_maybe_reset(actions(num_envs))
                 note(range(num_envs))
             assert [env.infos("next"), env.infos("root")] == [*map(Same, expected.values())]
+
 
 class Same:
     """Equal to a value of the same types and bits."""

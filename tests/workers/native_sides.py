@@ -146,11 +146,21 @@ class Side:
         state["rings"] = sum(1 for _ in iter(self.done.try_wait, False))  # noqa: FBT003  # the value that ends it
         slots = self.block.slots.values()
         state["slots"] = [(int(s.state[0]), s.prepared) for s in slots]
-        writers = [slot.info_writer for slot in slots if slot.info_writer]
-        state["rows"] = [fingerprint(writer.read(section)) for writer in writers for section in ("next", "root")]
+        state["rows"] = self._infos()
         state["passed"] = [env.seen for env in self.envs]
         state["infos"] = [(type(adapter.info), adapter.info) for adapter in self.adapters.values()]
         return state
+
+    def _infos(self) -> list[Any]:
+        """Return the infos in rows of the slab."""
+        news = [report for report in self.reports if report["kind"] == "schema"]
+        schemas = {schema.id: schema for schema in (Schema(report["root"], report["nbytes"]) for report in news)}
+        found = []
+        for place, schema_id in enumerate(self.words["info_ids"].tolist()):
+            if schema_id:
+                schema, row = schemas[schema_id], self.slab.infos[place // 2, place % 2 : place % 2 + 1]
+                found.append((place, fingerprint(schema.infos(schema.records(row)))))
+        return found
 
 
 class _NotedBlock(Block):

@@ -254,8 +254,8 @@ class Block:
     def _carry_out(  # see `execute`
         self, slot: Slot, sink: Sink, op: int, column: int, begun: Step | None, reset: Begun | None
     ) -> None:
-        if self._pack_info is not None:  # the other one is noted below
-            slot.clear_infos("next" if op == _RESET else "root")
+        if self._pack_info is not None:
+            self._forget_infos(slot, op)
         if op == _RESET:
             mask = None if slot.is_new else slot.reset_mask  # a new instance, as a whole
             self._reset(slot, sink, column, mask, reset)
@@ -274,6 +274,13 @@ class Block:
         elif sink.root_follows and slot.has_ended and column + 1 < sink.num_columns:
             self._write_root(slot, sink, column + 1, observation)
 
+    def _forget_infos(self, slot: Slot, op: int) -> None:
+        """Forget the info that a command will not note; but a RESET that completes a step keeps the step's."""
+        if op != _RESET:
+            slot.clear_infos("root")
+        elif slot.prepared is None or not slot.prepared.rebuilds:
+            slot.clear_infos("next")
+
     def _keep_step(self, slot: Slot, op: int) -> None:
         """If only the reset after a step has raised, report the step's data besides its row; otherwise drop them."""
         if op != _STEP_RESET or slot.phase != "reset":
@@ -281,16 +288,8 @@ class Block:
             slot.side["next"][:] = [None] * len(slot.side["next"])  # or the next reset would report the step before
             return
         slot.clear_infos("root")
-        self._send_row(slot)
         if slot.infos or slot.has_side:
             self._tell(slot)
-
-    def _send_row(self, slot: Slot) -> None:
-        """Send the step's info as a message: the reset that will complete this command clears the row."""
-        info = None if slot.info_writer is None else slot.info_writer.read("next")
-        if info is not None and self._pack_info is not None:
-            slot.clear_infos("next")
-            slot.infos["next"] = self._pack_info(info)[0] or b""
 
     def _tell(self, slot: Slot) -> int:
         """Report an env's data for the parent besides its rows."""
