@@ -32,6 +32,7 @@ _MOST_FIELDS, _DEEPEST = 1000, 8
 #: Bytes of a text in UTF-8, and of its length, which comes before it.
 _TEXT_BYTES, _LENGTH_BYTES = 120, 8
 _ALIGNMENT = 8
+_NUMBERS = "biufc"
 _INTEGERS = range(-(2**63), 2**63)
 
 #: Records -> a value of each.
@@ -69,8 +70,14 @@ class Field(NamedTuple):
 
     @classmethod
     def from_plain(cls, parts: Sequence[Any]) -> Field:
-        """Return the field that a message holds."""
+        """Return the field that a message holds; refuse objects, which would be read as addresses.
+
+        Raises:
+            ValueError: values of the dtype are no numbers.
+        """
         kind, place, keys, items, dtype, shape = parts
+        if dtype and np.dtype(dtype).kind not in _NUMBERS:
+            raise ValueError(f"reading a schema failed: expected a numeric dtype, got {dtype}.")
         return cls(kind, place, tuple(keys), tuple(map(cls.from_plain, items)), dtype, tuple(shape))
 
     def facts(self) -> tuple[Any, ...]:
@@ -138,7 +145,7 @@ class _Description:
 def _numeric_dtype(value: Any) -> str:
     """Return the dtype of a numpy value, by which its values are read with the same type."""
     dtype = value.dtype
-    is_known = dtype.kind in "biufc" and np.dtype(dtype.str).char == dtype.char
+    is_known = dtype.kind in _NUMBERS and np.dtype(dtype.str).char == dtype.char
     if not is_known or type(value) not in {np.ndarray, dtype.type}:
         raise DoesNotFit
     return str(dtype.str)

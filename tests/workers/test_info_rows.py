@@ -137,3 +137,13 @@ def test_other_keys_orders_and_objects_are_refused() -> None:
         for other in ({"b": 2, "a": 1}, {"a": 1}, {"a": 1, "b": 2, "c": 3}, {"a": 1, 2: 2}, {"a": True, "b": 2}):
             assert not writer.write(other, _row())
         assert writer.write({"ab"[0]: 1, "".join("b"): 2}, _row())
+
+
+@pytest.mark.parametrize("dtype", ["|O", "O", "i4,O", "|S3", "<U3", "|V8", "<M8[s]"])
+def test_a_message_with_objects_is_refused(dtype: str) -> None:
+    """A worker could make them point anywhere."""
+    root = Schema.of({"a": np.zeros(1)}).root
+    item = root.items[0]._replace(dtype=dtype)
+    received = plain.decode(plain.encode(root._replace(items=(item,))))
+    with pytest.raises(ValueError, match="expected a numeric dtype"):
+        Field.from_plain(received)
