@@ -104,7 +104,7 @@ ORDER = {
         *("adapters.gymnasium", "adapters.gymnasium_vector", "adapters.envpool", "adapters.dm_env"),
         *("adapters.meltingpot", "adapters.pettingzoo", "adapters.torchrl", "adapters.simulators"),
         *("adapters.torch_native", "adapters.named", "adapters.env_names", "adapters"),
-        *("native", "block", "build", "adapters.hosts", "process", "testing"),
+        *("native", "info_rows", "block", "build", "adapters.hosts", "process", "testing"),
     ),
     "executor": (
         *("keywords", "progress", "options", "machine", "batches", "pools", "monitor", "protocol"),

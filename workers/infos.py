@@ -11,8 +11,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from envherd.shm.interrupts import uninterrupted
 from envherd.workers import plain
 from envherd.workers.options import InfoPolicy
@@ -29,10 +27,6 @@ _MAX_BYTES = 1 << 26
 _EVERYTHING = "everything"
 #: Exceptions that the code of an env's objects may raise; not Ctrl-C.
 _ANY = (Exception, SystemExit, GeneratorExit)
-#: Types that pickling is known to preserve.
-_SURE = frozenset({type(None), bool, int, float, complex, str, bytes, np.bool_, np.float32, np.float64, np.int64})
-_CONTAINERS = frozenset({dict, list, tuple})
-_DEEPEST = 4
 
 
 def packer(policy: InfoPolicy) -> Pack | None:
@@ -99,25 +93,13 @@ def _pack_each(entries: dict[Any, Any], encode: Callable[[dict[Any, Any]], bytes
 
 
 def _dumps(entries: dict[Any, Any]) -> bytes:
-    """Pickle entries; unpickle them as a check unless their types are known to survive it."""
+    """Pickle entries, and unpickle them as a check."""
     try:
         data = pickle.dumps(entries, protocol=5)
     except _ANY:  # perhaps of a class that was pickled by value with the factory
         data = dumps(entries)
-    if not _is_sure(entries):
-        pickle.loads(data)
+    pickle.loads(data)
     return data
-
-
-def _is_sure(value: Any, depth: int = 0) -> bool:
-    kind = value.__class__
-    if kind in _SURE:
-        return True
-    if kind is np.ndarray:
-        return bool(value.dtype.kind in "biufcSU")
-    if kind not in _CONTAINERS or depth == _DEEPEST:
-        return False
-    return all(_is_sure(item, depth + 1) for item in (value.values() if kind is dict else value))
 
 
 def _name(key: Any) -> str:

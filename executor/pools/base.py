@@ -23,6 +23,7 @@ from envherd.shm.slab import Slab, SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError
+from envherd.workers.info_rows import Schema
 from envherd.workers.processes import cpu_ns, cpu_of, memory_of
 from envherd.workers.protocol import Op
 
@@ -116,6 +117,11 @@ class Pool:
     lendable: PrivateView | None = None
     capsules: CapsuleWriter | None = None
     _caller: Any = None  # gives commands and waits in C; None if Python must do it
+
+    @property
+    def schemas(self) -> Mapping[int, Schema]:
+        """The schemas of infos in rows, by id; workers report further ones."""
+        return self.outcome.schemas
 
     # ---- commands ----------------------------------------------------------------------------
 

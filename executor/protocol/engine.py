@@ -72,7 +72,7 @@ class Engine(Calls):
         mover = None
         if device is not None and device.type != "cpu":
             mover = Mover(pool.slab.buffer, device, pool.plan.num_frames)
-        infos = InfoReader(options.info_policy, pool.slab, pool.outcome.schemas)
+        infos = InfoReader(options.info_policy, pool.slab, pool.schemas)
         self.side = SideData(self.specs, infos)
         lends = copy and mover is None and not options.poison
         loans = make_loans(pool.slab, pool.lendable) if lends else None

@@ -307,7 +307,7 @@ def test_they_are_the_envs_own_whatever_their_schema_and_the_call(kind, policy):
                 env.send(actions(num_envs))
                 for _ in range(num_envs):
                     note(env.recv(1)["env_ids"].tolist())
-                    assert [env.infos("next"), env.infos("root")] == [*map(Same, expected.values())]
+                    assert repr([env.infos("next"), env.infos("root")]) == repr([*expected.values()])
             elif call == 2:
                 env.rollout(2, auto_reset=False, break_when_any_done=False)
                 note(range(num_envs))
@@ -317,30 +317,7 @@ def test_they_are_the_envs_own_whatever_their_schema_and_the_call(kind, policy):
             else:
                 env.step_and_maybe_reset(actions(num_envs))
                 note(range(num_envs))
-            assert [env.infos("next"), env.infos("root")] == [*map(Same, expected.values())]
-
-
-class Same:
-    """Equal to a value of the same types and bits."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def __eq__(self, other):
-        return fingerprint_of(self.value) == fingerprint_of(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self):
-        return repr(self.value)
-
-
-def fingerprint_of(value):
-    if isinstance(value, dict):
-        return [(key, fingerprint_of(item)) for key, item in value.items()]
-    if isinstance(value, (list, tuple)):
-        return type(value), [*map(fingerprint_of, value)]
-    return type(value), value.tobytes() if isinstance(value, (np.ndarray, np.generic)) else value
+            assert repr([env.infos("next"), env.infos("root")]) == repr([*expected.values()])
 
 
 # ---- entries as leaves --------------------------------------------------------------------------------
