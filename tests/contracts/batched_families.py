@@ -7,10 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tests.contracts import plain_batches, plain_loops
-from tests.contracts.batched_envs import NUM_ROWS, atari, balance, cartpole, isaac, maniskill, pool, vector_env
 from tests.contracts.family import IS_FULL, Family
 from tests.contracts.optional_families import reset_by_option
 from tests.contracts.plain_batches import PlainRows, PlainSimulator
+from tests.envs.batched_envs import NUM_ROWS, atari, balance, cartpole, isaac, maniskill, pool, vector_env
 
 if TYPE_CHECKING:
     import torch  # workers that build one of the other envs do without it

@@ -85,7 +85,7 @@ def pettingzoo_spread(*, draws: bool = False) -> Any:
 
 def pettingzoo_village() -> Any:
     """Return an env whose agents leave and return, and have different spaces and action masks."""
-    from tests.workers.pettingzoo_envs import Village
+    from tests.envs.pettingzoo_envs import Village
 
     return Village()
 

@@ -30,7 +30,7 @@ from envherd.executor import (
 from envherd.workers.process import branching
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import PairEnv, TextEnv
-from tests.executor.branch_envs import Unforkable, Walk
+from tests.envs.branch_envs import Unforkable, Walk
 from tests.executor.calls import act, kill, only
 from tests.executor.test_lifecycle import is_running
 from tests.faults.test_interrupts import Interrupt, at_each, tracing
@@ -447,7 +447,7 @@ _OWNER = """
 import os, signal, sys, threading
 import psutil
 from envherd.executor import ParallelEnv
-from tests.executor.branch_envs import Walk
+from tests.envs.branch_envs import Walk
 env = ParallelEnv(3, Walk, num_workers=3)
 env.reset()
 env.branch(0, [1, 2])

@@ -15,8 +15,8 @@ import zipfile
 from pathlib import Path
 from typing import ClassVar
 
+from tests.envs import torch_simulators
 from tests.extras import needs, skip_without
-from tests.workers import torch_simulators
 
 skip_without("cli", "gymnasium")
 
@@ -35,9 +35,9 @@ from envherd.workers.block.journal import FLAGS, Journal, JournalFlag
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.faults import BROKEN, FaultyEnv
+from tests.envs.logged_env import Logged
 from tests.executor.calls import TWO_WORKERS
 from tests.executor.drives import DRIVES, act
-from tests.executor.logged_env import Logged
 
 FAULTY = "python:envherd.workers.testing.faults:FaultyEnv"
 HERE = "tests.executor.test_capsules"

@@ -25,7 +25,7 @@ from envherd.executor.cli.top import Watcher, screen
 from envherd.workers.testing import CountingEnv
 from tests.gates import wait_for
 
-TEAM = "python:tests.executor.team_env:pictured"
+TEAM = "python:tests.envs.team_env:pictured"
 COUNTING = "python:envherd.workers.testing:CountingEnv"
 
 

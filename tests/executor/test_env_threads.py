@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from envherd import EnvError, ExecutorOptions, ParallelEnv, WorkerTimeout
 from envherd.workers.testing import CountingEnv, FaultyEnv
-from tests.executor.waiting_envs import MeetingEnv, OneThreadEnv, StuckEnv
+from tests.envs.waiting_envs import MeetingEnv, OneThreadEnv, StuckEnv
 from tests.gates import wait_for
 
 pytestmark = pytest.mark.slow

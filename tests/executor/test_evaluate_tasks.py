@@ -32,8 +32,8 @@ from envherd.executor.show import playing
 from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile
 from envherd.executor.show.results import Evaluation, Evaluations, interval_of, rate_of
 from envherd.workers.seeding import episode_seed
-from tests.executor.suite_envs import Task, broken
-from tests.executor.team_env import Team, pictured
+from tests.envs.suite_envs import Task, broken
+from tests.envs.team_env import Team, pictured
 from tests.executor.test_per_player import Always, Counting
 from tests.extras import needs
 
@@ -436,7 +436,7 @@ def test_programs_that_write_to_one_file_keep_each_others_records(tmp_path):
 KILLED = """
 import functools, sys
 from envherd import evaluate
-from tests.executor.suite_envs import Task
+from tests.envs.suite_envs import Task
 from tests.executor.test_evaluate_tasks import Net, suite
 if __name__ == "__main__":
     evaluate(Net(), suite(log=sys.argv[2], step_s=0.03), 12, num_workers=2, out=sys.argv[1])
@@ -518,8 +518,8 @@ def test_films_of_chosen_episodes_have_all_pictures(tmp_path, monkeypatch):
 @pytest.mark.slow
 @needs("media")
 def test_the_command_films_and_plays_several_envs(tmp_path):
-    out, given = tmp_path / "out.json", "python:tests.executor.suite_envs:Task"
-    team = "python:tests.executor.team_env:pictured"
+    out, given = tmp_path / "out.json", "python:tests.envs.suite_envs:Task"
+    team = "python:tests.envs.team_env:pictured"
     command = ["evaluate", team, given, "--episodes", "2", "--workers", "2", "--max-steps", "3", "--out", str(out)]
     done = CliRunner().invoke(app, [*command, "--json", "-"])
     assert done.exit_code == 0, done.output
@@ -553,7 +553,7 @@ def make_interrupt():
 
 def test_the_command_keeps_its_episodes_after_ctrl_c(tmp_path):
     out = tmp_path / "out.json"
-    command = ["evaluate", "python:tests.executor.suite_envs:Task", "--workers", "1", "--out", str(out)]
+    command = ["evaluate", "python:tests.envs.suite_envs:Task", "--workers", "1", "--out", str(out)]
     done = CliRunner().invoke(app, [*command, "--policy", f"{__name__}:make_interrupt"])
     assert (done.exit_code, "interrupted" in done.output) == (130, True)
     assert num_recorded(out) >= 1
@@ -563,13 +563,13 @@ def test_the_command_keeps_its_episodes_after_ctrl_c(tmp_path):
 
 
 def test_the_command_refuses_an_env_that_is_named_twice():
-    done = CliRunner().invoke(app, ["evaluate", *["python:tests.executor.suite_envs:Task"] * 2])
+    done = CliRunner().invoke(app, ["evaluate", *["python:tests.envs.suite_envs:Task"] * 2])
     assert done.exit_code == 2
-    assert "expected each ENV once, got 'python:tests.executor.suite_envs:Task' again" in done.stderr
+    assert "expected each ENV once, got 'python:tests.envs.suite_envs:Task' again" in done.stderr
 
 
 def test_the_command_reports_failed_episodes():
-    command = ["evaluate", "python:tests.executor.suite_envs:Task", "--env-kwargs", '{"faults": [[1, "raise"]]}']
+    command = ["evaluate", "python:tests.envs.suite_envs:Task", "--env-kwargs", '{"faults": [[1, "raise"]]}']
     policy = ["--policy", f"{__name__}:make_press", "--episodes", "3", "--workers", "1"]
     done = CliRunner().invoke(app, [*command, *policy], env={"COLUMNS": "120"})
     assert done.exit_code == 1

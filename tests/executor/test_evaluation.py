@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from envherd import ExecutorOptions, MeltingPotFactory, ParallelEnv, PerPlayer, SerialEnv, evaluate
 from envherd.executor.cli.app import app
 from envherd.executor.show.results import Evaluation, equality_of, interval_of
-from tests.executor.team_env import Team
+from tests.envs.team_env import Team
 from tests.executor.test_per_player import Always, Counting
 from tests.extras import needs
 

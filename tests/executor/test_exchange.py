@@ -16,9 +16,9 @@ from envherd.executor.batches import memory as batch_memory
 from envherd.shm.sync import Doorbell
 from envherd.workers import native
 from envherd.workers.testing import CountingEnv, FaultyEnv, TextEnv
+from tests.envs.disturbing_envs import HaltingEnv
+from tests.envs.sized_envs import SleepingEnv
 from tests.executor.calls import ENDLESS, TWO_WORKERS, act, both
-from tests.executor.sized_envs import SleepingEnv
-from tests.faults.envs import HaltingEnv
 from tests.gates import Gate, wait_for
 
 pytestmark = pytest.mark.slow

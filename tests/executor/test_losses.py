@@ -47,9 +47,9 @@ from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.protocol import RING, Op
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import CountingEnv, FaultyEnv, PairEnv, TextEnv
+from tests.envs.disturbing_envs import HaltingEnv
 from tests.executor.calls import ENDLESS, RESTART, act, counters, flags, kill, only
 from tests.faults.children import in_child
-from tests.faults.envs import HaltingEnv
 from tests.gates import Gate, interrupt
 
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool]

@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictSequential
 from torch import nn
 
 from envherd import AsyncCollector, Collector, ParallelEnv, PerPlayer, RandomPlayer, SerialEnv
-from tests.executor.team_env import NUM_ACTIONS, ROLES, Team
+from tests.envs.team_env import NUM_ACTIONS, ROLES, Team
 from tests.extras import needs
 
 NUM_ENVS = 2

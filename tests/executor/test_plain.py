@@ -22,9 +22,9 @@ from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers import native
 from envherd.workers.block.block import Block
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv, TextEnv
+from tests.envs import torch_simulators
 from tests.executor.test_fast_calls import Driving, needs_c
 from tests.extras import needs
-from tests.workers import torch_simulators
 
 pytestmark = pytest.mark.preloads()
 

@@ -27,7 +27,7 @@ from envherd.shm.segment import NAMES
 from envherd.workers.adapters.named import NamedFactory, PettingZooFactory
 from envherd.workers.interpreters import InPython
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, TextEnv
-from tests.executor.costly_envs import ParentEnv
+from tests.envs.costly_envs import ParentEnv
 from tests.executor.test_lifecycle import is_running
 from tests.extras import needs
 from tests.gates import wait_for

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from envherd.executor import ExecutorOptions, ParallelEnv, preloaded
-from tests.executor.seeing_env import Seeing
+from tests.envs.seeing_env import Seeing
 from tests.gates import wait_for
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,8 @@ import pytest
 
 from envherd.executor import ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
 from envherd.workers.testing import CountingEnv
+from tests.envs.disturbing_envs import LeakyEnv
 from tests.executor.drives import DRIVES, act
-from tests.faults.envs import LeakyEnv
 
 pytestmark = pytest.mark.slow
 

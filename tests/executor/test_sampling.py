@@ -84,7 +84,7 @@ def test_where_nothing_is_allowed_action_0_is_drawn():
 
 @needs("pettingzoo")
 def test_masks_of_agents_hold_within_their_group():
-    from tests.workers.pettingzoo_envs import Village
+    from tests.envs.pettingzoo_envs import Village
 
     with SerialEnv(2, Village, seed=0) as env:
         data = env.rollout(30, break_when_any_done=False)

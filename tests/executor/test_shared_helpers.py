@@ -18,7 +18,7 @@ import pytest
 from envherd.executor import ExecutorOptions, ParallelEnv
 from envherd.executor.facades.sb3 import SubprocVecEnv
 from envherd.executor.pools import zygote
-from tests.executor.seeing_env import Seeing
+from tests.envs.seeing_env import Seeing
 from tests.executor.test_lifecycle import is_running
 from tests.extras import needs
 from tests.faults.children import in_child
@@ -134,7 +134,7 @@ def test_what_a_process_inherits_is_that_of_the_executor():
 
 
 def test_modules_that_have_changed_are_imported_again(tmp_path, monkeypatch):
-    source = "from tests.executor.seeing_env import Seeing\nclass Env(Seeing):\n    def version(self): return {}\n"
+    source = "from tests.envs.seeing_env import Seeing\nclass Env(Seeing):\n    def version(self): return {}\n"
     file = tmp_path / "module_that_changes.py"
     file.write_text(source.format(1))
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -22,7 +22,7 @@ from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.sizing import probe as probing
 from envherd.executor.sizing.driving import Subject
 from envherd.workers.testing import CountingEnv
-from tests.executor import sized_envs
+from tests.envs import sized_envs
 from tests.executor.sizing_figures import GIB, MIB, machine_of
 
 
@@ -254,7 +254,7 @@ def test_what_cannot_be_sized_is_exit_code_2():
     ],
 )
 def test_an_env_that_fails_is_exit_code_1_and_says_where(name, said):
-    done = size(f"python:tests.executor.sized_envs:{name}", "--budget", "0.5", columns=300)
+    done = size(f"python:tests.envs.sized_envs:{name}", "--budget", "0.5", columns=300)
     assert done.exit_code == 1
     assert said in done.stderr
     assert done.stdout == ""

@@ -17,7 +17,7 @@ from envherd.executor.sizing.recommending import recommend
 from envherd.executor.sizing.settings import WORKERS_ONLY, Goal
 from envherd.workers.errors import EnvherdError
 from envherd.workers.testing import CountingEnv
-from tests.executor import sized_envs
+from tests.envs import sized_envs
 from tests.extras import needs
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor import Busy, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.workers.errors import ActionError, EnvError, ResetNeeded
-from tests.workers import torch_simulators as simulators
+from tests.envs import torch_simulators as simulators
 
 pytestmark = pytest.mark.preloads()
 

@@ -12,7 +12,7 @@ import pytest
 
 from envherd import Collector, ParallelEnv, SerialEnv, VideoRecorder
 from envherd.executor.show import recorder as module
-from tests.executor.team_env import Team, pictured
+from tests.envs.team_env import Team, pictured
 
 
 @pytest.fixture

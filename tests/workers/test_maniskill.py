@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from envherd.executor import SerialEnv
 from envherd.workers.errors import EnvError
-from tests.workers import torch_simulators as simulators
+from tests.envs import torch_simulators as simulators
 from tests.workers.maniskill_standin import make_maniskill, make_maniskill_vector
 
 

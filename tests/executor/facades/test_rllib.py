@@ -40,9 +40,9 @@ with warnings.catch_warnings():
 from envherd.executor import ExecutorOptions, MeltingPotFactory
 from envherd.executor.facades.rllib import MultiAgentEnvRunner, MultiAgentVectorEnv, SingleAgentEnvRunner
 from envherd.workers.errors import ActionError, EnvError, SpecError
-from tests.executor.facades import rllib_envs
-from tests.executor.facades.rllib_context import make_lonely
-from tests.executor.facades.rllib_envs import AGENTS, Corridor, Leaving, Nameless, Together, Turns
+from tests.envs import rllib_envs
+from tests.envs.rllib_context import make_lonely
+from tests.envs.rllib_envs import AGENTS, Corridor, Leaving, Nameless, Together, Turns
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -27,7 +27,7 @@ from torchrl.envs import (
     VmasEnv,
 )
 
-from tests import torchrl_own
+from tests.envs import torchrl_own
 
 # dm_control loads an OpenGL driver whose LLVM and TensorFlow's abort a process that exits with both.
 os.environ.setdefault("MUJOCO_GL", "off")

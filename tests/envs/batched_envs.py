@@ -22,7 +22,7 @@ def vector_env(kind: str, mode: str) -> Any:
     import gymnasium
     from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-    from tests.workers.vector_envs import LoopVectorEnv
+    from tests.envs.vector_envs import LoopVectorEnv
 
     autoreset, make_row = AutoresetMode[mode], partial(cartpole, draws=IS_FULL)
     if kind == "async":
