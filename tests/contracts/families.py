@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
-from tests.contracts import own_family, plain_loops
+from tests.contracts import own_family
 from tests.contracts.batched_families import BATCHED
 from tests.contracts.family import IS_FULL, Family
 from tests.contracts.optional_families import OPTIONAL
+from tests.oracles import plain_loops
 
 
 def gymnasium_env(

@@ -68,7 +68,7 @@ def balance(**kwargs: Any) -> Any:
 
 def maniskill(*, resets_itself: bool, draws: bool = False) -> Any:
     """Make a stand-in of ManiSkill's interface, or the vector env around it."""
-    from tests.workers import maniskill_standin
+    from tests.oracles import maniskill_standin
 
     if resets_itself:
         return maniskill_standin.make_maniskill_vector(NUM_ROWS)
@@ -77,7 +77,7 @@ def maniskill(*, resets_itself: bool, draws: bool = False) -> Any:
 
 def isaac(kind: str, **cfg: Any) -> Any:
     """Make a stand-in of IsaacLab's interface; a process can hold only one."""
-    from tests.workers import isaaclab_standin
+    from tests.oracles import isaaclab_standin
 
     make = {"direct": isaaclab_standin.make_direct, "managed": isaaclab_standin.make_managed}[kind]
     return make(num_envs=NUM_ROWS, tells_episode=False, **cfg)

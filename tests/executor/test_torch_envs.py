@@ -130,7 +130,7 @@ def test_an_env_that_begins_to_keep_its_actions_is_refused():
 
 
 def test_the_callers_generators_are_left_alone():
-    from tests.workers import isaaclab_standin as isaac
+    from tests.oracles import isaaclab_standin as isaac
 
     np.random.seed(5)
     torch.manual_seed(5)

@@ -1,6 +1,6 @@
 """Soak test: executors under random kills, stops, resets, opens and closes for a given time: `make soak`.
 
-The sessions are those of the fuzzers, so every row is compared with the envs' diary (see `tests.faults.fuzzing`). They
+The sessions are those of the fuzzers, so every row is compared with the envs' diary (see `tests.oracles.fuzzing`). They
 run in one process, whose resources are sampled once a second: memory, descriptors, threads, children, names in
 /dev/shm. At the end they must be as at the beginning.
 """
@@ -22,8 +22,8 @@ from pathlib import Path
 
 from envherd.executor.pools.zygote import end_idle
 from tests.conftest import descendants
-from tests.faults.fuzz_executor import play
-from tests.faults.fuzzing import Watch
+from tests.oracles.fuzz_executor import play
+from tests.oracles.fuzzing import Watch
 
 DOCS = Path(__file__).parents[2] / "docs"
 #: Option sets of the fuzzers.

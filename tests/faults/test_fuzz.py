@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.fuzz_envs import Kind, Life
-from tests.faults.fuzzing import Given, Oracle, Row, Transition, Violation
+from tests.oracles.fuzz_envs import Kind, Life
+from tests.oracles.fuzzing import Given, Oracle, Row, Transition, Violation
 
 PLACE = (0, 0)
 

@@ -18,7 +18,7 @@ from envherd.workers import native
 from envherd.workers.process.loop import Loop
 from envherd.workers.protocol import PARENT_STEPS, RING, WORKER_STEPS, Op, pack
 from envherd.workers.testing import CountingEnv
-from tests.faults.model import Protocol, Violation, explore
+from tests.oracles.protocol_model import Protocol, Violation, explore
 from tests.scale import IS_FULL
 
 

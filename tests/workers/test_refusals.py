@@ -24,7 +24,7 @@ from envherd.workers.adapters.common.tree import RESERVED_NAMES
 from envherd.workers.adapters.registry import find_adapter
 from tests.envs import torch_simulators as simulators
 from tests.extras import needs, skip_without
-from tests.workers import isaaclab_standin as isaac
+from tests.oracles import isaaclab_standin as isaac
 from tests.workers import test_gymnasium_vector as vectors
 from tests.workers.test_gymnasium_adapter import Scripted, answering
 from tests.workers.test_gymnasium_spaces import Colours, Echo

@@ -16,8 +16,8 @@ from envherd.workers.adapters.simulators.native import IsaacLabAdapter, TorchNat
 from envherd.workers.errors import EnvError, FactoryError, ResetNeeded
 from tests.envs import torch_simulators as simulators
 from tests.extras import needs
+from tests.oracles import isaaclab_standin as isaac
 from tests.scale import scaled
-from tests.workers import isaaclab_standin as isaac
 
 
 @pytest.fixture(autouse=True)

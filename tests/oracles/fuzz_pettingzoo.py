@@ -11,8 +11,8 @@ from pettingzoo import ParallelEnv
 
 from envherd.executor import ExecutorOptions
 from envherd.executor.facades.pettingzoo import ParallelVectorEnv
-from tests.faults.fuzz_facades import GymnasiumFuzzEnv
-from tests.faults.fuzzing import Violation
+from tests.oracles.fuzz_facades import GymnasiumFuzzEnv
+from tests.oracles.fuzzing import Violation
 
 #: The agent that plays the env, and one that is absent in every third step.
 PILOT, VISITOR = "pilot", "visitor"

@@ -1,7 +1,7 @@
 """Shared parts of the fuzzers: the oracle, which knows what the envs have done, and the running of cases.
 
 A case is a function of one seed: it opens executors with random options, applies random operations, breaks workers on
-purpose, and compares every row with the envs' diary (see `tests.faults.fuzz_envs`).
+purpose, and compares every row with the envs' diary (see `tests.oracles.fuzz_envs`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import psutil
 
 from envherd.executor.pools.zygote import end_idle
 from envherd.workers.seeding import episode_seed
-from tests.faults.fuzz_envs import FIELDS, RECORD, Kind, checksum
+from tests.oracles.fuzz_envs import FIELDS, RECORD, Kind, checksum
 
 #: Number of episodes per root seed whose seeds are known.
 _MANY = 400

@@ -11,9 +11,9 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import ExecutorOptions
-from tests.faults.fuzz_envs import NUM_ACTIONS, WIDTH, Life, Traps, When
-from tests.faults.fuzz_session import Session
-from tests.faults.fuzzing import Given, Row, Transition, Violation
+from tests.oracles.fuzz_envs import NUM_ACTIONS, WIDTH, Life, Traps, When
+from tests.oracles.fuzz_session import Session
+from tests.oracles.fuzzing import Given, Row, Transition, Violation
 
 
 class GymnasiumFuzzEnv(gymnasium.Env):
@@ -244,7 +244,7 @@ class PettingZooSession(GymnasiumSession):
 
     def make(self, make: list[Any], options: ExecutorOptions) -> Any:
         """Open the facade, in one of its autoreset modes."""
-        from tests.faults.fuzz_pettingzoo import PettingZooFuzzEnv, PilotsEnv
+        from tests.oracles.fuzz_pettingzoo import PettingZooFuzzEnv, PilotsEnv
 
         self.mode = self.rng.choice(["NextStep", "SameStep", "Disabled"])
         self.watch.note(f"mode {self.mode}")

@@ -1,6 +1,6 @@
 """Fuzz an `AsyncCollector`: envs raise, die, hang and are slow, and Ctrl-C breaks off calls, at random.
 
-Every transition of every batch is compared with its env's diary (see `tests.faults.fuzzing`): none is wrong, torn, out
+Every transition of every batch is compared with its env's diary (see `tests.oracles.fuzzing`): none is wrong, torn, out
 of order or duplicated, and none is missing without an error.
 """
 
@@ -18,10 +18,10 @@ import torch
 from tensordict import TensorDictBase
 
 from envherd import AsyncCollector, EnvherdError, ExecutorOptions, InternalError, ParallelEnv
-from tests.faults import fuzzing
-from tests.faults.fuzz_envs import NUM_ACTIONS, FuzzEnv, How, Kind, Traps, When
-from tests.faults.fuzz_executor import STOPS, Interrupter
-from tests.faults.fuzzing import Oracle, Row, Transition, Violation, Watch
+from tests.oracles import fuzzing
+from tests.oracles.fuzz_envs import NUM_ACTIONS, FuzzEnv, How, Kind, Traps, When
+from tests.oracles.fuzz_executor import STOPS, Interrupter
+from tests.oracles.fuzzing import Oracle, Row, Transition, Violation, Watch
 
 #: Option set -> its fixed options; the others are drawn.
 VARIANTS: dict[str, dict[str, Any]] = {

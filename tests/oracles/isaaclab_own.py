@@ -6,7 +6,7 @@ env's `ledger` records every step and reset.
 
 from __future__ import annotations
 
-from tests.workers import isaacsim_stub
+from tests.oracles import isaacsim_stub
 
 isaacsim_stub.with_isaaclab()
 

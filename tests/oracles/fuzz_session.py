@@ -21,8 +21,8 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from envherd.executor import Busy, EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
 from envherd.executor.collector import Collector
 from envherd.workers.errors import WorkerTimeout
-from tests.faults.fuzz_envs import NUM_ACTIONS, WIDTH, FuzzEnv, How, Kind, Traps, When
-from tests.faults.fuzzing import NOTHING, Given, Oracle, Row, Transition, Violation, Watch
+from tests.oracles.fuzz_envs import NUM_ACTIONS, WIDTH, FuzzEnv, How, Kind, Traps, When
+from tests.oracles.fuzzing import NOTHING, Given, Oracle, Row, Transition, Violation, Watch
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from envherd.shm.specs import Key
-from tests.contracts.plain_loops import MakeEnv, Result, Values
+from tests.oracles.plain_loops import MakeEnv, Result, Values
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """Random operations on executors whose workers die, hang and raise, and whose calls are broken off, at random.
 
-See `tests.faults.fuzzing` for the checks, and `tests.faults.fuzz_session` for the operations. Interrupts are real:
+See `tests.oracles.fuzzing` for the checks, and `tests.oracles.fuzz_session` for the operations. Interrupts are real:
 SIGINT to the process (which has several threads), `_thread.interrupt_main`, a SIGALRM whose handler raises, a SIGTERM
 whose handler exits. After an interrupt, data must be correct or calls refused; nothing may hang.
 """
@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 
 from envherd import Capsules
 from envherd.executor import EnvError
-from tests.faults import fuzzing
-from tests.faults.fuzz_session import DEADLY, Session, Setting
-from tests.faults.fuzzing import Watch
+from tests.oracles import fuzzing
+from tests.oracles.fuzz_session import DEADLY, Session, Setting
+from tests.oracles.fuzzing import Watch
 
 STEP_TIMEOUT_S = 0.5
 
@@ -276,7 +276,7 @@ def session_class(setting: Setting) -> type[Session]:
     """Return the session class of a setting; facades are imported on demand."""
     if not setting.facade:
         return Session
-    from tests.faults.fuzz_facades import SESSIONS
+    from tests.oracles.fuzz_facades import SESSIONS
 
     return SESSIONS[setting.facade]
 

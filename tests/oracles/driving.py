@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from envherd.shm.specs import EnvSpec, Key, LeafSpec
 from envherd.workers import seeding
 from tests.contracts.family import Family
-from tests.contracts.plain_loops import Plain, Values
+from tests.oracles.plain_loops import Plain, Values
 
 Row = dict[Key, Any]
 
