@@ -115,13 +115,13 @@ test-python: $(STAMP)
 
 # Installs the oldest supported libraries over those of .venv for these tests only; `make compat` runs more tests.
 test-oldest: $(STAMP)
-	$(BIN)/python -m tests.compat --above --jobs $(JOBS)
+	$(BIN)/python -m tools.compat --above --jobs $(JOBS)
 
 # A wanted change of data: `make golden WRITE=--write`.
 CASES ?=
 WRITE ?=
 golden: $(STAMP)
-	$(BIN)/python -m tests.golden "$(CASES)" $(WRITE)
+	$(BIN)/python -m tools.golden "$(CASES)" $(WRITE)
 
 test-quick: $(STAMP)
 	$(PYTEST) -m "not slow and not full"
@@ -134,33 +134,33 @@ matrix: $(STAMP)
 	ENVHERD_MATRIX=docs/reports/families.md $(BIN)/python -m pytest tests/contracts/test_matrix.py -k "test_family and ($(FAMILY))" \
 		-o faulthandler_timeout=0
 
-# Takes an hour or two and 12 GB of disk; see `python -m tests.compat --help`. Rows that are not run do not change.
+# Takes an hour or two and 12 GB of disk; see `python -m tools.compat --help`. Rows that are not run do not change.
 ROWS ?=
 compat: $(STAMP)
-	$(BIN)/python -m tests.compat --rows "$(ROWS)"
+	$(BIN)/python -m tools.compat --rows "$(ROWS)"
 
 # The tests append to earlier recordings, so they can also be run in parts.
 RECORDED := build/faults.jsonl
 faults: $(STAMP)
 	@mkdir -p build
 	ENVHERD_FULL=1 ENVHERD_FAULTS=$(RECORDED) $(BIN)/python -m pytest tests/faults/test_matrix.py tests/faults/test_surroundings.py
-	$(BIN)/python -m tests.faults.page $(RECORDED)
+	$(BIN)/python -m tools.faults_page $(RECORDED)
 	$(BIN)/python -m benchmarks.faults --write
 
 MINUTES ?= 20
 soak: $(STAMP)
-	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) --write
+	$(BIN)/python -m tools.soak --minutes $(MINUTES) --write
 
 # FILES: paths, or path:line for all changes of a line. The default, the whole core, takes most of an hour.
 SAMPLE ?= 10
 SEED ?= 0
 FILES ?=
 mutants: $(STAMP)
-	$(BIN)/python -m tests.mutants --sample $(SAMPLE) --seed $(SEED) --jobs $(JOBS) $(FILES)
+	$(BIN)/python -m tools.mutants --sample $(SAMPLE) --seed $(SEED) --jobs $(JOBS) $(FILES)
 
 fuzz: MINUTES = 10
 fuzz: $(STAMP)
-	$(BIN)/python -m tests.faults.fuzz --minutes $(MINUTES)
+	$(BIN)/python -m tools.fuzz --minutes $(MINUTES)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

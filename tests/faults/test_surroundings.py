@@ -36,8 +36,8 @@ from tests.faults.children import (
     mount_small,
 )
 from tests.faults.matrix import _held, _left
-from tests.faults.page import record
 from tests.scale import IS_FULL, scaled
+from tools.faults_page import record
 
 pytestmark = [
     pytest.mark.slow,

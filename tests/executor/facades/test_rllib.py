@@ -1,6 +1,6 @@
 """RLlib's env runners on the executor give RLlib's own episodes, and train.
 
-RLlib needs a Gymnasium version that other tests do not support: `python -m tests.compat --rows RLlib` creates an
+RLlib needs a Gymnasium version that other tests do not support: `python -m tools.compat --rows RLlib` creates an
 environment for it and runs this file there.
 """
 

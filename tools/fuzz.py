@@ -1,4 +1,4 @@
-"""Run the fuzzers for some time: `make fuzz MINUTES=10`, `python -m tests.faults.fuzz --minutes 10`.
+"""Run the fuzzers for some time: `make fuzz MINUTES=10`, `python -m tools.fuzz --minutes 10`.
 
 Every case is a separate process, forked from this one, which has imported everything. A hang or a crash of a case is
 reported, and the next one begins. The option sets take turns in a random order. Exit code 1 means that some cases
@@ -25,7 +25,7 @@ from pathlib import Path
 #: Set before numpy is imported: a process that forks should have one thread. Cases start threads themselves.
 os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
-from tests.faults import fuzz_collector, fuzz_executor, fuzzing  # see above
+from tests.oracles import fuzz_collector, fuzz_executor, fuzzing  # see above
 
 #: Seconds for a case as a whole.
 CASE_S = 4 * fuzzing.HANG_S
@@ -99,7 +99,7 @@ def _tail(log: Path) -> list[str]:
 
 def main() -> int:
     """Run from the shell."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.fuzz", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.fuzz", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--cases", type=int, default=0, help="stop after so many; default: when the time is over")
     parser.add_argument("--only", choices=FUZZERS)
@@ -123,7 +123,7 @@ def main() -> int:
             passed[f"{fuzzer}: {variant}"] += 1
             log.unlink()
             continue
-        command = f"python -m tests.faults.fuzz --only {fuzzer} --variant {variant!r} --seed {seed} --cases 1"
+        command = f"python -m tools.fuzz --only {fuzzer} --variant {variant!r} --seed {seed} --cases 1"
         command += f" --operations {arguments.operations}"
         failed.append(f"{what}\n  repeat: {command}\n  log: {log}")
         print(f"\nFAILED {failed[-1]}", *_tail(log), sep="\n  ", flush=True)

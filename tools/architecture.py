@@ -1,6 +1,6 @@
 """Write the tables of parts and imports in docs/architecture.md, and its picture.
 
-    python -m tests.architecture --write      # needs envherd[media]
+    python -m tools.architecture --write      # needs envherd[media]
 
 The arrows are the imports that `tests/test_imports.py` finds. Arrows implied by others are left out (transitive
 reduction). Only the positions of the boxes are set by hand. A module without a box is an error.
@@ -27,7 +27,7 @@ from tests.test_imports import MODULES, ORDERED, ROOT, imported_modules
 
 PAGE = ROOT / "docs" / "architecture.md"
 PICTURE = ROOT / "docs" / "images" / "architecture.png"
-COMMAND = "python -m tests.architecture --write"
+COMMAND = "python -m tools.architecture --write"
 
 
 class Box(NamedTuple):
@@ -114,7 +114,7 @@ def box_of(module: str) -> str:
     for label, box in BOXES.items():
         if any(fnmatch(file, pattern) for pattern in box.files):
             return label
-    raise KeyError(f"{file} has no box: add it to BOXES in tests/architecture.py, then run `{COMMAND}`.")
+    raise KeyError(f"{file} has no box: add it to BOXES in tools/architecture.py, then run `{COMMAND}`.")
 
 
 def imported_boxes() -> dict[str, set[str]]:
@@ -161,9 +161,9 @@ def states_table(module: ModuleType) -> list[str]:
 
 #: Part of the page -> function that makes its lines.
 PARTS: dict[str, Callable[[], list[str]]] = {
-    "tests/architecture.py, parts": parts_table,
-    "tests/architecture.py, states": partial(states_table, env_states),
-    "tests/architecture.py, states in a worker": partial(states_table, slot_states),
+    "tools/architecture.py, parts": parts_table,
+    "tools/architecture.py, states": partial(states_table, env_states),
+    "tools/architecture.py, states in a worker": partial(states_table, slot_states),
 }
 
 

@@ -25,7 +25,7 @@ from tests.conftest import descendants
 from tests.oracles.fuzz_executor import play
 from tests.oracles.fuzzing import Watch
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 #: Option sets of the fuzzers.
 VARIANTS = ("plain", "shared", "recycle", "threads", "views", "late", "pairs", "text")
 #: Bytes by which this process may have grown at the end: allocators and torch keep some.
@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write docs/reports/soak.md and its plot")
     arguments = parser.parse_args()
     report = Soak(arguments.seed).run(60 * arguments.minutes)
-    print(json.dumps({"done": report.done, "samples": len(report.samples)}, indent=1))  # noqa: T201  # a report
+    print(json.dumps({"done": report.done, "samples": len(report.samples)}, indent=1))  # a report
     if arguments.write:
         write(report)
     if report.leaks():

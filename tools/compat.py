@@ -1,8 +1,8 @@
 """Run the tests with the oldest and newest versions of this package's dependencies; write docs/reports/versions.md.
 
-    python -m tests.compat                       # every row: an hour or two; 6 GB of disk at a time
-    python -m tests.compat --rows "3.12|0.13"    # rows whose name has one of these, added to the page
-    python -m tests.compat --above               # the oldest libraries above this environment: a minute; no page
+    python -m tools.compat                       # every row: an hour or two; 6 GB of disk at a time
+    python -m tools.compat --rows "3.12|0.13"    # rows whose name has one of these, added to the page
+    python -m tools.compat --above               # the oldest libraries above this environment: a minute; no page
 
 *Oldest* is the lower bound of every requirement in `pyproject.toml`, exactly; *newest* is what pip chooses within the
 bounds. Each is installed into a separate environment, which is deleted afterwards (unless `--keep`). Rows with another
@@ -259,7 +259,7 @@ def _counted(report: Path) -> dict[str, dict[str, Any]]:
 _INTRODUCTION = """# Versions
 
 Written by `make compat`, which makes an environment for each row, installs the versions in it and runs the tests of the
-headings on the right there (`tests/compat.py` lists the files). *Oldest* has the lower bound of each requirement in
+headings on the right there (`tools/compat.py` lists the files). *Oldest* has the lower bound of each requirement in
 `pyproject.toml`, *newest* what pip chose within the bounds; the other rows change a few versions of one of the two.
 Each minor version of TorchRL needs the TensorDict of the same number, which may not be the newest. RLlib has a separate
 environment, because it pins Gymnasium. Continuous integration runs the newest versions with `make test`, and quick

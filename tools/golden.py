@@ -1,9 +1,9 @@
 """Golden traces: hashes of the data of every family of envs, stepping mode and facade, kept in a file.
 
-    python -m tests.golden                       # compare with the file; lists the cases that differ
-    python -m tests.golden "cartpole/.*"         # only the cases whose name matches
-    python -m tests.golden --write               # record the file again, after a wanted change of data
-    python -m tests.golden --print cartpole/sent # every row of a case: two versions can be compared with diff
+    python -m tools.golden                       # compare with the file; lists the cases that differ
+    python -m tools.golden "cartpole/.*"         # only the cases whose name matches
+    python -m tools.golden --write               # record the file again, after a wanted change of data
+    python -m tools.golden --print cartpole/sent # every row of a case: two versions can be compared with diff
 
 A case is `FAMILY/MODE`, for each of `SEEDS`. Its hash covers names, dtypes, shapes and bytes of `NUM_STEPS` steps of
 `NUM_ENVS` envs. Actions depend on seed, env and step alone, so the rows of an env do not depend on which env was ready
@@ -49,7 +49,7 @@ from tests.extras import has_extra
 
 NUM_ENVS, NUM_STEPS, SEEDS = 3, 200, (0, 1, 2)
 VERSIONS = ("torchrl", "gymnasium")
-FOLDER = Path(__file__).parent / "golden"
+FOLDER = Path(__file__).parents[1] / "tests" / "golden"
 #: The families that are driven in every mode: one for each adapter, and for each kind of spec.
 NAMES = (
     *("gymnasium_cartpole", "gymnasium_nested", "gymnasium_taxi", "dm_control", "dmlab2d"),

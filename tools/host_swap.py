@@ -1,7 +1,7 @@
 """A pytest plugin that replaces a host library's classes by this project's facades.
 
 To run a host library's own tests on them, from a checkout of that library:
-`ENVHERD_HOST=sb3 python -m pytest -p tests.host_swap tests/test_vec_envs.py`. See docs/contributing.md.
+`ENVHERD_HOST=sb3 python -m pytest -p tools.host_swap tests/test_vec_envs.py`. See docs/contributing.md.
 """
 
 from __future__ import annotations

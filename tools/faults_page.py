@@ -1,4 +1,4 @@
-"""Writes the page `docs/reports/faults.md` from the recordings of the fault tests: `python -m tests.faults.page FILE`.
+"""Writes the page `docs/reports/faults.md` from the recordings of the fault tests: `python -m tools.faults_page FILE`.
 
 The tests record to the file that ENVHERD_FAULTS names, one line of JSON per test. The last recording of a test counts,
 so the tests can be run in parts. The section of the page from benchmarks/faults.py is kept.
@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.faults.matrix import CELLS, FAULTS, STATES, Cell
 
-PAGE = Path(__file__).parents[2] / "docs" / "reports" / "faults.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reports" / "faults.md"
 #: Outcomes for the other envs that the page describes once, so that cells leave them out.
 USUAL = ("go on", "go on, all", "go on; all after a reset")
 PEERS = "## Other executors"
