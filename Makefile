@@ -85,7 +85,7 @@ test-small: $(SMALL_STAMP)
 # On Linux, tests take away from a script what other systems lack. There the same script runs as it is.
 test-portable: $(SMALL_STAMP)
 ifeq ($(shell uname),Linux)
-	$(SMALL_BIN)/python -m pytest -n $(JOBS) tests/executor/test_portable.py
+	$(SMALL_BIN)/python -m pytest -n $(JOBS) tests/executor/pools/test_portable.py
 else
 	ENVHERD_LACKS=nothing $(SMALL_BIN)/python tests/lacking/everything.py
 endif
@@ -95,7 +95,7 @@ NEWEST := .venv.newest
 test-newest:
 	$(call small_venv,$(NEWEST)) -e ".[gymnasium,dev]"
 	$(NEWEST)/$(SCRIPTS)/python -m pip install -qq --upgrade tensordict gymnasium stable-baselines3
-	$(NEWEST)/$(SCRIPTS)/python -m pytest -n $(JOBS) tests/executor/test_stepping.py tests/executor/test_arguments.py \
+	$(NEWEST)/$(SCRIPTS)/python -m pytest -n $(JOBS) tests/executor/protocol/test_stepping.py tests/executor/batches/test_arguments.py \
 		tests/executor/facades tests/workers
 
 rollout: $(STAMP)
@@ -108,10 +108,10 @@ test: $(STAMP)
 	$(PYTEST)
 
 # LONG= leaves out the files that take half of the time.
-LONG ?= tests/executor/test_property.py tests/faults/test_interrupts.py
+LONG ?= tests/executor/protocol/test_property.py tests/faults/test_interrupts.py
 test-python: $(STAMP)
-	ENVHERD_NATIVE=0 $(PYTEST) -k "not facades" tests/executor/test_fast_calls.py tests/executor/test_stepping.py \
-		tests/executor/test_exchange.py tests/workers/test_loop.py $(LONG)
+	ENVHERD_NATIVE=0 $(PYTEST) -k "not facades" tests/executor/protocol/test_fast_calls.py tests/executor/protocol/test_stepping.py \
+		tests/executor/protocol/test_exchange.py tests/workers/test_loop.py $(LONG)
 
 # Installs the oldest supported libraries over those of .venv for these tests only; `make compat` runs more tests.
 test-oldest: $(STAMP)

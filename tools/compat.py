@@ -53,11 +53,11 @@ TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-randomly", "hypothe
 #: Heading -> tests, as patterns below `tests/`.
 GROUPS = {
     "core": (
-        "executor/test_fast_calls.py",
-        "executor/test_losses.py",
-        "executor/test_rollout.py",
-        "executor/test_stepping.py",
-        "executor/test_tensordict_access.py",
+        "executor/protocol/test_fast_calls.py",
+        "executor/protocol/test_losses.py",
+        "executor/rollouts/test_rollout.py",
+        "executor/protocol/test_stepping.py",
+        "executor/batches/test_tensordict_access.py",
         "workers/test_loop.py",
     ),
     "Gymnasium": ("executor/facades/test_gymnasium_*.py", "workers/test_gymnasium_*.py"),

@@ -31,10 +31,10 @@ import psutil
 ROOT = Path(__file__).parents[1]
 _PR_SET_CHILD_SUBREAPER = 36
 
-_STEPS = ("executor/test_stepping.py", "executor/test_exchange.py")
+_STEPS = ("executor/protocol/test_stepping.py", "executor/protocol/test_exchange.py")
 _LOSSES = (
     "faults/test_env_raises.py",
-    "executor/test_losses.py",
+    "executor/protocol/test_losses.py",
     "faults/test_matrix.py",
     "faults/test_executor_model.py",
 )
@@ -42,65 +42,69 @@ _LOSSES = (
 TESTS = {
     "executor/protocol/engine.py": (*_STEPS, *_LOSSES),
     "executor/protocol/exchange.py": (
-        "executor/test_exchange.py",
+        "executor/protocol/test_exchange.py",
         *_LOSSES,
-        "executor/test_infos.py",
-        "executor/test_side_actions.py",
+        "executor/protocol/test_infos.py",
+        "executor/protocol/test_side_actions.py",
     ),
     "executor/pools/worker_pool.py": (*_STEPS, *_LOSSES),
-    "executor/pools/command_words.py": ("executor/test_command_words.py", *_STEPS, *_LOSSES),
-    "executor/pools/fast_commands.py": ("executor/test_fast_commands.py", "executor/test_fast_calls.py", *_LOSSES),
+    "executor/pools/command_words.py": ("executor/pools/test_command_words.py", *_STEPS, *_LOSSES),
+    "executor/pools/fast_commands.py": (
+        "executor/pools/test_fast_commands.py",
+        "executor/protocol/test_fast_calls.py",
+        *_LOSSES,
+    ),
     "executor/pools/waiting.py": _LOSSES,
-    "executor/pools/questions.py": (*_LOSSES, "executor/test_exchange.py"),
+    "executor/pools/questions.py": (*_LOSSES, "executor/protocol/test_exchange.py"),
     "executor/protocol/fast_step.py": (
-        "executor/test_fast_calls.py",
-        "executor/test_stepping.py",
-        "executor/test_rollout.py",
+        "executor/protocol/test_fast_calls.py",
+        "executor/protocol/test_stepping.py",
+        "executor/rollouts/test_rollout.py",
         "faults/test_interrupts.py",
     ),
     "executor/protocol/positions.py": (
         *_STEPS,
         *_LOSSES,
-        "executor/test_rollout.py",
+        "executor/rollouts/test_rollout.py",
     ),
-    "executor/protocol/env_batches.py": (*_STEPS, "executor/test_rollout.py"),
-    "executor/protocol/side_data.py": ("executor/test_infos.py", "executor/test_side_actions.py"),
+    "executor/protocol/env_batches.py": (*_STEPS, "executor/rollouts/test_rollout.py"),
+    "executor/protocol/side_data.py": ("executor/protocol/test_infos.py", "executor/protocol/test_side_actions.py"),
     "executor/rollouts/rollout.py": (
-        "executor/test_rollout.py",
-        "executor/test_collector.py",
+        "executor/rollouts/test_rollout.py",
+        "executor/collectors/test_collector.py",
         *_LOSSES,
     ),
     "executor/protocol/env_states.py": ("faults/test_env_model.py", *_STEPS, *_LOSSES),
     "executor/protocol/flight.py": (
         *_STEPS,
         *_LOSSES,
-        "executor/test_rollout.py",
+        "executor/rollouts/test_rollout.py",
         "executor/facades/test_gymnasium_equality.py",
         "executor/facades/test_gymnasium_errors.py",
     ),
-    "executor/protocol/losses.py": (*_LOSSES, "executor/test_exchange.py"),
-    "executor/pools/supervisor.py": (*_LOSSES, "executor/test_recycling.py"),
+    "executor/protocol/losses.py": (*_LOSSES, "executor/protocol/test_exchange.py"),
+    "executor/pools/supervisor.py": (*_LOSSES, "executor/protocol/test_recycling.py"),
     "executor/batches/actions.py": (
-        "executor/test_intake.py",
-        "executor/test_stepping.py",
+        "executor/batches/test_intake.py",
+        "executor/protocol/test_stepping.py",
     ),
-    "executor/batches/step_data.py": ("executor/test_stepping.py", "executor/test_fast_calls.py"),
+    "executor/batches/step_data.py": ("executor/protocol/test_stepping.py", "executor/protocol/test_fast_calls.py"),
     "workers/block/block.py": (
         "workers/test_protocol.py",
-        "executor/test_stepping.py",
-        "executor/test_rollout.py",
+        "executor/protocol/test_stepping.py",
+        "executor/rollouts/test_rollout.py",
         "faults/test_env_raises.py",
         "workers/test_gymnasium_vector.py",
-        "executor/test_lifetime.py",
+        "executor/protocol/test_lifetime.py",
     ),
-    "workers/process/loop.py": ("workers/test_loop.py", *_STEPS, "executor/test_watching.py"),
+    "workers/process/loop.py": ("workers/test_loop.py", *_STEPS, "executor/monitor/test_watching.py"),
     "workers/block/slot.py": (
         "workers/test_slot.py",
-        "executor/test_infos.py",
+        "executor/protocol/test_infos.py",
         *_STEPS,
     ),
     "workers/block/slot_states.py": ("workers/test_slot_states.py",),
-    "shm/tally.py": ("shm/test_tally.py", "shm/test_tally_model.py", "executor/test_exchange.py"),
+    "shm/tally.py": ("shm/test_tally.py", "shm/test_tally_model.py", "executor/protocol/test_exchange.py"),
 }
 
 _COMPARED = {

@@ -23,7 +23,7 @@ from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv
 
-DOCS = Path(__file__).parents[2] / "docs" / "reference" / "json.md"
+DOCS = Path(__file__).parents[3] / "docs" / "reference" / "json.md"
 MIB = 1024**2
 
 WORKERS = (

@@ -250,7 +250,8 @@ def test_the_caller_is_woken_once_for_all_that_it_waits_for(monkeypatch):
         return rings[-1]
 
     monkeypatch.setattr(Doorbell, "wait", watched_wait)
-    monkeypatch.setattr(native, "find", lambda: (None, "this is a test"))  # C: tests/executor/test_fast_commands.py
+    # `tests/executor/pools/test_fast_commands.py` does this in C.
+    monkeypatch.setattr(native, "find", lambda: (None, "this is a test"))
     with ParallelEnv(8, SleepingEnv, num_workers=2, seed=0) as env:
         env.reset()
         for _ in range(9):

@@ -16,7 +16,7 @@ from envherd import ExecutorOptions, MeltingPotFactory, ParallelEnv, PerPlayer, 
 from envherd.executor.cli.app import app
 from envherd.executor.show.results import Evaluation, equality_of, interval_of
 from tests.envs.team_env import Team
-from tests.executor.test_per_player import Always, Counting
+from tests.executor.show.test_per_player import Always, Counting
 from tests.extras import needs
 
 DRAWN = functools.partial(Team, 0)

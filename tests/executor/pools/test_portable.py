@@ -28,7 +28,7 @@ from envherd.workers.adapters.named import NamedFactory, PettingZooFactory
 from envherd.workers.interpreters import InPython
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, TextEnv
 from tests.envs.costly_envs import ParentEnv
-from tests.executor.test_lifecycle import is_running
+from tests.executor.pools.test_lifecycle import is_running
 from tests.extras import needs
 from tests.gates import wait_for
 
@@ -328,7 +328,7 @@ PARTS = (
 
 def test_a_program_works_without_what_another_system_lacks_and_where_parts_of_linux_are_missing():
     command = [sys.executable, "-m", "tests.lacking.subsets", *(word for part in PARTS for word in ("--words", part))]
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [root, *sys.path]))}
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=variables, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -40,7 +40,7 @@ from tests.executor.calls import TWO_WORKERS
 from tests.executor.drives import DRIVES, act
 
 FAULTY = "python:envherd.workers.testing.faults:FaultyEnv"
-HERE = "tests.executor.test_capsules"
+HERE = "tests.executor.pools.test_capsules"
 
 
 def journal_of(env, env_id=0):

@@ -19,7 +19,7 @@ from envherd.executor import ExecutorOptions, ParallelEnv
 from envherd.executor.facades.sb3 import SubprocVecEnv
 from envherd.executor.pools import zygote
 from tests.envs.seeing_env import Seeing
-from tests.executor.test_lifecycle import is_running
+from tests.executor.pools.test_lifecycle import is_running
 from tests.extras import needs
 from tests.faults.children import in_child
 from tests.gates import wait_for

@@ -103,7 +103,7 @@ if __name__ == "__main__":
 
 def run(folder, *command, lines=1):
     """Run Python in a folder; return the last lines of its output, each read as JSON."""
-    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=200
     )

@@ -34,7 +34,7 @@ from envherd.executor.show.results import Evaluation, Evaluations, interval_of, 
 from envherd.workers.seeding import episode_seed
 from tests.envs.suite_envs import Task, broken
 from tests.envs.team_env import Team, pictured
-from tests.executor.test_per_player import Always, Counting
+from tests.executor.show.test_per_player import Always, Counting
 from tests.extras import needs
 
 SEEDS = [episode_seed(0, number, 0) for number in range(8)]
@@ -437,7 +437,7 @@ KILLED = """
 import functools, sys
 from envherd import evaluate
 from tests.envs.suite_envs import Task
-from tests.executor.test_evaluate_tasks import Net, suite
+from tests.executor.show.test_evaluate_tasks import Net, suite
 if __name__ == "__main__":
     evaluate(Net(), suite(log=sys.argv[2], step_s=0.03), 12, num_workers=2, out=sys.argv[1])
 """

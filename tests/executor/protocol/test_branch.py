@@ -32,7 +32,7 @@ from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import PairEnv, TextEnv
 from tests.envs.branch_envs import Unforkable, Walk
 from tests.executor.calls import act, kill, only
-from tests.executor.test_lifecycle import is_running
+from tests.executor.pools.test_lifecycle import is_running
 from tests.faults.test_interrupts import Interrupt, at_each, tracing
 from tests.gates import wait_for
 from tests.scale import scaled

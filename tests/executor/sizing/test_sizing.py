@@ -23,7 +23,7 @@ from envherd.executor.sizing import probe as probing
 from envherd.executor.sizing.driving import Subject
 from envherd.workers.testing import CountingEnv
 from tests.envs import sized_envs
-from tests.executor.sizing_figures import GIB, MIB, machine_of
+from tests.executor.sizing.sizing_figures import GIB, MIB, machine_of
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from envherd.workers import native
 from envherd.workers.block.block import Block
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv, TextEnv
 from tests.envs import torch_simulators
-from tests.executor.test_fast_calls import Driving, needs_c
+from tests.executor.protocol.test_fast_calls import Driving, needs_c
 from tests.extras import needs
 
 pytestmark = pytest.mark.preloads()

@@ -20,7 +20,7 @@ from envherd.executor.sizing.recommending import decide, plan
 from envherd.executor.sizing.rule import settings_for
 from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Refusal, Run, Setting
 from envherd.shm.slab import NUM_BINS, bin_of
-from tests.executor.sizing_figures import GIB, MIB, machine_of, measured_of, run_of
+from tests.executor.sizing.sizing_figures import GIB, MIB, machine_of, measured_of, run_of
 
 SERIAL, ONE, TWO = (Setting(num_envs=8, num_workers=count) for count in range(3))
 FIRST_K = replace(TWO, mode="first-k")
@@ -85,7 +85,7 @@ def test_more_envs_hide_what_a_batch_costs_where_steps_are_short():
     assert most(1e-6, why_alone="one at a time") == 1
 
 
-RESULTS = json.loads((Path(__file__).parents[2] / "benchmarks/results/sizing.json").read_text())
+RESULTS = json.loads((Path(__file__).parents[3] / "benchmarks/results/sizing.json").read_text())
 ROWS = {f"{row['env']}, {where}": row for where, rows in RESULTS.items() for row in rows}
 
 
