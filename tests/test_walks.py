@@ -24,10 +24,10 @@ from envherd.executor.protocol.plain import what_is_plain
 from envherd.workers import native
 from envherd.workers.protocol import RESET, STEP_RESET
 from envherd.workers.testing import CountingEnv
-from tests.architecture import hops
+from tests.oracles.native_sides import Side
 from tests.test_imports import ROOT
-from tests.workers.native_sides import Side
 from tests.workers.test_native import adapters
+from tools.architecture import hops
 
 #: A file relative to the checkout, and the qualified name of a function; of a nested one, that of the outermost.
 Call = tuple[str, str]

@@ -15,10 +15,10 @@ from envherd.executor import Busy
 from envherd.executor.protocol.env_states import FOLLOWS, Event, State
 from envherd.workers import native
 from envherd.workers.errors import EnvherdError
-from tests.faults.executor_model import Explorer
-from tests.faults.simulated import GOES_ON, Fate, SimulatedPortablePool, simulated
-from tests.faults.state_trace import StateTrace
 from tests.faults.test_interrupts import Interrupt, InterruptIn, at_each, tracing
+from tests.oracles.executor_model import Explorer
+from tests.oracles.simulated import GOES_ON, Fate, SimulatedPortablePool, simulated
+from tests.oracles.state_trace import StateTrace
 from tests.scale import scaled
 
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.timeout(240)]

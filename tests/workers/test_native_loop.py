@@ -20,7 +20,7 @@ from envherd.workers import native
 from envherd.workers.protocol import RESET, STEP, WORKER_STEPS
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.envs import PlainAdapter
-from tests.workers.native_sides import Side
+from tests.oracles.native_sides import Side
 from tools import native_header
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason=f"the C extension is not there: {native.describe()}")
