@@ -225,6 +225,7 @@ class Flights:
             positions.blank_steps(at, resets)
         for env_id in () if cut is None else cut.tolist():
             positions.cut_off(env_id, at)
+            self.side.infos.lose(np.array([env_id]))
         states.start(self._all_but(resets, cut), op, at)
         if resets is not None:
             states.start(resets, Op.RESET, at + positions.where.root_ahead)

@@ -83,8 +83,9 @@ class InfoReader:
             return
         if len(self._schemas) != self._num_known:
             self._widen()
-        np.copyto(self._ids, self._ids_now)
+        self._ids.fill(0)  # first: after an interrupt no row is read by another's schema
         np.copyto(self._rows, self._rows_now)
+        np.copyto(self._ids, self._ids_now)
         for others in self._others.values():
             if others:
                 others.clear()
@@ -100,8 +101,9 @@ class InfoReader:
         if self.has_rows:
             if len(self._schemas) != self._num_known:
                 self._widen()
-            self._ids[:, env_ids] = self._ids_now[:, env_ids]
+            self._ids[:, env_ids] = 0
             self._rows[:, env_ids] = self._rows_now[:, env_ids]
+            self._ids[:, env_ids] = self._ids_now[:, env_ids]
         for section, others in self._others.items():
             for env_id in env_ids.tolist() if others or messages else ():
                 others.pop(env_id, None)

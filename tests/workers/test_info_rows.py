@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envherd.shm.slab import INFO_BYTES
+from envherd.shm.slab import INFO_BYTES, Slab, plan_slab
 from envherd.workers import plain
-from envherd.workers.info_rows import DoesNotFit, Field, Schema
+from envherd.workers.info_rows import MOST_SCHEMAS, DoesNotFit, Field, InfoWriter, Schema
+from envherd.workers.testing import CountingEnv
 from tests.scale import scaled
 
 DTYPES = ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "F", "D", ">f8", ">i4")
@@ -137,6 +138,22 @@ def test_other_keys_orders_and_objects_are_refused() -> None:
         for other in ({"b": 2, "a": 1}, {"a": 1}, {"a": 1, "b": 2, "c": 3}, {"a": 1, 2: 2}, {"a": True, "b": 2}):
             assert not writer.write(other, _row())
         assert writer.write({"ab"[0]: 1, "".join("b"): 2}, _row())
+
+
+def test_a_worker_learns_some_schemas_and_reports_each_once() -> None:
+    slab = Slab(plan := plan_slab([CountingEnv().spec] * 2, 1, 2, has_infos=True), np.zeros(plan.nbytes, np.uint8))
+    reports: list[Any] = []
+    writer = InfoWriter(slab, 1, reports.append)
+    infos = [{f"key {i}": i} for i in range(MOST_SCHEMAS + 2)]
+    assert not any(writer.write("next", info) for info in infos)
+    assert [writer.write("root", info) for info in infos] == [True] * MOST_SCHEMAS + [False] * 2
+    assert len(reports) == MOST_SCHEMAS
+    assert slab.words["info_ids"].tolist() == [0] * 4
+    assert writer.write("next", infos[3])
+    assert writer.write("root", {})
+    schema = Schema(Field.from_plain(reports[3]["root"]), reports[3]["nbytes"])
+    assert slab.words["info_ids"].tolist() == [0, 0, schema.id, 0]
+    assert schema.infos(schema.records(slab.infos[1, :1])) == [infos[3]]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("dtype", ["|O", "O", "i4,O", "|S3", "<U3", "|V8", "<M8[s]"])
