@@ -15,6 +15,7 @@ from envherd.shm.layout import ALIGNMENT
 from envherd.shm.slab import JOURNAL_FACTS
 from envherd.workers import protocol, seeding
 from envherd.workers.block import journal
+from envherd.workers.info_rows import TEXT_BYTES, Kind
 from envherd.workers.protocol import Flag, Op, Status
 
 HEADER = Path(__file__).parent.parent / "workers" / "native" / "constants.h"
@@ -48,6 +49,11 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "SEED_MULT_B": seeding.MULT_B,
         "SEED_MIX_L": seeding.MIX_L,
         "SEED_MIX_R": seeding.MIX_R,
+    },
+    "workers.info_rows": {
+        "TEXT_BYTES": TEXT_BYTES,
+        **{f"IS_{kind.name}": kind for kind in Kind},
+        "NUM_KINDS": len(Kind),
     },
     "executor.batches.step_data": {f"CHECK_{legal.name}": legal for legal in Legal},
 }

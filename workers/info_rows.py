@@ -30,7 +30,7 @@ MOST_SCHEMAS = 16
 #: Limits of a schema.
 _MOST_FIELDS, _DEEPEST = 1000, 8
 #: Bytes of a text in UTF-8, and of its length, which comes before it.
-_TEXT_BYTES, _LENGTH_BYTES = 120, 8
+TEXT_BYTES, _LENGTH_BYTES = 120, 8
 _ALIGNMENT = 8
 _NUMBERS = "biufc"
 _INTEGERS = range(-(2**63), 2**63)
@@ -38,7 +38,7 @@ _INTEGERS = range(-(2**63), 2**63)
 #: Records -> a value of each.
 Reader = Callable[[np.ndarray], list[Any]]
 
-#: The exact type of a value; subclasses do not count. `info_rows.c` has the same list.
+#: The exact type of a value; subclasses do not count. C has the same list, in `constants.h`.
 Kind = IntEnum("Kind", "DICT LIST TUPLE NONE BOOL INT FLOAT TEXT SCALAR ARRAY", start=0)
 _TYPES = (dict, list, tuple, type(None), bool, int, float, str, np.generic, np.ndarray)
 #: By identity: the hash of a class may be code of the user's.
@@ -130,7 +130,7 @@ class _Description:
         if kind >= Kind.SCALAR:
             dtype, shape = _numeric_dtype(value), value.shape
         elif kind == Kind.TEXT:
-            shape = (_LENGTH_BYTES + _TEXT_BYTES,)
+            shape = (_LENGTH_BYTES + TEXT_BYTES,)
             _encoded(value)
         elif kind == Kind.INT and value not in _INTEGERS:
             raise DoesNotFit
@@ -157,7 +157,7 @@ def _encoded(text: str) -> np.ndarray:
         data = text.encode()
     except UnicodeEncodeError:
         raise DoesNotFit from None
-    if len(data) > _TEXT_BYTES:
+    if len(data) > TEXT_BYTES:
         raise DoesNotFit
     return np.frombuffer(len(data).to_bytes(_LENGTH_BYTES, "little") + data, np.uint8)
 

@@ -8,7 +8,6 @@ command is given, nothing has changed and the caller calls `step_all`. If the an
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -110,8 +109,7 @@ def _compile_give(engine: Engine, op: Op) -> tuple[Callable[[], bool], Give]:
     flights, positions, own_op = engine.flights, engine.positions, int(op)
     absent, serve, target = engine.pool.absent, engine.pool.serve, positions.where.in_c
     may_step, step, room = flights.native.may_step, flights.native.step, flights.ended
-    if engine.side.infos.has_rows:
-        step = partial(_with_infos, step, engine.side.infos.take_all)
+    take_infos = engine.side.infos.take_all if engine.side.infos.has_rows else None
     under_way = Flight(flights, op, None, None)
 
     def can_give() -> bool:
@@ -123,15 +121,9 @@ def _compile_give(engine: Engine, op: Op) -> tuple[Callable[[], bool], Give]:
         if num_ended < 0:
             return drafted, flights.adopt(op, column), None
         positions.is_mixed = False
+        if take_infos is not None:
+            take_infos()
         flights.current = None
         return drafted, None, room[:num_ended].copy() if num_ended else None
 
     return can_give, give
-
-
-def _with_infos(step: Callable[..., Any], take_infos: Callable[[], None], *command: Any) -> Any:
-    """Make a step, and take its infos if it has landed."""
-    outcome = step(*command)
-    if outcome[1] >= 0:
-        take_infos()
-    return outcome

@@ -125,7 +125,7 @@ class InfoReader:
         self._rows[:, :, : before.shape[2]] = before
 
     def own(self, section: str) -> dict[int, dict[str, Any]]:
-        """Return the same as `read`, in memory of its own."""
+        """Return the same as `read`, in separate memory."""
         infos = self.read(section)
         return infos | {env_id: copy.deepcopy(infos[env_id]) for env_id in self._others[section]}
 

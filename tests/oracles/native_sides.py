@@ -158,7 +158,7 @@ class Side:
         found = []
         for place, schema_id in enumerate(self.words["info_ids"].tolist()):
             if schema_id:
-                schema, row = schemas[schema_id], self.slab.infos[place // 2, place % 2 : place % 2 + 1]
+                schema, row = schemas[schema_id], self.slab.infos[place // 2, place % 2 : place % 2 + 1]  # type: ignore[index]  # there are infos
                 found.append((place, fingerprint(schema.infos(schema.records(row)))))
         return found
 

@@ -48,7 +48,7 @@ VALUES = st.recursive(
 )
 INFOS = st.dictionaries(KEYS, VALUES, min_size=1, max_size=6)
 #: What no row can hold.
-ODD = (
+ODD: tuple[Any, ...] = (
     object(),
     np.array(["text"]),
     np.str_("text"),

@@ -34,6 +34,20 @@
 #define SEED_MIX_L 0xCA01F9DDu
 #define SEED_MIX_R 0x4973F715u
 
+/* workers.info_rows */
+#define TEXT_BYTES 120
+#define IS_DICT 0
+#define IS_LIST 1
+#define IS_TUPLE 2
+#define IS_NONE 3
+#define IS_BOOL 4
+#define IS_INT 5
+#define IS_FLOAT 6
+#define IS_TEXT 7
+#define IS_SCALAR 8
+#define IS_ARRAY 9
+#define NUM_KINDS 10
+
 /* executor.batches.step_data */
 #define CHECK_ANY 0
 #define CHECK_INDEX 1

@@ -6,11 +6,8 @@
 
 #include <string.h>
 
-enum { TEXT_BYTES = 120, MOST_ITEMS = 1 << 16 };
-typedef enum { DICT, LIST, TUPLE, NONE, BOOL, INT, FLOAT, TEXT, SCALAR, ARRAY, NUM_KINDS } Kind;
-
 typedef struct Field {
-    Kind kind;
+    int kind;
     Py_ssize_t place, count;
     PyObject *keys;     /* of a dict: a tuple */
     struct Field *items;
@@ -38,9 +35,9 @@ static int field_take(PyObject *facts, Field *field, Py_ssize_t nbytes)
     field->kind = kind;
     if (PyObject_GetBuffer(like, &field->like, PyBUF_STRIDES | PyBUF_FORMAT) < 0)
         return -1;
-    Py_ssize_t count = PyTuple_Size(items), length = kind <= NONE ? 0 : field->like.len;
+    Py_ssize_t count = PyTuple_Size(items), length = kind <= IS_NONE ? 0 : field->like.len;
     if (kind < 0 || kind >= NUM_KINDS || field->place < 0 || length > nbytes - field->place
-        || (kind == DICT && PyTuple_Size(field->keys) != count)) {
+        || (kind == IS_DICT && PyTuple_Size(field->keys) != count)) {
         PyErr_SetString(PyExc_ValueError, "expected fields within a row");
         return -1;
     }
@@ -116,7 +113,7 @@ static int write_dict(const Field *field, PyObject *value, char *row)
 
 static int write_sequence(const Field *field, PyObject *value, char *row)
 {
-    int is_list = field->kind == LIST;
+    int is_list = field->kind == IS_LIST;
     if (is_list ? !PyList_CheckExact(value) : !PyTuple_CheckExact(value))
         return 0;
     if ((is_list ? PyList_Size(value) : PyTuple_Size(value)) != field->count)
@@ -175,25 +172,25 @@ static int write_value(const Field *field, PyObject *value, char *row)
 {
     char *to = row + field->place;
     switch (field->kind) {
-    case DICT:
+    case IS_DICT:
         return write_dict(field, value, row);
-    case LIST:
-    case TUPLE:
+    case IS_LIST:
+    case IS_TUPLE:
         return write_sequence(field, value, row);
-    case NONE:
+    case IS_NONE:
         return value == Py_None;
-    case BOOL:
+    case IS_BOOL:
         *to = value == Py_True;
         return value == Py_True || value == Py_False;
-    case INT:
+    case IS_INT:
         return PyLong_CheckExact(value) && write_int(value, to);
-    case FLOAT:
+    case IS_FLOAT:
         if (!PyFloat_CheckExact(value))
             return 0;
         double number = PyFloat_AsDouble(value);
         memcpy(to, &number, sizeof number);
         return 1;
-    case TEXT:
+    case IS_TEXT:
         return PyUnicode_CheckExact(value) && write_text(value, to);
     default:
         return write_numbers(field, value, to);
