@@ -30,7 +30,6 @@ class CommandWords:
         words = slab.words
         self.command, self.command_seq = words["command"], words["command_seq"]
         self.reply_seq, self.status = words["reply_seq"], words["status"]
-        self._info_ids = words["info_ids"].reshape(-1, 2)
         self.has_completed = False
         self._completing = np.zeros(len(self.command_seq), np.int64)  # the number of the latest such command
         self._completed = np.zeros(len(self.command_seq), np.int64)  # the number of the caller's command before it
@@ -82,6 +81,5 @@ class CommandWords:
         self.answers_lost[owing] = True  # first: after an interrupt, no answer may exist that no worker gave
         outcome.forget_rows(owing)
         self.status[owing] = 0
-        self._info_ids[owing] = 0
         self.reply_seq[owing] = self.command_seq[owing]
         return owing

@@ -203,7 +203,9 @@ class WorkerPool(Pool):
 
     def lose_answers_of(self, worker_id: int) -> bool:
         """Count a lost worker's envs as answered; return whether they owed anything."""
-        return bool(len(self.words.lose_answers(np.array(self.blueprint.blocks[worker_id]), self.outcome)))
+        owing = self.words.lose_answers(np.array(self.blueprint.blocks[worker_id]), self.outcome)
+        self.slab.words["info_ids"].reshape(-1, 2)[owing] = 0
+        return bool(len(owing))
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
         """As `submit`, to complete commands that envs have failed to; never waits for a successor."""

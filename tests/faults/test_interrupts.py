@@ -461,7 +461,7 @@ def test_an_interrupt_before_a_landing_leaves_rows_in_their_columns(monkeypatch)
     def interrupted(target: object) -> None:
         raise KeyboardInterrupt
 
-    with SerialEnv(2, CountingEnv, options=ExecutorOptions(infos="plain")) as env:
+    with SerialEnv(2, CountingEnv, options=ExecutorOptions(on_env_error="interrupt")) as env:
         env.send(env.rand_action(env.reset())[:1], [0])
         env.recv()
         flights: Any = env.engine.flights
