@@ -118,11 +118,12 @@ class InfoReader:
 
     def _widen(self) -> None:
         """Copy as many bytes of each row from now on as the longest schema has."""
-        self._num_known = len(self._schemas)
-        longest = max((schema.nbytes for schema in self._schemas.values()), default=0)
+        num_known = len(self._schemas)
+        longest = max(schema.nbytes for schema in self._schemas.values())
         self._rows_now = self._all_rows[:, :, : -(-longest // _STEP_BYTES) * _STEP_BYTES]
         before, self._rows = self._rows, np.zeros(self._rows_now.shape, np.uint8)
         self._rows[:, :, : before.shape[2]] = before
+        self._num_known = num_known  # last: after an interrupt this begins again
 
     def own(self, section: str) -> dict[int, dict[str, Any]]:
         """Return the same as `read`, in separate memory."""
