@@ -28,6 +28,7 @@ from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.shm import platforms
 from envherd.shm.segment import Segment
 from envherd.workers import native
+from envherd.workers.adapters.meltingpot import lua_edits, lua_tree
 from envherd.workers.adapters.meltingpot.factory import scenario_names, substrate_names
 from envherd.workers.build import Factory
 
@@ -180,6 +181,10 @@ def _meltingpot() -> Iterator[Finding]:
     substrates, scenarios = len(substrate_names()), len(scenario_names())
     found = f"{version}, {substrates} substrates"
     yield _judged("meltingpot", found, "reinstall it", is_ok=substrates > 0, otherwise="fail")
+    reason = lua_tree.why_not_edited()
+    found = f"its Lua runs as it is installed, because of {reason}" if reason else "its Lua runs with faster resets"
+    fix = f"install {' and '.join(map('=='.join, lua_edits.VERSIONS.items()))}; a reset takes up to twice as long now"
+    yield _judged("meltingpot's Lua", found, fix, is_ok=not reason)
     spec = importlib.util.find_spec("meltingpot")
     places = [Path(place) for place in (spec.submodule_search_locations or [])] if spec is not None else []
     models = sum(1 for place in places for _ in (place / "assets" / "saved_models").glob("*/*/saved_model.pb"))
