@@ -181,10 +181,6 @@ def _meltingpot() -> Iterator[Finding]:
     substrates, scenarios = len(substrate_names()), len(scenario_names())
     found = f"{version}, {substrates} substrates"
     yield _judged("meltingpot", found, "reinstall it", is_ok=substrates > 0, otherwise="fail")
-    reason = lua_tree.why_not_edited()
-    found = f"its Lua runs as it is installed, because of {reason}" if reason else "its Lua runs with faster resets"
-    fix = f"install {' and '.join(map('=='.join, lua_edits.VERSIONS.items()))}; a reset takes up to twice as long now"
-    yield _judged("meltingpot's Lua", found, fix, is_ok=not reason)
     spec = importlib.util.find_spec("meltingpot")
     places = [Path(place) for place in (spec.submodule_search_locations or [])] if spec is not None else []
     models = sum(1 for place in places for _ in (place / "assets" / "saved_models").glob("*/*/saved_model.pb"))
@@ -196,6 +192,10 @@ def _meltingpot() -> Iterator[Finding]:
         "or meltingpot-assets-2.3.0.tar.gz is in the temporary directory"
     )
     yield _judged("scenarios", found, fix, is_ok=models > 0)
+    reason = lua_tree.why_not_edited()
+    found = f"its Lua runs as it is installed, because of {reason}" if reason else "its Lua runs with faster resets"
+    fix = f"install {' and '.join(map('=='.join, lua_edits.VERSIONS.items()))}; a reset takes up to twice as long now"
+    yield _judged("meltingpot's Lua", found, fix, is_ok=not reason)
 
 
 def _rendering() -> Iterator[Finding]:

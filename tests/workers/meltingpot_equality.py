@@ -61,9 +61,9 @@ def play(root: Any, name: str, seeds: Iterable[int], steps: int, look: Callable[
         look: called with the adapter.
         **options: of `MeltingPotFactory`.
     """
-    options.setdefault("bots", name in substrate_names())
+    options = {"deterministic": True, "bots": name in substrate_names(), **options}
     with mock.patch.object(build, "lua_root", root):
-        adapter = MeltingPotAdapter(MeltingPotFactory(name, deterministic=True, **options)())
+        adapter = MeltingPotAdapter(MeltingPotFactory(name, **options)())
     with contextlib.closing(adapter):
         for seed in seeds:
             adapter.reset(seed)

@@ -22,7 +22,7 @@ from tests.workers.meltingpot_equality import compare, proving_root
 
 pytestmark = pytest.mark.slow
 
-_PROGRAM = Path(__file__).with_name("meltingpot_digest.py")
+_PROGRAM = "tests.workers.meltingpot_digest"
 #: Cheap substrates that cover the sources of randomness: positions, draws while building, draws while stepping.
 _CHEAP = (
     "prisoners_dilemma_in_the_matrix__repeated",
@@ -36,7 +36,7 @@ _CHEAP = (
 def _digests(tmp_path: Path, hash_seed: int, *jobs: dict) -> list[list[str]]:
     out = tmp_path / f"{hash_seed}.json"
     environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
-    command = [sys.executable, str(_PROGRAM), str(out), *map(json.dumps, jobs)]
+    command = [sys.executable, "-m", _PROGRAM, str(out), *map(json.dumps, jobs)]
     done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=1200)
     assert done.returncode == 0, done.stderr.decode(errors="replace")[-2000:]
     return json.loads(out.read_text())
