@@ -68,6 +68,7 @@ def started():
         runner.stop()
 
 
+@pytest.mark.quiet
 def test_a_slot_counts_steps_and_time(started):
     slot = started(burning).run(0.2, 20.0)
     assert slot.steps == slot.num_calls > 5
@@ -86,6 +87,7 @@ def test_the_bounds_run(started, name, num_processes):
     assert slot.num_processes == num_processes
 
 
+@pytest.mark.quiet
 def test_free_running_processes_stop_outside_their_slots(started):
     runner = started(BOUNDS[IDEAL])
     slot = runner.run(0.2, 20.0)
