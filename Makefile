@@ -39,7 +39,7 @@ help:
 	@echo "make compat       run the tests with the oldest and newest versions (or ROWS=PATTERN); writes docs/reports/versions.md"
 	@echo "make faults       cause every fault of envs, workers and machine in every state; writes docs/reports/faults.md"
 	@echo "make soak         run $(MINUTES) minutes of random kills, hangs, resets, opens and closes; writes docs/reports/soak.md"
-	@echo "make mutants      change one place of the core at a time, and check that a test fails (docs/contributing.md)"
+	@echo "make mutants      change one place of the source at a time, and check that a test fails (docs/contributing.md)"
 	@echo "make fuzz         run MINUTES minutes (default 10) of random operations, deaths and interrupts, with new seeds"
 	@echo "make venv         only create $(VENV)/, with everything installed"
 	@echo "make bench        compare envherd with other libraries (most of an hour, on an idle machine); writes docs/reports/benchmarks.md"
@@ -158,7 +158,7 @@ SAMPLE ?= 10
 SEED ?= 0
 FILES ?=
 mutants: $(STAMP)
-	$(BIN)/python -m tools.mutants --sample $(SAMPLE) --seed $(SEED) --jobs $(JOBS) $(FILES)
+	$(BIN)/python -m tools.mutants --sample $(SAMPLE) --seed $(SEED) --jobs $(JOBS) $(if $(TOTAL),--total $(TOTAL)) $(FILES)
 
 fuzz: MINUTES = 10
 fuzz: $(STAMP)

@@ -1,4 +1,4 @@
-"""Change one place of the core at a time and see whether a test fails: `make mutants` (docs/contributing.md).
+"""Change one place of the source at a time and see whether a test fails: `make mutants` (docs/contributing.md).
 
 Guarantees: the working tree is never written to; each change is made in a copy. A change that makes the tests hang
 ends at a time limit, with every process that its tests started. The same seed and the same source give the same sample.
@@ -29,6 +29,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[1]
+PARTS = ("shm", "workers", "executor")
 _PR_SET_CHILD_SUBREAPER = 36
 
 _STEPS = ("executor/protocol/test_stepping.py", "executor/protocol/test_exchange.py")
@@ -107,6 +108,90 @@ TESTS = {
     "shm/tally.py": ("shm/test_tally.py", "shm/test_tally_model.py", "executor/protocol/test_exchange.py"),
 }
 
+_FACADES = "executor/facades"
+_CONTRACT = ("contracts/test_oracles.py", "contracts/test_violations.py")
+#: Folder or file that TESTS does not name -> the tests that should notice a change below it. The longest one that fits holds.
+BELOW: dict[str, tuple[str, ...]] = {
+    "executor/": ("executor/test_options.py", "executor/test_first_mistakes.py", *_STEPS),
+    "executor/async_collector.py": ("executor/collectors/test_async_collector.py",),
+    "executor/batches/": ("executor/batches", *_STEPS),
+    "executor/cli/": ("executor/cli", "executor/show/test_per_player.py"),
+    "executor/cluster/": ("cluster",),
+    "executor/collector.py": ("executor/collectors/test_collector.py",),
+    "executor/doctor.py": ("executor/test_doctor.py",),
+    f"{_FACADES}/": (f"{_FACADES}/test_faults.py", _FACADES),
+    f"{_FACADES}/cleanrl/": (f"{_FACADES}/test_cleanrl.py",),
+    f"{_FACADES}/gymnasium/": (
+        f"{_FACADES}/test_gymnasium_equality.py",
+        f"{_FACADES}/test_gymnasium_errors.py",
+        f"{_FACADES}/test_faults.py",
+    ),
+    f"{_FACADES}/pettingzoo/": (f"{_FACADES}/test_pettingzoo_vector_env.py", f"{_FACADES}/test_faults.py"),
+    f"{_FACADES}/sb3/": (
+        f"{_FACADES}/test_sb3_vec_env.py",
+        f"{_FACADES}/test_sb3_equality.py",
+        f"{_FACADES}/test_sb3_masks_and_callbacks.py",
+        f"{_FACADES}/test_faults.py",
+    ),
+    f"{_FACADES}/torchrl/": (
+        f"{_FACADES}/test_torchrl_use.py",
+        f"{_FACADES}/test_torchrl_parallel.py",
+        f"{_FACADES}/test_torchrl_fast.py",
+        f"{_FACADES}/test_torchrl_episodes.py",
+    ),
+    "executor/machine/": ("executor/machine",),
+    "executor/monitor/": ("executor/monitor",),
+    "executor/pools/": ("executor/pools", *_STEPS, *_LOSSES),
+    "executor/protocol/": ("executor/protocol", *_LOSSES),
+    "executor/rollouts/": ("executor/rollouts", "executor/collectors/test_collector.py"),
+    "executor/show/": ("executor/show", "executor/cli/test_cli_figures.py"),
+    "executor/simulator/": ("executor/simulator", "workers/test_torch_native.py"),
+    "executor/sizing/": ("executor/sizing",),
+    "executor/testing/": _CONTRACT,
+    "shm/": ("shm", *_STEPS),
+    "workers/": ("workers", *_STEPS),
+    "workers/adapters/": ("workers/test_refusals.py", "workers/test_checks.py", "contracts/test_families.py"),
+    "workers/adapters/dm_env/": ("workers/test_dm_env_adapter.py", "workers/test_refusals.py"),
+    "workers/adapters/envpool.py": ("workers/test_envpool.py", "workers/test_refusals.py"),
+    "workers/adapters/gymnasium/": (
+        "workers/test_gymnasium_adapter.py",
+        "workers/test_gymnasium_spaces.py",
+        "workers/test_gymnasium_vector.py",
+        "workers/test_refusals.py",
+    ),
+    "workers/adapters/meltingpot/": (
+        "workers/test_meltingpot.py",
+        "workers/test_meltingpot_factory.py",
+        "workers/test_meltingpot_deterministic.py",
+    ),
+    "workers/adapters/pettingzoo/": (
+        "workers/test_pettingzoo_adapter.py",
+        "workers/test_pettingzoo_batches.py",
+        "workers/test_refusals.py",
+    ),
+    "workers/adapters/simulators/": ("workers/test_isaaclab.py", "workers/test_maniskill.py"),
+    "workers/adapters/torch_native.py": ("workers/test_torch_native.py", "executor/simulator"),
+    "workers/adapters/torchrl/": (
+        "workers/test_torchrl_adapter.py",
+        "workers/test_torchrl_direct.py",
+        "workers/test_torchrl_specs.py",
+        "workers/test_torchrl_protocol.py",
+    ),
+}
+
+
+def tests_of(path: str) -> tuple[str, ...]:
+    """Return the tests of a file, the likeliest to notice a change first; none for a file that has no entry."""
+    fitting = [entry for entry in BELOW if path.startswith(entry)]
+    return TESTS.get(path) or (BELOW[max(fitting, key=len)] if fitting else ())
+
+
+def all_files() -> list[str]:
+    """Return the files of the source that have tests here, in the order of their names."""
+    found = (str(file.relative_to(ROOT)) for part in PARTS for file in (ROOT / part).rglob("*.py"))
+    return sorted(filter(tests_of, found))
+
+
 _COMPARED = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -155,9 +240,18 @@ def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
             for node in _code_under(statement):
                 if function.name == "__init__" and isinstance(node, ast.Assign | ast.AnnAssign):
                     continue  # an attribute that is missing is always found
+                if isinstance(node, ast.Raise) and (message := _message_of(node)) is not None:
+                    yield message, '""'
                 yield from ((node, text) for text in _texts_for(node))
                 if isinstance(node, ast.If | ast.While | ast.IfExp) and not any(_texts_for(node.test)):
                     yield node.test, f"not {_in_brackets(node.test)}"
+
+
+def _message_of(node: ast.Raise) -> ast.expr | None:
+    """Return the text of an error that is raised, if it is written there."""
+    arguments = node.exc.args if isinstance(node.exc, ast.Call) else []
+    texts = [part for part in arguments if isinstance(part, ast.JoinedStr | ast.Constant)]
+    return texts[0] if texts else None
 
 
 def _code_under(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
@@ -232,7 +326,7 @@ def copy_tree(folder: Path) -> None:
 
 def run_tests(folder: Path, path: str, limit_s: float | None) -> tuple[str, float]:
     """Run the tests of a file until one fails; return "passed", or what failed, and the seconds it took."""
-    tests = [f"tests/{name}" for name in TESTS[path]]
+    tests = [f"tests/{name}" for name in tests_of(path)]
     command = [
         sys.executable,
         "-m",
@@ -322,15 +416,28 @@ def sample(where: str, size: int, seed: int) -> list[Mutant]:
     return sorted(chosen, key=mutants.index)
 
 
+def sample_of_all(size: int, seed: int) -> dict[str, list[Mutant]]:
+    """Return a fixed number of changes of the whole source, by file; files with more places have more of them."""
+    mutants = [mutant for path in all_files() for mutant in mutants_of(path, (ROOT / path).read_bytes())]
+    chosen = random.Random(seed).sample(range(len(mutants)), min(size, len(mutants)))
+    found: dict[str, list[Mutant]] = {}
+    for number in sorted(chosen):
+        found.setdefault(mutants[number].path, []).append(mutants[number])
+    return found
+
+
 def main() -> int:
     """Try mutants, print each and the survivors' diffs; return 1 if the tests fail without any."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("files", nargs="*", metavar="FILE[:LINE]", help="default: all that TESTS names")
+    parser.add_argument("files", nargs="*", metavar="FILE[:LINE]", help="default: the core (TESTS)")
     parser.add_argument("--sample", type=int, default=10, help="mutants of each file")
+    parser.add_argument("--total", type=int, help="instead: mutants of the whole source, satellites included")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
     options = parser.parse_args()
     chosen = {where: sample(where, options.sample, options.seed) for where in options.files or TESTS}
+    if options.total:
+        chosen = sample_of_all(options.total, options.seed)
     with (
         tempfile.TemporaryDirectory(prefix="envherd-mutants-") as parent,
         ProcessPoolExecutor(options.jobs, initializer=_make_ready, initargs=(parent,)) as pool,
@@ -362,6 +469,7 @@ def _try_all(pool: ProcessPoolExecutor, chosen: dict[str, list[Mutant]]) -> int:
             print(mutant.diff(sources[mutant.path]), flush=True)
     for where, mutants in chosen.items():
         print(f"{where}: {sum(mutant not in survivors for mutant in mutants)} of {len(mutants)} killed")
+    print(f"all: {len(tried) - len(survivors)} of {len(tried)} killed")
     return 0
 
 
