@@ -320,8 +320,11 @@ def test_an_env_is_sized():
 #: company; `tests.lacking.subsets` has more.
 PARTS = (
     *("windows", "macos", "sandbox"),  # the calls, names and modules that another system lacks
-    "os.memfd_create! os.posix_fallocate! os.killpg! os.kill! os.getppid! signal.pthread_sigmask! mmap.PROT_READ /proc",
-    "libc.sem_init resource.getrlimit! os.sched_getaffinity! os.sched_yield! faulthandler.register time.CLOCK_MONOTONIC",
+    "os.memfd_create! os.posix_fallocate! os.killpg! os.kill! os.getppid! signal.pthread_sigmask! resource.getrlimit!",
+    (
+        "libc.sem_init os.sched_getaffinity! os.sched_yield! mmap.PROT_READ time.CLOCK_MONOTONIC faulthandler.register "
+        "/proc"
+    ),
 )
 
 
