@@ -106,14 +106,12 @@ def cpu_while_asleep(_pool: Pool, seconds: float) -> dict[str, int]:
     return {"run_ns": usage_of(pids).since(before).run_ns}
 
 
-def test_a_pool_that_cannot_be_built_says_why(started):
-    with pytest.raises(PoolError, match=r"^build: LookupError: no such env$"):
-        started(refusing)
-
-
-def test_a_pool_whose_process_ends_leaves_its_last_words(started):
-    with pytest.raises(PoolError, match=r"^build: its process ended. the last words"):
-        started(dying)
+@pytest.mark.parametrize(
+    ("build", "message"), [(refusing, "LookupError: no such env$"), (dying, "its process ended. the last words")]
+)
+def test_a_pool_that_cannot_be_built_says_why(started, build, message):
+    with pytest.raises(PoolError, match=rf"^build: {message}"):
+        started(build)
 
 
 def test_a_pool_that_raises_says_what(started):
