@@ -49,7 +49,7 @@ from torchrl.envs import (
 )
 from torchrl.envs.utils import MarlGroupMapType
 
-from envherd.workers.adapters.hosts.torchrl_guest import Guest, GuestAdapter
+from envherd.executor.facades.torchrl.worker import Guest, GuestAdapter
 from envherd.workers.adapters.torchrl.direct import leaf_keys
 from tests.workers.torchrl_direct_envs import Buffered, Keeper, Nested, Twice, herd
 

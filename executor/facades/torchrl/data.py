@@ -26,9 +26,9 @@ from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.step_data import StepBatches
 from envherd.executor.facades.torchrl.batched import Batched
+from envherd.executor.facades.torchrl.worker import dense_leaves
 from envherd.executor.protocol.fast_step import FastStep
 from envherd.executor.protocol.stale_roots import StaleRoots
-from envherd.workers.adapters.hosts.torchrl_guest import dense_leaves
 from envherd.workers.adapters.torchrl.private_api import (
     aggregate_ends,
     is_collected,

@@ -35,8 +35,8 @@ from envherd import EpisodeLogger
 from envherd import ParallelEnv as NativeParallelEnv
 from envherd import SerialEnv as NativeSerialEnv
 from envherd.executor.facades.torchrl import ParallelEnv
+from envherd.executor.facades.torchrl.worker import Guest, GuestAdapter
 from envherd.executor.options import ExecutorOptions
-from envherd.workers.adapters.hosts.torchrl_guest import Guest, GuestAdapter
 from envherd.workers.errors import FactoryError
 from tests import torchrl_own as own
 from tests.executor.facades.test_torchrl_use import Collector, policy

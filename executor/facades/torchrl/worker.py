@@ -27,9 +27,9 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.common import EnvMetaData
 
+from envherd.executor.facades.torchrl.crossing import dumps, loads
 from envherd.shm.specs import EnvSpec, Key, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, EnvCall, Mask, Options, StepValues
-from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
 from envherd.workers.adapters.registry import register
 from envherd.workers.adapters.torchrl.direct import DirectWay, direct_way
 from envherd.workers.adapters.torchrl.generators import own_generators
@@ -74,7 +74,7 @@ class GuestFactory:
     def __call__(self, **kwargs: Any) -> Guest:
         """Build an env and return it as a guest."""
         if self._make is None:
-            importlib.import_module("envherd.workers.adapters.hosts.light_tensorboard")
+            importlib.import_module("envherd.executor.facades.light_tensorboard")
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
             self._make = pickle.loads(self._pickled)
@@ -108,7 +108,7 @@ class Guest:
 
     Args:
         env: what the factory returned.
-        has_statistics: add the statistics of the episode to its data; see `hosts.torchrl_episodes`.
+        has_statistics: add the statistics of the episode to its data; see `episodes`.
 
     Attributes:
         env: the env that is stepped, its specs locked: `built`, or with statistics a `TransformedEnv` around it.
@@ -126,7 +126,7 @@ class Guest:
         self.built = env
         self.statistics: Any = None
         if has_statistics:
-            from envherd.workers.adapters.hosts.torchrl_episodes import EpisodeStatistics
+            from envherd.executor.facades.torchrl.episodes import EpisodeStatistics
 
             self.statistics = EpisodeStatistics(env)
             env = TransformedEnv(env, self.statistics, auto_unwrap=False)
