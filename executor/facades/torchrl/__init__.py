@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from envherd.executor.facades import lazy_names
 
 if TYPE_CHECKING:
-    from envherd.executor.facades.torchrl.parallel_env import BuildFailed, ParallelEnv, SerialEnv, installed
+    from torchrl.envs import SerialEnv
+
+    from envherd.executor.facades.torchrl.parallel_env import BuildFailed, ParallelEnv, installed
 
 __all__ = ["BuildFailed", "ParallelEnv", "SerialEnv", "installed"]
 
