@@ -41,7 +41,7 @@ from envherd.workers.errors import EnvherdError
 from envherd.workers.processes import memory_of
 
 if TYPE_CHECKING:
-    from envherd.executor.cluster import RayRollouts
+    from envherd.executor.cluster.rollouts import RayRollouts
 
 SCHEMA = "envherd.rollout/1"
 #: Fields of `WorkerStatistics` in the figures.

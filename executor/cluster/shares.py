@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from envherd.executor.cluster.errors import ClusterError
+from envherd.workers.errors import ClusterError
 
 Resources = Mapping[str, float]
 
