@@ -45,7 +45,6 @@ from torchrl.envs import (
     ToTensorImage,
     TransformedEnv,
     VecNorm,
-    VmasEnv,
 )
 from torchrl.envs.utils import MarlGroupMapType
 
@@ -337,22 +336,6 @@ def test_pettingzoo(case: str) -> None:
 @pytest.mark.parametrize("case", POTS)
 def test_melting_pot(case: str) -> None:
     compare(*POTS[case])
-
-
-@needs("vmas")
-def test_vmas_envs_of_a_process_draw_from_states_of_their_own() -> None:
-    def trace(*others: Guest) -> list[TensorDict]:
-        guest = Guest(VmasEnv("balance", num_envs=3, max_steps=5))
-        seen: list[Any] = []
-        for one in (guest, *others):
-            with one.on_stage():
-                one.seed(len(seen), static=False)
-                seen.append(one.reset(None, {}))
-        with guest.on_stage():
-            return [seen[0], guest.reset(None, {})]
-
-    for alone, among in zip(trace(), trace(Guest(VmasEnv("balance", num_envs=3, max_steps=5))), strict=True):
-        assert (alone == among).all()
 
 
 @pytest.mark.parametrize("case", ["box", "counters", "nested, float"])
