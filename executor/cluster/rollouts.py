@@ -175,7 +175,7 @@ class RayRollouts:
         pickled = {id(factory): pickle_factory(factory) for factory in factories}
         self.num_envs, self.seed = len(factories), as_root_seed(seed)
         self._options, self._factory = checked_options(options), policy_factory
-        self._node_timeout_s, self._looked_at, self._logged_at = node_timeout_s, 0.0, time.monotonic()
+        self._node_timeout_s, self._logged_at = node_timeout_s, time.monotonic()
         self._pending: dict[Any, _Share] = {}
         self._shares: list[_Share] = []
         self._guard = CallGuard(_Call())
@@ -407,17 +407,13 @@ class RayRollouts:
     def _look(self) -> None:
         """Raise the loss of a node that is silent, and log which nodes have not been heard for some time."""
         now = time.monotonic()
-        if now - self._looked_at < _LOOK_S:
-            return
-        self._looked_at, late = now, []
         for share in self._pending.values():
-            if share.ping is None or ray.wait([share.ping], timeout=0)[0]:
+            if share.ping is None or (now - share.heard_at > _LOOK_S and ray.wait([share.ping], timeout=0)[0]):
                 share.ping, share.heard_at = share.actor.ping.options(concurrency_group="watch").remote(), now
             if now - share.heard_at > self._node_timeout_s:
                 ray.kill(share.actor)
                 raise self._loss(share, f"it gave no sign of life for {self._node_timeout_s:g} s")
-            if share.state is None or now - share.heard_at > _LOG_S:
-                late.append(str(share))
+        late = [str(one) for one in self._pending.values() if one.state is None or now - one.heard_at > _LOG_S]
         if late and now - self._logged_at > _LOG_S:
             self._logged_at = now
             _log.warning("RayRollouts waits for nodes that are still starting, or are silent: %s.", ", ".join(late))

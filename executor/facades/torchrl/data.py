@@ -46,14 +46,15 @@ class Shells:
 
     Args:
         env: with the specs, the device and a `fake_tensordict` of the batch.
+        specs: of one env.
 
     Attributes:
         fast_steps: op -> the compiled step of the crew whose slab this is; empty if it has none.
         stale_roots: looks at batches that already have a `next`.
     """
 
-    def __init__(self, env: Any) -> None:
-        leaves = dense_leaves(env)
+    def __init__(self, env: Any, specs: Any) -> None:
+        leaves = dense_leaves(specs)
         assert leaves is not None
         template = env.fake_tensordict()
         self.device = env.device
@@ -145,7 +146,7 @@ class BatchedData(Batched):
             crew = self._open()
             if not (self._fixed_shapes and crew.is_dense and self._is_whole) or self.share_individual_td:
                 return None
-            shells = Shells(self)
+            shells = Shells(self, self._per_env[0].specs)
             shells.fast_steps = crew.compile_steps(shells)
             self.__dict__["_shells"] = shells
         if get_leaf(td, "next") is None:

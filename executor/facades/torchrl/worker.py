@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Composite
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.common import EnvMetaData
 
@@ -265,21 +266,22 @@ def _without_locks(state: Mapping[str, Any]) -> dict[str, Any]:
 # ---- the way to the slab ---------------------------------------------------------------------
 
 
-def dense_leaves(env: EnvBase) -> dict[str, list[tuple[Any, LeafSpec]]] | None:
+def dense_leaves(specs: Composite) -> dict[str, list[tuple[Any, LeafSpec]]] | None:
     """Return the leaves that the slab would hold, `(key, spec)` by group, or None where it cannot hold all of them.
 
-    The parent derives the same from the same specs. Observation and done leaves have separate flat names, because the
-    executor's `done` at the root is not the env's.
+    Args:
+        specs: of one env. The parent has those of each env: its own are stacks where tasks differ in their bounds.
+
+    Observation and done leaves have separate flat names, because the executor's `done` at the root is not the env's.
     """
     groups: dict[str, list[tuple[Any, LeafSpec]]] = {"input": [], "observation": [], "done": [], "reward": []}
-    for name, source in (
-        ("input", "action"),
-        ("input", "state"),
-        ("observation", "observation"),
-        ("done", "done"),
-        ("reward", "reward"),
+    for name, composite in (
+        ("input", specs["input_spec", "full_action_spec"]),
+        ("input", specs["input_spec", "full_state_spec"]),
+        ("observation", specs["output_spec", "full_observation_spec"]),
+        ("done", specs["output_spec", "full_done_spec"]),
+        ("reward", specs["output_spec", "full_reward_spec"]),
     ):
-        composite = getattr(env, f"full_{source}_spec")
         for key, spec in composite.items(include_nested=True, leaves_only=True):
             path = (key,) if isinstance(key, str) else key
             shape = tuple(spec.shape)
@@ -288,11 +290,7 @@ def dense_leaves(env: EnvBase) -> dict[str, list[tuple[Any, LeafSpec]]] | None:
                 return None
             flat: Key = path if name == "input" else (f"{name}:{'/'.join(path)}",)
             groups[name].append((key, LeafSpec(flat, shape, dtype)))
-    has_lazy_nodes = any(
-        hasattr(item, "stack_dim")
-        for source in ("observation", "action", "reward", "done", "state")
-        for item in getattr(env, f"full_{source}_spec").values(include_nested=True)
-    )
+    has_lazy_nodes = any(hasattr(item, "stack_dim") for item in specs.values(include_nested=True))
     shapes = {key: leaf.shape for key, leaf in groups["observation"]}
     # as state and as observed
     disagrees = any(shapes.get(key, leaf.shape) != leaf.shape for key, leaf in groups["input"])
@@ -307,7 +305,7 @@ class GuestAdapter(Adapter):
     def __init__(self, guest: Guest) -> None:
         self.env = guest
         self._torchrl_env = env = guest.env
-        leaves = dense_leaves(env)
+        leaves = dense_leaves(env.specs)
         groups = leaves or {"input": [], "observation": [], "done": [], "reward": []}
         self._inputs = [(key, getattr(torch, leaf.dtype)) for key, leaf in groups["input"]]
         self._observed = [key for key, _ in (*groups["observation"], *groups["done"])]
