@@ -31,7 +31,6 @@ from torchrl.envs.common import EnvMetaData
 from envherd.executor.facades.torchrl.crossing import dumps, loads
 from envherd.shm.specs import EnvSpec, Key, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, EnvCall, Mask, Options, StepValues
-from envherd.workers.adapters.registry import register
 from envherd.workers.adapters.torchrl.direct import DirectWay, direct_way
 from envherd.workers.adapters.torchrl.generators import own_generators
 from envherd.workers.adapters.torchrl.gym import refuse_late_resets
@@ -72,14 +71,15 @@ class GuestFactory:
         self._has_statistics = has_statistics
         self._make: Callable[..., Any] | None = None
 
-    def __call__(self, **kwargs: Any) -> Guest:
-        """Build an env and return it as a guest."""
+    def __call__(self, **kwargs: Any) -> Adapter:
+        """Build an env and return it as a guest, behind its adapter."""
         if self._make is None:
             importlib.import_module("envherd.executor.facades.light_tensorboard")
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
             self._make = pickle.loads(self._pickled)
-        return Guest(own_env(self._make(**kwargs), self.__qualname__), has_statistics=self._has_statistics)
+        env = own_env(self._make(**kwargs), self.__qualname__)
+        return adapter_of(Guest(env, has_statistics=self._has_statistics))
 
 
 _known: weakref.WeakSet[EnvBase] = weakref.WeakSet()
@@ -152,6 +152,8 @@ class Guest:
         """Run as if the process were this env's own: no gradients, and its own random generator."""
         if self.direct is not None and self.direct.is_ahead:
             self.root = self.direct.root()
+        if self.statistics is not None and self.root is not None:
+            self.statistics.written(self.root)
         with torch.no_grad(), self.generator:
             yield
 
@@ -294,17 +296,21 @@ def dense_leaves(specs: Composite) -> dict[str, list[tuple[Any, LeafSpec]]] | No
     shapes = {key: leaf.shape for key, leaf in groups["observation"]}
     # as state and as observed
     disagrees = any(shapes.get(key, leaf.shape) != leaf.shape for key, leaf in groups["input"])
+    groups["reward"].sort(key=lambda pair: (pair[1].key[0].count("/"), pair[1].key[0].split("/")))  # as `place_leaves`
     return None if has_lazy_nodes or disagrees else groups
 
 
 class GuestAdapter(Adapter):
-    """The plain steps of a guest, through the slab; an env whose leaves do not fit there has an empty spec."""
+    """The plain steps of a guest, through the slab; an env whose leaves do not fit there has an empty spec.
+
+    They are without the statistics of the episode: see `adapter_of`.
+    """
 
     family: ClassVar[str] = "torchrl"
 
     def __init__(self, guest: Guest) -> None:
         self.env = guest
-        self._torchrl_env = env = guest.env
+        self._torchrl_env = env = guest.built
         leaves = dense_leaves(env.specs)
         groups = leaves or {"input": [], "observation": [], "done": [], "reward": []}
         self._inputs = [(key, getattr(torch, leaf.dtype)) for key, leaf in groups["input"]]
@@ -312,8 +318,7 @@ class GuestAdapter(Adapter):
         self._rewards = [key for key, _ in groups["reward"]]
         way: DirectWay | str = "its leaves do not fit into the slab"
         if leaves is not None:
-            make = direct_way if guest.statistics is None else guest.statistics.direct_way
-            way = make(guest.built, [key for key, _ in self._inputs], self._observed, self._rewards)
+            way = direct_way(env, [key for key, _ in self._inputs], self._observed, self._rewards)
         guest.direct = None if isinstance(way, str) else way
         self.spec = EnvSpec(
             observation=tuple(leaf for _, leaf in (*groups["observation"], *groups["done"])),
@@ -370,4 +375,11 @@ class GuestAdapter(Adapter):
         self.env.close()
 
 
-register(Guest, GuestAdapter)
+def adapter_of(guest: Guest) -> Adapter:
+    """Return a guest's adapter; with statistics, they are behind the rows that go through the slab."""
+    adapter = GuestAdapter(guest)
+    if guest.statistics is None or not adapter.spec.metadata["is_dense"]:
+        return adapter
+    from envherd.executor.facades.torchrl.episodes import CountedLeaves
+
+    return CountedLeaves(adapter, guest.statistics.sums)
