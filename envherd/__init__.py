@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from envherd.executor.async_collector import AsyncCollector, AsyncStatistics
     from envherd.executor.batched import BatchedEnv
     from envherd.executor.cluster.rollouts import RayRollouts
+    from envherd.executor.cluster.shares import ClusterError
     from envherd.executor.collector import Collector
     from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import Capsules, ExecutorOptions
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
         ActionError,
         Busy,
         Closed,
-        ClusterError,
         EnvError,
         EnvherdError,
         FactoryError,
@@ -82,7 +82,7 @@ _HOMES = {
     "Busy": _ERRORS,
     "Capsules": "envherd.executor.options",
     "Closed": _ERRORS,
-    "ClusterError": _ERRORS,
+    "ClusterError": "envherd.executor.cluster.shares",
     "Collector": "envherd.executor.collector",
     "Discrete": _SPECS,
     "EnvError": _ERRORS,

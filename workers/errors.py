@@ -10,7 +10,6 @@
     +-- WorkerTimeout     (TimeoutError)  a worker passed its deadline and was killed
     +-- Busy              (RuntimeError)  an env still has an answer under way
     +-- Closed            (RuntimeError)  the executor was closed
-    +-- ClusterError      (RuntimeError)  Ray is missing, unreachable, or lacks resources
     +-- InternalError     (RuntimeError)  our bug
 
 The class tells who caused the error. Context (env ids, worker id, pid, ...) is in the message and also in
@@ -102,10 +101,6 @@ class Busy(EnvherdError, RuntimeError):
 
 class Closed(EnvherdError, RuntimeError):
     """The executor was closed (or belongs to another process); make a new one."""
-
-
-class ClusterError(EnvherdError, RuntimeError):
-    """Ray is missing, cannot be reached, lacks the requested resources, or its nodes have different versions."""
 
 
 class InternalError(EnvherdError, RuntimeError):

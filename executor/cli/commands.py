@@ -23,6 +23,7 @@ from rich.text import Text
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.storing import StoreError
+from envherd.executor.cluster.shares import ClusterError
 from envherd.executor.machine.room import TooMany
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
@@ -34,7 +35,7 @@ from envherd.executor.show.per_player import as_policy
 from envherd.shm import platforms
 from envherd.workers.adapters.env_names import Made
 from envherd.workers.adapters.named import named_callable
-from envherd.workers.errors import ClusterError, EnvherdError, FactoryError
+from envherd.workers.errors import EnvherdError, FactoryError
 
 if TYPE_CHECKING:
     from envherd.executor.cluster.rollouts import RayRollouts

@@ -24,13 +24,14 @@ import ray
 import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 
+from envherd.executor.cluster.shares import ClusterError
 from envherd.executor.machine.machine import usable_cores
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.policy import Placed
 from envherd.executor.pools.error_messages import numbering
 from envherd.shm.specs import EnvSpec
 from envherd.workers import registries
-from envherd.workers.errors import ClusterError, EnvherdError
+from envherd.workers.errors import EnvherdError
 
 #: Seconds between checks of the parent.
 _PARENT_S = 0.5
