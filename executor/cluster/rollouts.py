@@ -411,6 +411,7 @@ class RayRollouts:
             if share.ping is None or (now - share.heard_at > _LOOK_S and ray.wait([share.ping], timeout=0)[0]):
                 share.ping, share.heard_at = share.actor.ping.options(concurrency_group="watch").remote(), now
             if now - share.heard_at > self._node_timeout_s:
+                share.ping = None  # the next call reports that the actor has died
                 ray.kill(share.actor)
                 raise self._loss(share, f"it gave no sign of life for {self._node_timeout_s:g} s")
         late = [str(one) for one in self._pending.values() if one.state is None or now - one.heard_at > _LOG_S]
