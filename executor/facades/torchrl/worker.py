@@ -271,10 +271,11 @@ def _without_locks(state: Mapping[str, Any]) -> dict[str, Any]:
 def dense_leaves(specs: Composite) -> dict[str, list[tuple[Any, LeafSpec]]] | None:
     """Return the leaves that the slab would hold, `(key, spec)` by group, or None where it cannot hold all of them.
 
-    Args:
-        specs: of one env. The parent has those of each env: its own are stacks where tasks differ in their bounds.
-
     Observation and done leaves have separate flat names, because the executor's `done` at the root is not the env's.
+
+    Args:
+        specs: of one env. The parent has those of each env; the specs of the batch are stacks where tasks differ in
+            their bounds.
     """
     groups: dict[str, list[tuple[Any, LeafSpec]]] = {"input": [], "observation": [], "done": [], "reward": []}
     for name, composite in (
