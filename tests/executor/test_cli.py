@@ -176,6 +176,13 @@ def test_help_names_every_option():
         ([COUNTING, "--steps", "many"], "--steps"),
         ([COUNTING, "--gif", "film.mp4"], "ends in .gif"),
         ([COUNTING, "--png", "sheet"], "ends in .png"),
+        ([COUNTING, "--mp4", "film.gif"], "ends in .mp4"),
+        ([COUNTING, "--alone"], "expected --mp4 or --gif, got neither"),
+        ([COUNTING, "--views", "--agent", "1", "--gif", "a.gif"], "expected --views or --agent, got both"),
+        *(
+            ([COUNTING, "--ray", "local", *film], "expected envs on this machine, got --ray")
+            for film in (["--mp4", "a.mp4"], ["--png", "a.png"], ["--gif", "a.gif", "--alone"])
+        ),
         ([COUNTING, "--env-kwargs", "{length: 3}"], "JSON object"),
         ([COUNTING, "--env-kwargs", "[3]"], "JSON object"),
     ],
@@ -272,7 +279,7 @@ def test_keyword_arguments_can_be_in_a_file():
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 @needs("gymnasium")
-@pytest.mark.parametrize("command", [["rollout"], ["evaluate"], ["record", "--gif", "film.gif"]])
+@pytest.mark.parametrize("command", ["rollout", "evaluate"])
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
@@ -285,7 +292,7 @@ def test_keyword_arguments_can_be_in_a_file():
     ],
 )
 def test_what_is_no_policy_is_refused_alike_by_all_commands(command, policy, message):
-    result = CliRunner().invoke(app, [*command, "CartPole-v1", "--policy", f"my_envs:{policy}"])
+    result = CliRunner().invoke(app, [command, "CartPole-v1", "--policy", f"my_envs:{policy}"])
     assert result.exit_code == 1, result.output
     assert message in result.stderr
 
@@ -293,10 +300,10 @@ def test_what_is_no_policy_is_refused_alike_by_all_commands(command, policy, mes
 @needs("pettingzoo")
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("command", [["rollout"], ["evaluate"], ["record", "--gif", "film.gif"]])
+@pytest.mark.parametrize("command", ["rollout", "evaluate"])
 def test_policies_by_player_are_taken_by_all_commands(command):
     name = "pettingzoo:mpe2.simple_spread_v3"
-    done = CliRunner().invoke(app, [*command, name, "--policy", "my_envs:by_player", "--max-steps", "3"])
+    done = CliRunner().invoke(app, [command, name, "--policy", "my_envs:by_player", "--max-steps", "3"])
     assert done.exit_code == 0, done.output
 
 
@@ -425,10 +432,10 @@ def test_a_policy_where_its_factory_is_expected_is_explained(command):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("command", [["rollout"], ["evaluate"], ["record", "--gif", "film.gif"]])
+@pytest.mark.parametrize("command", ["rollout", "evaluate"])
 def test_a_policy_factory_that_returns_nothing_is_refused(command):
     """None stands for random actions, which nobody names a factory for."""
-    result = CliRunner().invoke(app, [*command, COUNTING, "--policy", "my_envs:forgets_to_return"])
+    result = CliRunner().invoke(app, [command, COUNTING, "--policy", "my_envs:forgets_to_return"])
     assert result.exit_code == 1
     assert "expected a policy, got None. Return it from the function." in result.stderr
 
@@ -549,7 +556,7 @@ def test_a_rollout_whose_process_was_killed_is_refused():
         ["rollout", COUNTING, "--out", "my_envs.py"],
         ["rollout", COUNTING, "--json", "."],
         ["evaluate", COUNTING, "--json", "none/found.json"],
-        ["record", COUNTING, "--mp4", "none/film.mp4"],
+        ["rollout", COUNTING, "--mp4", "none/film.mp4"],
         ["size", COUNTING, "--json", "none/setting.json"],
         ["replay", ".", "--png", "none/sheet.png"],
         ["init", "none/my_env.py"],
