@@ -11,12 +11,11 @@ import typer
 from typer.core import TyperGroup
 
 from envherd.executor.cli.doctor import doctor
-from envherd.executor.cli.evaluate import Evaluate
 from envherd.executor.cli.exit_codes import EXIT_USAGE
 from envherd.executor.cli.init import init
 from envherd.executor.cli.listing import list_envs
 from envherd.executor.cli.option_values import require_number
-from envherd.executor.cli.options import Check, Command, Replay, Rollout, Size, Top
+from envherd.executor.cli.options import Check, Command, Evaluate, Replay, Rollout, Size, Top
 
 #: What `record` did without options.
 _RECORD = ("--alone", "--envs", "1", "--episodes", "1", "--steps", "1000")
@@ -45,7 +44,7 @@ app = typer.Typer(
 )
 
 
-def _add(kind: type[Command] | type[Evaluate]) -> None:
+def _add(kind: type[Command]) -> None:
     """Add the command that a class describes, under the name of the class."""
 
     def run(**options: Any) -> None:

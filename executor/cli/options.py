@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from envherd.executor.cli.option_values import (
+    ENV_HELP,
     Env,
     EnvKwargs,
     Gif,
@@ -123,6 +124,51 @@ class Rollout(Command):
             raise typer.BadParameter("expected --mp4 or --gif, got neither.")
         if self.views and self.agent is not None:
             raise typer.BadParameter("expected --views or --agent, got both. Leave one out.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(Command):
+    """Evaluate policies in one env or in several tasks: success, returns and lengths, with 95 % confidence intervals.
+
+    For envs with players, also: per-capita, collective and per-role returns, and equality.
+    """
+
+    env: Annotated[
+        list[str], typer.Argument(metavar="ENV...", help=f"One or several of: {ENV_HELP}", show_default=False)
+    ]
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FACTORY",
+            help="FACTORY(env) returns the policy of a task: a callable, for players also a dict of policies by player "
+            "and role, or a PerPlayer; default: random actions.",
+        ),
+    ] = None
+    background: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FACTORY", help="The same for other players, or random; default: the bots of a scenario."
+        ),
+    ] = None
+    focal: Annotated[
+        str | None,
+        typer.Option(metavar="I,J,...", help="The focal players; default: those of the scenario, or all."),
+    ] = None
+    episodes: Annotated[int, typer.Option(min=1, help="Number of episodes of each ENV.")] = 10
+    workers: Workers = None
+    seed: Annotated[int, typer.Option(min=0, help="Root seed.")] = 0
+    max_steps: MaxSteps = None
+    env_kwargs: EnvKwargs = None
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", callback=text_file, help="Keep the episodes in this JSON, and continue from it."),
+    ] = None
+    videos: Annotated[
+        Path | None, typer.Option(metavar="DIR", callback=new_folder, help="Write films of episodes (MP4).")
+    ] = None
+    filmed: Annotated[int, typer.Option(min=1, help="With --videos: how many episodes of each ENV to film.")] = 1
+    json: Json = None
+    quiet: Quiet = False
 
 
 @dataclass(frozen=True, kw_only=True)

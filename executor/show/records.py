@@ -163,7 +163,7 @@ class RecordFile:
         self._settings = {**found["settings"], **self._settings}
         for name, one in found["tasks"].items():
             if one["cast"] is not None:
-                cast = Cast(**{key: _as_tuple(value) for key, value in one["cast"].items()})
+                cast = Cast(**{key: value if key == "env" else tuple(value) for key, value in one["cast"].items()})
                 records = (EpisodeRecord(**{**each, "returns": tuple(each["returns"])}) for each in one["episodes"])
                 mine = self.tasks.setdefault(name, TaskRecords())
                 mine.cast = mine.cast or cast
@@ -174,10 +174,6 @@ def _version(path: Path) -> tuple[int, int]:
     """Return what differs between a file and the one that replaces it."""
     found = path.stat()
     return found.st_ino, found.st_mtime_ns
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def fingerprint(policy: Any) -> Any:
