@@ -163,7 +163,8 @@ class RecordFile:
         self._settings = {**found["settings"], **self._settings}
         for name, one in found["tasks"].items():
             if one["cast"] is not None:
-                cast = Cast(**{key: value if key == "env" else tuple(value) for key, value in one["cast"].items()})
+                plain: dict[str, Any] = {key: tuple(value) for key, value in one["cast"].items() if key != "env"}
+                cast = Cast(env=one["cast"]["env"], **plain)
                 records = (EpisodeRecord(**{**each, "returns": tuple(each["returns"])}) for each in one["episodes"])
                 mine = self.tasks.setdefault(name, TaskRecords())
                 mine.cast = mine.cast or cast

@@ -18,6 +18,7 @@ from PIL import Image
 from envherd.executor.cli import media
 from envherd.executor.cli.media import Film, Pictures, grid, reduced
 from envherd.executor.show.camera import MediaError
+from tests.executor.team_env import film_into
 
 
 def sprite(colour: tuple[int, int, int], height: int = 6, width: int = 8) -> np.ndarray:
@@ -40,9 +41,9 @@ class Rendered:
         return next(self._looks)
 
 
-def pictures_of(looks: list[list[np.ndarray | None]], gif=None, png=None) -> Pictures:
+def pictures_of(looks: list[list[np.ndarray | None]], gif=None, png=None, **how) -> Pictures:
     """Return the pictures of a run in which the envs rendered these frames."""
-    pictures, env = Pictures(gif, png, len(looks) - 1), Rendered(looks)
+    pictures, env = Pictures(gif, png, len(looks) - 1, **how), Rendered(looks)
     for step in range(len(looks)):
         pictures.look(cast("Any", env), step, None)
     return pictures
@@ -152,6 +153,15 @@ def test_an_env_without_a_frame_for_a_while_keeps_its_last_one(tmp_path):
         gif.seek(1)
         pixels = np.asarray(gif.convert("RGB"))
         assert (pixels == (200, 0, 0)).all(axis=2).any()
+
+
+def test_a_video_leaves_out_the_steps_without_a_picture(tmp_path, monkeypatch):
+    films: dict[str, list[int]] = {}
+    monkeypatch.setattr(media, "Video", film_into(films))
+    frames = [np.full((4, 4, 3), value, np.uint8) if value else None for value in (10, 0, 20)]
+    pictures = pictures_of([[frame] for frame in frames], mp4=tmp_path / "film.mp4")
+    assert pictures.write("") == {"mp4": str(tmp_path / "film.mp4")}
+    assert films == {"film": [10, 20]}
 
 
 def test_no_frames_no_file(tmp_path):
