@@ -141,7 +141,7 @@ class Pictures:
             MediaError: at the first call, if no env has a picture.
         """
         is_kept = self._is_kept and self._film.wants(step)
-        if not (is_kept or self._mp4 is not None):
+        if not (is_kept or self._mp4 is not None or self._has_views):  # views sum up the rewards of all steps
             return
         if self._look is None:
             self._look = _Views(env).look if self._has_views else Camera(env, self._agent).look
