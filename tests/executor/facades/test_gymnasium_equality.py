@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 from envherd.executor import ParallelEnv
 from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv
 from envherd.executor.options import ExecutorOptions
-from tests.executor.facades.gymnasium_envs import MAKES, Horizon, Particular, Precise, Reusing
+from tests.envs.gymnasium_envs import MAKES, Horizon, Particular, Precise, Reusing
 from tests.scale import scaled
 
 NUM_ENVS = 3
