@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import architecture
-from tests.architecture import BOXES, COMMAND, PAGE, PARTS, PICTURE
 from tests.test_imports import ROOT
+from tools import architecture
+from tools.architecture import BOXES, COMMAND, PAGE, PARTS, PICTURE
 from tools.statements import statements_below
 
 TEXT = PAGE.read_text()

@@ -16,8 +16,8 @@ import pytest
 from envherd.executor import ExecutorOptions, MeltingPotFactory, ParallelEnv
 from envherd.workers.adapters.named import NamedFactory, PettingZooFactory
 from envherd.workers.testing import CountingEnv
+from tests.envs.own_substrate import build_substrate
 from tests.extras import has_extra, needs
-from tests.workers.own_substrate import build_substrate
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ("shm", "workers", "executor", "benchmarks")

@@ -31,7 +31,7 @@ from envherd.workers.testing import CountingEnv
 from tests.conftest import is_of_others
 from tests.extras import needs, skip_without
 from tests.faults.children import NOBODY, in_child
-from tests.faults.damaging import damaged
+from tests.oracles.damaging import damaged
 
 skip_without("gymnasium")
 

@@ -50,7 +50,7 @@ from torchrl.envs.utils import MarlGroupMapType
 
 from envherd.executor.facades.torchrl.worker import Guest, adapter_of
 from envherd.workers.adapters.torchrl.direct import leaf_keys
-from tests.workers.torchrl_direct_envs import Buffered, Keeper, Nested, Twice, herd
+from tests.envs.torchrl_direct_envs import Buffered, Keeper, Nested, Twice, herd
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

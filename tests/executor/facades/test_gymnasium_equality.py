@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode
 
 from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv
 from envherd.executor.options import ExecutorOptions
-from tests.executor.facades.gymnasium_envs import MAKES, Horizon, Particular, Precise, Reusing
+from tests.envs.gymnasium_envs import MAKES, Horizon, Particular, Precise, Reusing
 
 NUM_ENVS = 3
 FACADES = {"async": functools.partial(AsyncVectorEnv, num_workers=2), "sync": SyncVectorEnv}

@@ -15,7 +15,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 
 from envherd.executor import EnvError, ExecutorOptions, ResetNeeded, WorkerLost, WorkerTimeout
 from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv
-from tests.executor.facades.gymnasium_envs import ERRORS, Failing, Odd, Slow
+from tests.envs.gymnasium_envs import ERRORS, Failing, Odd, Slow
 from tests.gates import alarm
 
 ACTIONS = np.zeros(3, np.int64)

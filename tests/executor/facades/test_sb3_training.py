@@ -19,7 +19,7 @@ from stable_baselines3.common.vec_env import VecFrameStack, VecMonitor, VecNorma
 
 from envherd.executor import MeltingPotFactory
 from envherd.executor.facades.sb3 import DummyVecEnv, SubprocVecEnv
-from tests.executor.facades.sb3_envs import SampledEnv, make_cartpole, make_tagged
+from tests.envs.sb3_envs import SampledEnv, make_cartpole, make_tagged
 
 pytestmark = [
     pytest.mark.slow,

@@ -23,7 +23,7 @@ from envherd.executor.facades.sb3.spaces import num_agents
 from envherd.workers.adapters.named import NamedFactory
 from envherd.workers.errors import ActionError, ResetNeeded, SpecError
 from envherd.workers.testing import AgentsEnv
-from tests.executor.facades.sb3_envs import (
+from tests.envs.sb3_envs import (
     DyingEnv,
     FailingEnv,
     SampledEnv,

@@ -38,7 +38,7 @@ from envherd.executor.facades.torchrl import ParallelEnv
 from envherd.executor.facades.torchrl.worker import Guest, adapter_of
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.errors import FactoryError
-from tests import torchrl_own as own
+from tests.envs import torchrl_own as own
 from tests.executor.facades.test_torchrl_use import Collector, policy
 
 pytestmark = [

@@ -36,8 +36,8 @@ from torchrl.envs import (
 from envherd.executor.facades.torchrl import BuildFailed, ParallelEnv, SerialEnv
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.errors import EnvError, FactoryError
-from tests import torchrl_own as own
-from tests.torchrl_own import started
+from tests.envs import torchrl_own as own
+from tests.envs.torchrl_own import started
 
 pytestmark = [pytest.mark.slow, pytest.mark.preloads(*own.PRELOADED)]
 

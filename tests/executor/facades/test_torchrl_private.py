@@ -17,7 +17,7 @@ import torchrl.envs
 from torchrl.envs import Compose, Transform, TransformedEnv
 
 from envherd.executor.facades.torchrl import ParallelEnv
-from tests import torchrl_own as own
+from tests.envs import torchrl_own as own
 
 ROOT = Path(__file__).parents[3]
 ONE_MODULE = ROOT / "workers" / "adapters" / "torchrl" / "private_api.py"
