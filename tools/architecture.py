@@ -84,7 +84,6 @@ BOXES = {
     ),
     "workers/process/": Box(("workers/process/*",), "helper process, start, loop", 7, (2, 2)),
     "workers/testing/": Box(("workers/testing/*",), "envs for tests", 6, (3, 3)),
-    "workers/adapters/hosts/": Box(("workers/adapters/hosts/*",), "TorchRL's half in a worker", 6, (4, 4)),
     "workers/build.py": Box(("workers/build.py",), "from a factory to an adapter", 5, (2, 4)),
     "workers/block/": Box(
         ("workers/block/*",), "the envs of one worker: commands carried out, rows written", 4, (1, 2)
@@ -177,7 +176,7 @@ def hops(section: str) -> list[tuple[str, list[str]]]:
 
 def stepped_boxes() -> set[str]:
     """Return the boxes on the path of a step."""
-    return {box_of(file.removesuffix(".py").replace("/", ".")) for file, _ in hops("A step")}
+    return {box_of(file.removesuffix(".py").replace("/", ".")) for file, _ in hops("A step") if file.endswith(".py")}
 
 
 def digest() -> str:

@@ -110,8 +110,7 @@ TESTS = {
 
 _FACADES = "executor/facades"
 _CONTRACT = ("contracts/test_oracles.py", "contracts/test_violations.py")
-#: Folder or file that TESTS does not name -> the tests that should notice a change below it. The longest one that
-#: fits holds.
+#: Folder or file that TESTS does not name -> the tests that should notice a change below it; the longest that fits.
 BELOW: dict[str, tuple[str, ...]] = {
     "executor/": ("executor/test_options.py", "executor/test_first_mistakes.py", *_STEPS),
     "executor/async_collector.py": ("executor/collectors/test_async_collector.py",),

@@ -66,7 +66,8 @@ def test_nothing_goes_wrong(name, monkeypatch):
     assert not missing, missing
     in_c = {(before, event) for before, event, _ in trace.in_c}
     steps_in_c = native.load() is not None and not any(word in name for word in ("restart", "portable", "interrupt"))
-    assert in_c >= MET_IN_C if steps_in_c else not in_c
+    assert not steps_in_c or in_c >= MET_IN_C
+    assert not in_c or (native.load() is not None and "portable" not in name)
 
 
 def interrupted(call: Callable[[], Any], interrupt: Interrupt) -> bool:

@@ -222,8 +222,7 @@ class Explorer:
             engine.is_dirty,
             bool(engine.guard._holder),
             flights.current and (flights.current.is_parked, flights.current.ids.tobytes()),
-            positions._is_mixed,
-            positions._stepped is None,
+            positions.is_mixed,
             pool.words.has_answered().tobytes(),
             pool.words.answers_lost.tobytes(),
             tuple(worker.is_alive for worker in pool.crew.workers),
@@ -279,14 +278,9 @@ class Explorer:
             self._known = [None] * len(pool.envs)
             return
         assert not engine.is_in_flight
-        is_owed, positions = ~pool.words.has_answered(), engine.positions
-        before = {name: np.copy(getattr(positions, name)) for name in ("_columns", "_in_root", "_step_columns")}
-        pending = positions._stepped
+        is_owed = ~pool.words.has_answered()
         for env_id, env in enumerate(pool.envs):
             self._check_env(env_id, env, is_owed=bool(is_owed[env_id]))
-        positions._stepped = pending  # as it was: the fast paths leave this to others
-        for name, array in before.items():
-            getattr(positions, name)[:] = array
 
     def _check_env(self, env_id: int, env: Scripted, *, is_owed: bool) -> None:
         engine, pool = self._env._engine, self._env._pool

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +18,6 @@ from envherd.executor import ExecutorOptions
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.pools import fast_commands, worker_pool
 from envherd.executor.pools.crew import Blueprint
-from envherd.executor.pools.fast_commands import FastCommands, NativeExchange
 from envherd.executor.pools.portable import PortablePool
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.shm.segment import Segment
@@ -305,23 +305,19 @@ class SimulatedPool(WorkerPool):
 
         return called
 
-    def submit_all(self, *args: Any) -> None:
-        self._after(super().submit_all)(*args)
-
     def submit(self, *args: Any) -> None:
         self._after(super().submit)(*args)
 
-    def compile(self) -> FastCommands:
-        absent, step = super().compile()
+    def compile(self, facts: Mapping[str, Any]) -> Any:
+        exchange = super().compile(facts)
 
-        def answered(command: int, draft: Callable[[int], Any] | None, column: int) -> tuple[Any, bool]:
-            return step(command, self._after(draft or (lambda _: None)), column)
+        def step(op: int, target: Any, column: int, serve: None, draft: Callable[[int], Any] | None) -> tuple[Any, int]:
+            found: tuple[Any, int] = exchange.step(op, target, column, serve, self._after(draft or (lambda _: None)))
+            return found
 
-        return FastCommands(absent, answered)
-
-    def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange:
-        commands = super().compile_exchange(facts)
-        return commands._replace(send=self._after(commands.send))
+        names = ("may_step", "land", "wait", "take", "roots")
+        own = {name: getattr(exchange, name) for name in names}
+        return SimpleNamespace(**own, step=step, give=self._after(exchange.give), send=self._after(exchange.send))
 
     @property
     def envs(self) -> list[Scripted]:

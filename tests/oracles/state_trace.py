@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from envherd.executor.pools import worker_pool
-from envherd.executor.pools.fast_commands import NativeExchange, exchange_natively
-from envherd.executor.protocol.env_states import FOLLOWS, EnvStates, Event, State, after
+from envherd.executor.pools import base
+from envherd.executor.pools.fast_commands import exchange_natively
+from envherd.executor.protocol.env_states import FOLLOWS, EnvStates, Event, State
 from envherd.workers.protocol import Op
 
 Step = tuple[State, Event, State]
@@ -30,65 +31,74 @@ class StateTrace:
         self._latest: dict[int, np.ndarray] = {}  # id of an array of states -> its content after the latest event
         self._arrays: list[np.ndarray] = []  # so that no other gets their ids
         self._is_watching = False
-        make, move, move_all, land_all = EnvStates.__init__, EnvStates.move, EnvStates.move_all, EnvStates.land_all
-        trace = self
+        move, trace = EnvStates.move, self
 
         def moved(states: EnvStates, env_ids: np.ndarray, event: Any) -> None:
             trace._watch(
                 states.values, lambda: move(states, env_ids, event), lambda: dict.fromkeys(env_ids.tolist(), event)
             )
 
-        def moved_all(states: EnvStates, event: Any) -> None:
-            everyone = range(len(states.values))
-            trace._watch(states.values, lambda: move_all(states, event), lambda: dict.fromkeys(everyone, event))
-
-        def landed_all(states: EnvStates, ended: np.ndarray | None) -> None:
-            if ended is None:
-                land_all(states, None)  # which moves all
-                return
-            events = dict.fromkeys(range(len(states.values)), Event.ANSWERED) | dict.fromkeys(
-                ended.tolist(), Event.ENDS
-            )
-            trace._watch(states.values, lambda: land_all(states, ended), lambda: events)
-
-        def made(states: EnvStates, num_envs: int) -> None:
-            make(states, num_envs)
-            states.memory = _Memory(trace, states)  # type: ignore[assignment]
-
-        monkeypatch.setattr(EnvStates, "__init__", made)
         monkeypatch.setattr(EnvStates, "move", moved)
-        monkeypatch.setattr(EnvStates, "move_all", moved_all)
-        monkeypatch.setattr(EnvStates, "land_all", landed_all)
-        monkeypatch.setattr(worker_pool, "exchange_natively", self._exchange_natively)
+        monkeypatch.setattr(base, "exchange_natively", self._exchange_natively)
 
-    def _exchange_natively(self, *args: Any) -> NativeExchange:
-        commands, facts = exchange_natively(*args), args[-1]
-        values = facts["states"]
+    def _exchange_natively(self, *args: Any) -> Any:
+        exchange, facts = exchange_natively(*args), args[-1]
+        values, everyone = facts["states"], range(len(facts["states"]))
 
         def send(op: int, ids: np.ndarray, actions: Any) -> Any:
             return self._watch(
-                values, lambda: commands.send(op, ids, actions), lambda: dict.fromkeys(ids.tolist(), op), self.in_c
+                values, lambda: exchange.send(op, ids, actions), lambda: dict.fromkeys(ids.tolist(), op), self.in_c
             )
 
         def take(count: int, memory: Any, before: Any, ids: np.ndarray) -> Any:
             return self._watch(
                 values,
-                lambda: commands.take(count, memory, before, ids),
+                lambda: exchange.take(count, memory, before, ids),
                 lambda: {i: _answer_of(facts, i) for i in ids.tolist()},
                 self.in_c,
             )
 
-        return commands._replace(send=send, take=take)
+        def step(op: int, target: Any, column: int, serve: Any, draft: Any) -> Any:
+            """Note the command when it is given, before the draft, and the answers afterwards."""
 
-    def stored(self, states: EnvStates, values: bytes, store: Callable[[], None]) -> None:
-        """Note what a fast step stores: the command of all envs, or their answers."""
-        if self._is_watching:  # a function that stores is watched as a whole
-            store()
-            return
-        before = states.values.tobytes()
-        events = [event for event in (Event.STEP, Event.STEP_RESET, Event.ANSWERED) if after(before, event) == values]
-        assert events, f"no event of a step leads from {[*before]} to {[*values]}"
-        self._watch(states.values, store, lambda: dict.fromkeys(range(len(before)), events[0]))
+            def drafted(at: int) -> Any:
+                self._watch(
+                    before, lambda: before.__setitem__(..., values), lambda: dict.fromkeys(everyone, op), self.in_c
+                )
+                return None if draft is None else draft(at)
+
+            before = values.copy()
+            self._arrays.append(before)
+            self._latest[id(before)] = before.copy()
+            try:
+                pair: tuple[Any, int] = exchange.step(op, target, column, serve, drafted)
+            except BaseException:
+                self._latest[id(values)] = values.copy()
+                raise
+            self._latest[id(values)] = before
+            answers = {} if pair[1] < 0 else {i: _answer_of(facts, i, target) for i in everyone}
+            after = values.copy()
+            values[:] = before
+            self._watch(values, lambda: values.__setitem__(..., after), lambda: answers, self.in_c)
+            return pair
+
+        def give(op: int, target: Any, column: int, serve: Any) -> None:
+            self._watch(
+                values, lambda: exchange.give(op, target, column, serve), lambda: dict.fromkeys(everyone, op), self.in_c
+            )
+
+        def land(target: Any) -> int:
+            found: list[int] = []
+            self._watch(
+                values,
+                lambda: found.append(exchange.land(target)),
+                lambda: {i: _answer_of(facts, i, target) for i in everyone},
+                self.in_c,
+            )
+            return found[0]
+
+        others = {name: getattr(exchange, name) for name in ("may_step", "wait", "roots")}
+        return SimpleNamespace(**others, step=step, give=give, land=land, send=send, take=take)
 
     def _watch(
         self,
@@ -125,20 +135,13 @@ class StateTrace:
         return result
 
 
-class _Memory:
-    """`EnvStates.memory`, of which a trace notes every store."""
-
-    def __init__(self, trace: StateTrace, states: EnvStates) -> None:
-        self._trace, self._states, self._memory = trace, states, states.memory
-
-    def __setitem__(self, place: slice, values: bytes) -> None:
-        self._trace.stored(self._states, values, lambda: self._memory.__setitem__(place, values))
-
-
-def _answer_of(facts: Mapping[str, Any], env_id: int) -> Event:
+def _answer_of(facts: Mapping[str, Any], env_id: int, target: Any = None) -> Event:
     """Return what the rows of an env that C has taken say."""
     column, op = facts["at"][env_id], facts["ops"][env_id]
-    is_over = facts["next"][facts["done"]][column, env_id].any()
+    next_done, root_done = facts["next"][facts["done"]], facts["root"][facts["root_done"]]
+    if target is not None:
+        _, next_done, root_done, _ = target
+    is_over = next_done[column, env_id].any()
     if is_over and op == Op.STEP_RESET:
-        is_over = facts["root"][facts["root_done"]][column, env_id].any()
+        is_over = root_done[column + (target is not None), env_id].any()
     return Event.ENDS if is_over else Event.ANSWERED

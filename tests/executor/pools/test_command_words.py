@@ -24,13 +24,13 @@ def words(monkeypatch):
 
 def test_a_number_is_stored_after_its_commands(words):
     words.write(np.array([1]), np.array([7]))
-    words.write_all(8, np.array([2]), 9)
+    words.write(np.arange(len(words.command)), np.where(np.arange(len(words.command)) == 2, 9, 8))
     assert words.seen == [([0, 7, 0], [0, 0, 0]), ([8, 8, 9], [0, 1, 0])]
     assert words.command_seq.tolist() == [2, 2, 2]
 
 
 def test_rows_are_read_after_the_numbers_of_answers(words):
-    assert words.is_idle()
+    assert words.has_answered().all()
     assert words.ready(np.array([0, 2])).tolist() == [0, 2]
     assert len(words.seen) == 2
 

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from envherd.executor.pools import fast_commands, worker_pool
 from envherd.executor.pools.command_words import CommandWords
-from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
 from envherd.shm.tally import Counter
 from envherd.workers import native
@@ -46,18 +45,14 @@ class Side:
         self.counts = {name: np.zeros(num_workers, np.int64) for name in OF_WORKERS}
         self.caller = fast_commands.native_caller(self.words, self.go, self.done, self.counts, self.worker_of)
         self.num_workers = num_workers
-        self.step = self.caller.step if in_c else self._step
         self.in_c = in_c
 
-    def _step(self, command: int, draft: Callable[[int], Any] | None, column: int) -> tuple[Any, bool]:
-        """Do as `WorkerPool.submit_all` and `wait_all` without C, before the pool waits slowly or reads messages."""
-        self.words.write_all(command, None, 0)
-        for bell in self.go:
-            bell.ring()
+    def step(self, command: int, draft: Callable[[int], Any] | None, column: int) -> tuple[Any, bool]:
+        """Give all envs a command, draft, and look whether they have answered with rows alone."""
+        everyone = np.arange(len(self.worker_of))
+        self.give_some(everyone, np.full(len(everyone), command))
         drafted = None if draft is None else draft(column)
-        own = {"_caller": None, "_done": self.done, "words": self.words}
-        pool: Any = SimpleNamespace(num_workers=self.num_workers, **own)
-        return drafted, WorkerPool._take_tokens(pool) and self.words.announces_nothing()
+        return drafted, self.first(everyone, len(everyone), fast_commands.LOOK_S) is not None
 
     def give_all(self, command: int) -> None:
         """Give all envs a command, in C."""
@@ -72,14 +67,16 @@ class Side:
         for worker_id in set(self.worker_of[ids].tolist()):
             self.go[worker_id].ring()
 
-    def first(self, ids: np.ndarray, wanted: int) -> list[int] | None:
+    def first(self, ids: np.ndarray, wanted: int, wait_s: float = 0.0) -> list[int] | None:
         """Return which of some envs have answered; None if fewer than wanted, or if there is more than rows."""
         if self.in_c:
             room = np.full(len(self.worker_of), -1)
-            count = self.caller.first(ids, wanted, 0, room)
+            count = self.caller.first(ids, wanted, int(wait_s * 1e9), room)
             return None if count < 0 else room[:count].tolist()
+        end = time.monotonic() + wait_s
+        while len(ready := self.words.ready(ids)) < wanted and self.done.wait(max(0.0, end - time.monotonic())):
+            pass
         _take_all(self.done)
-        ready = self.words.ready(ids)
         return self.words.by_order(ready).tolist() if len(ready) >= wanted and self.words.announces_nothing() else None
 
     def answer(self, answered: Any, failed: Any, tokens: int, column: int) -> Any:

@@ -35,7 +35,6 @@ from envherd.executor import (
 )
 from envherd.executor.pools import fast_commands
 from envherd.executor.pools.worker_pool import WorkerPool
-from envherd.executor.protocol import fast_exchange
 from envherd.executor.protocol.env_states import NEXT, Event, State
 from envherd.executor.protocol.exchange import Exchange
 from envherd.executor.protocol.plain import Plain
@@ -48,6 +47,11 @@ pytestmark = pytest.mark.preloads()
 needs_c = pytest.mark.skipif(native.load() is None, reason="the C extension was not built, or is switched off")
 
 NUM_ENVS = 4
+
+
+def settle(env):
+    """Wait until no env owes an answer."""
+    wait_for(lambda: env._pool.words.has_answered().all())
 
 
 class Driving(gymnasium.Env[np.ndarray, np.ndarray]):
@@ -155,6 +159,7 @@ def generalised(env: Any) -> Any:
     """Disable compiled steps, sends and receives of an executor."""
     env._engine.plain = Plain.never("this is a test")._replace(rows=env._engine.plain.rows)
     env.compile()
+    env._engine.flights.native = None
     return env
 
 
@@ -167,7 +172,7 @@ def state_of(env: Any) -> dict[str, Any]:
         "step_columns": positions.step_columns.tolist(),
         "in_root": positions.in_root.tolist(),
         "column": positions.column,
-        "is_mixed": positions._is_mixed,
+        "is_mixed": positions.is_mixed,
         "is_in_ring": positions.where is positions.ring,
         "number": env._pool.words.number[0],
         "answers_lost": env._pool.words.answers_lost.tolist(),
@@ -244,7 +249,7 @@ class Pair:
 
     def _do(self, deed: str, number: int) -> None:
         for side, env in enumerate(self.envs):
-            wait_for(env._pool.words.is_idle)
+            settle(env)
             rng = np.random.default_rng(number)
             try:
                 result = getattr(self, "_" + deed)(env, side, rng)
@@ -259,7 +264,7 @@ class Pair:
             else:
                 assert_same(one, other)
         for env in self.envs:
-            wait_for(env._pool.words.is_idle)
+            settle(env)
         assert self.state(self.envs[0]) == self.state(self.envs[1])
 
     # ---- arguments
@@ -449,7 +454,7 @@ def of_both(make_env: Any, setting: dict[str, Any], **options: Any) -> Any:
     ],
 )
 def test_every_call_in_c_does_what_it_does_in_python(name, setting, monkeypatch):
-    monkeypatch.setattr(WorkerPool, "_must_look", lambda _: False)  # on a slow machine Python would make most receives
+    monkeypatch.setattr(WorkerPool, "must_look", lambda _: False)  # on a slow machine Python would make most receives
     make, kwargs = ENVS[name], SETTINGS[setting]
     with of_both(make, kwargs) as fast, of_both(make, kwargs) as general:
         pair = Pair(fast, generalised(general))
@@ -527,7 +532,7 @@ def in_c(monkeypatch):
     be_patient(monkeypatch)
     for name in ("send", "recv", "recall"):
         monkeypatch.setattr(Exchange, name, refuse)
-    monkeypatch.setattr(WorkerPool, "_must_look", lambda _: False)
+    monkeypatch.setattr(WorkerPool, "must_look", lambda _: False)
 
 
 @needs_c
@@ -630,7 +635,6 @@ def test_answers_that_take_long_are_waited_for(env, slow):
         td = env.step(actions(*slow))
         assert td["next", "observation"][:, 1:].tolist() == [[count, slow[0]], [count, slow[1]]]
     assert env.step_and_maybe_reset(actions(0, 1))[1]["observation"][:, 1].tolist() == [3, 3]
-    assert not env._pool.has_waited
 
 
 @pytest.mark.broken_pool
@@ -638,7 +642,7 @@ def test_the_rows_of_a_worker_that_is_lost_after_it_answered_are_received(tmp_pa
     with held_pair(Gate(tmp_path)) as env:
         env.reset()
         env.send(actions(0, 0))
-        wait_for(env._pool.words.is_idle)
+        settle(env)
         os.kill(env._pool.pid_of(1), signal.SIGKILL)
         assert env.recv()["env_ids"].tolist() == [0, 1]
 
@@ -725,7 +729,7 @@ def test_sends_and_receives_leak_nothing(env):
 @pytest.fixture
 def facts(env):
     caller = env._pool._caller
-    return {"caller": caller, "caller_type": type(caller), **fast_exchange.facts_of(env._engine)}
+    return {"caller": caller, "caller_type": type(caller), **env._engine.facts()}
 
 
 @needs_c
@@ -783,7 +787,7 @@ def test_c_moves_states_by_the_table_that_it_is_given(env, facts):
     assert exchange(Event.STEP, State.RUNNING, -1).send(Event.STEP, np.arange(2), np.array([0, 1])) is False
     assert state_of(env) == before
     env.send(actions(0, 1))
-    wait_for(env._pool.words.is_idle)
+    settle(env)
     states = env._engine.states.values
     for event in (Event.ANSWERED, Event.ENDS):  # an env without one of these entries is not under way, or not taken
         assert take(exchange(event, State.STEP_RESETTING, -1)) == -1
@@ -817,7 +821,7 @@ def test_c_refuses_what_is_not_plain(env, facts):
     assert exchange.roots(ids, room[:3]) is False
     assert state_of(env) == before
     env.send(actions(0, 1))
-    wait_for(env._pool.words.is_idle)
+    settle(env)
     assert exchange.wait(np.array([1, 1]), 1) == 0
     assert exchange.wait(None, 3) == 0
     assert exchange.wait(np.array([1, 0]), 2) == 2
