@@ -1,7 +1,8 @@
 """The confirming round: run a few settings on real executors, in turns, and take the smallest of the fastest.
 
 Guarantees: nothing is left running, also after an interrupt. A setting that fails, dies or hangs is excluded. Each
-setting that was not run has a reason. The time budget is exceeded by at most one start of an executor and one round.
+setting that was not run has a reason. The time budget is exceeded by at most the quick starts, one other start of an
+executor, and one round.
 Assumes: the env was probed, so a single env is known to work.
 """
 
@@ -29,8 +30,9 @@ NUM_ROUNDS, _NUM_BUSY_ROUNDS = 5, 15
 _SPAN_S, _THROTTLED_SPAN_S = 0.1, 0.5
 #: Seconds in which the worker of a `SerialEnv` imports torch; on a busy machine.
 _IMPORT_S = 10.0
-#: Largest share of the remaining time for the start of a further executor.
-_START_SHARE = 0.5
+#: Largest share of the remaining time for the start of a further executor; and the share of the whole budget below
+#: which a start is quick: it is made even if no time remains.
+_START_SHARE, _QUICK_SHARE = 0.5, 0.1
 #: A call that takes this many times as long as expected, plus this many seconds, counts as hanging.
 _PATIENCE_FACTOR, _PATIENCE_S = 10.0, 20.0
 
@@ -41,7 +43,7 @@ class Confirmation:
     Args:
         subject: the env.
         limits: of this machine; all executors together stay within its usable memory.
-        end: of the budget (monotonic seconds).
+        budget: its end (monotonic seconds), and all of its seconds.
         show: called with the current activity.
         is_busy: returns whether other programs use the machine.
     """
@@ -50,11 +52,12 @@ class Confirmation:
         self,
         subject: Subject,
         limits: Limits,
-        end: float,
+        budget: tuple[float, float],
         show: Callable[[str], None],
         is_busy: Callable[[], bool],
     ) -> None:
-        self._subject, self._limits, self._end = subject, limits, end
+        self._subject, self._limits = subject, limits
+        self._end, self._budget_s = budget
         self._show, self._is_busy = show, is_busy
         self._refusals: dict[Setting, Refusal | None] = {}
         self._drivers: dict[tuple[int, int], Driver] = {}
@@ -103,7 +106,8 @@ class Confirmation:
         if sum(others.values()) + self._limits.memory_bytes(setting) > self._limits.usable:
             return Refusal("budget", "does not fit the memory next to the others")
         start_s = self._limits.start_s(setting)
-        if start_s > _START_SHARE * (self._end - time.monotonic()):
+        left_s = self._end - time.monotonic()
+        if start_s > max(_START_SHARE * left_s, _QUICK_SHARE * self._budget_s):
             return Refusal("budget", f"takes {start_s:,.1f} s to start; a longer --budget allows for it")
         return None
 

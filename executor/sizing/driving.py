@@ -141,14 +141,16 @@ class Turn(NamedTuple):
         before the kernel stops a process, so all together do not take longer than the median says.
 
         Args:
-            is_even: whether all steps take about as long. Otherwise workers wait for each other, which their times do
-                not show, and only the waiting of the slowest is left out.
+            is_even: whether all steps take about as long. Otherwise the median says nothing, and workers wait for each
+                other, which their times do not show: only the waiting of this thread and the slowest is left out.
         """
         (own_run_s, own_wait_s, policy_s), *workers = self.times_s
         shared_s = sum(run_s for run_s, _, _ in workers) / usable_cores()
         waited_s = own_wait_s + max((wait_s for _, wait_s, _ in workers), default=0.0)
         seconds = max(self.seconds - waited_s, own_run_s + shared_s)
-        if workers and is_even:
+        if not is_even:
+            return seconds
+        if workers:
             slowest_s = max(max(run_s, busy_s - wait_s) for run_s, wait_s, busy_s in workers)
             seconds = policy_s + own_run_s + max(slowest_s, shared_s)
         median_s = float(np.median(self.batches_s))
@@ -234,7 +236,8 @@ class Driver:
         return self._set_actions(td, env_ids)
 
     def _exchange(self) -> int:
-        env_ids: Any = self.env.recv(min_envs=self._half, with_root=False)["env_ids"]
+        ids: Any = self.env.recv(min_envs=self._half, with_root=False)["env_ids"]
+        env_ids = ids.reshape(len(ids), -1)[:, 0]  # envs that are batches have one for each row
         self.env.send(self._act(self.env.current(env_ids), env_ids), env_ids)
         return len(env_ids)
 

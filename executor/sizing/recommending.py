@@ -96,7 +96,9 @@ def recommend(  # the env, the goal and the limits
         if goal.episode_steps is not None:
             measured = replace(measured, end_share=1 / goal.episode_steps)
         limits = Limits(measured, machine, goal, options.num_frames)
-        confirmation = Confirmation(subject, limits, began + budget_s, show, lambda: others.share() > DISTURBED)
+        confirmation = Confirmation(
+            subject, limits, (began + budget_s, budget_s), show, lambda: others.share() > DISTURBED
+        )
         runs = confirmation.run(limits.fitting(settings_for(measured, machine.cores, goal)))
         return decide(limits, runs, others.share())
 

@@ -208,7 +208,7 @@ app(["size", "python:envherd.workers.testing:CountingEnv", "--budget", "60", "--
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [pytest.param("probe: step", marks=pytest.mark.full), "starting", "round 2"])
+@pytest.mark.parametrize("stage", [pytest.param("probe: step", marks=pytest.mark.full), "starting", "round 1"])
 def test_ctrl_c_leaves_nothing_behind(stage, script_host, tmp_path):
     script = tmp_path / "pressed.py"
     script.write_text(CTRL_C)
