@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -103,7 +103,7 @@ def recommend(  # the env, the goal and the limits
         return decide(limits, runs, others.share())
 
 
-def decide(limits: Limits, runs: Iterable[Run], others_share: float = 0.0) -> Sizing:
+def decide(limits: Limits, runs: Sequence[Run], others_share: float = 0.0) -> Sizing:
     """Return the decision from what was run; pure.
 
     Args:
