@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat import GROUPS, RUN_ABOVE
 from tests.test_docs import LINK, ROOT
+from tools.compat import GROUPS, RUN_ABOVE
 
 URL = "https://git.example.org/owner/envherd"
 CODE = "from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel('.')"
@@ -102,4 +102,4 @@ for url in {urls!r}:
 
 @pytest.mark.parametrize("pattern", [*RUN_ABOVE, *(pattern for patterns in GROUPS.values() for pattern in patterns)])
 def test_the_tests_for_other_versions_of_the_libraries_exist(pattern):
-    assert list((ROOT / "tests").glob(pattern)), f"tests.compat runs tests/{pattern}, which is not there"
+    assert list((ROOT / "tests").glob(pattern)), f"tools.compat runs tests/{pattern}, which is not there"

@@ -23,7 +23,7 @@ ENVS: dict[str, Any] = {
 }
 
 
-#: `tests/executor/test_property.py` compares processes with `SerialEnv`.
+#: `tests/executor/protocol/test_property.py` compares processes with `SerialEnv`.
 IN_PROCESSES = scaled(("counting", "agents", "text", "batch_of_two"), full=tuple(ENVS))
 
 

@@ -8,7 +8,7 @@ import pytest
 from envherd.executor import ParallelEnv
 from envherd.workers.testing import ParentEnv
 from tests.executor.calls import kill
-from tests.executor.test_lifecycle import is_running
+from tests.executor.pools.test_lifecycle import is_running
 from tests.gates import wait_for
 
 pytestmark = pytest.mark.slow

@@ -28,7 +28,7 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
-from tests.executor.facades.faulty_envs import (
+from tests.envs.faulty_envs import (
     DIES,
     GOES_ON,
     HANGS,
@@ -46,7 +46,7 @@ from tests.scale import scaled
 
 PRELOADED: tuple[str, ...] = ()
 if importlib.util.find_spec("torchrl") is not None:
-    from tests.torchrl_own import PRELOADED
+    from tests.envs.torchrl_own import PRELOADED
 
 pytestmark = [
     pytest.mark.slow,
