@@ -292,7 +292,7 @@ def test_one_env_that_does_not_fit_is_refused():
     assert Limits(PLAIN, machine_of(2, memory=500 * MIB), Goal()).most_envs(2) == 33
 
 
-RESULTS = json.loads((Path(__file__).parents[2] / "benchmarks/results/sizing.json").read_text())
+RESULTS = json.loads((Path(__file__).parents[3] / "benchmarks/results/sizing.json").read_text())
 
 
 @pytest.mark.parametrize("row", RESULTS, ids=lambda row: row["env"])
