@@ -43,7 +43,6 @@ ALLOWED = {
     "executor/show/video.py": {"imageio", "imageio_ffmpeg"},
     "executor/show/exporting.py": {"prometheus_client"},
     "executor/progress.py": {"tqdm"},
-    "executor/sizing/plotting.py": {"matplotlib"},
     "executor/cluster/*.py": {"ray"},
     "executor/facades/gymnasium/*": {"gymnasium"},
     "executor/facades/cleanrl/*": {"gymnasium"},

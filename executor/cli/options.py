@@ -30,13 +30,12 @@ from envherd.executor.cli.option_values import (
     Sheet,
     Workers,
     new_folder,
-    parse_size,
     picture,
     text_file,
 )
 
 #: The largest durations, and more processors than any machine has.
-_DAY_S, _MINUTE_MS, _MOST_CPUS = 86_400, 60_000, 2**16
+_DAY_S, _MINUTE_MS = 86_400, 60_000
 #: `check` keeps all steps in memory.
 _MOST_CHECKED = 1_000_000
 
@@ -256,29 +255,11 @@ class Size(Command):
     episode_steps: Annotated[
         int | None, typer.Option(min=1, help="Steps of an episode; default: measured. Set it for very long episodes.")
     ] = None
-    cpus: Annotated[
-        int | None, typer.Option(min=1, max=_MOST_CPUS, help="Plan for a machine with this many cores.")
-    ] = None
-    memory: Annotated[
-        int | None,
-        typer.Option(metavar="SIZE", parser=parse_size, help="Plan for this much available memory, e.g. 256GiB."),
-    ] = None
-    gpu: Annotated[
-        int | None, typer.Option(metavar="SIZE", parser=parse_size, help="Plan for a GPU with this much memory.")
-    ] = None
     budget: Annotated[float, typer.Option(min=0.5, max=_DAY_S, help="Maximum seconds of the measurement.")] = 20.0
     headroom: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the memory to leave free.")] = 0.2
     env_kwargs: EnvKwargs = None
-    plot: Annotated[
-        Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a chart (PNG).")
-    ] = None
     json: Json = None
     quiet: Quiet = False
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether the options describe another machine."""
-        return not (self.cpus is None and self.memory is None and self.gpu is None)
 
 
 @dataclass(frozen=True, kw_only=True)

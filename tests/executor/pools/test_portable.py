@@ -313,7 +313,7 @@ def test_an_env_is_sized():
     sizing = recommend(
         CountingEnv, goal=Goal(num_envs=2), budget_s=1.0, options=ExecutorOptions(start_method="portable")
     )
-    assert sizing.advice.predicted.steps_per_s > 0
+    assert sizing.chosen.steps_per_s > 0
 
 
 #: What is taken from envherd in a script and in its workers: calls that are missing or refused alone, or in strange
