@@ -39,7 +39,7 @@ help:
 	@echo "make compat       run the tests with the oldest and newest versions (or ROWS=PATTERN); writes docs/reports/versions.md"
 	@echo "make faults       cause every fault of envs, workers and machine in every state; writes docs/reports/faults.md"
 	@echo "make soak         run $(MINUTES) minutes of random kills, hangs, resets, opens and closes; writes docs/reports/soak.md"
-	@echo "make mutants      change one place of the core at a time, and check that a test fails (docs/contributing.md)"
+	@echo "make mutants      change one place of the source at a time, and check that a test fails (docs/contributing.md)"
 	@echo "make fuzz         run MINUTES minutes (default 10) of random operations, deaths and interrupts, with new seeds"
 	@echo "make venv         only create $(VENV)/, with everything installed"
 	@echo "make bench        compare envherd with other libraries (most of an hour, on an idle machine); writes docs/reports/benchmarks.md"
@@ -80,12 +80,12 @@ try: $(SMALL_STAMP)
 	$(SMALL_BIN)/envherd rollout CartPole-v1 --envs 4 --steps 200
 
 test-small: $(SMALL_STAMP)
-	$(SMALL_BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder -m "not slow and not full"
+	$(SMALL_BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder -m "not slow and not full and not quiet"
 
 # On Linux, tests take away from a script what other systems lack. There the same script runs as it is.
 test-portable: $(SMALL_STAMP)
 ifeq ($(shell uname),Linux)
-	$(SMALL_BIN)/python -m pytest -n $(JOBS) tests/executor/test_portable.py
+	$(SMALL_BIN)/python -m pytest -n $(JOBS) tests/executor/pools/test_portable.py
 else
 	ENVHERD_LACKS=nothing $(SMALL_BIN)/python tests/lacking/everything.py
 endif
@@ -95,7 +95,7 @@ NEWEST := .venv.newest
 test-newest:
 	$(call small_venv,$(NEWEST)) -e ".[gymnasium,dev]"
 	$(NEWEST)/$(SCRIPTS)/python -m pip install -qq --upgrade tensordict gymnasium stable-baselines3
-	$(NEWEST)/$(SCRIPTS)/python -m pytest -n $(JOBS) tests/executor/test_stepping.py tests/executor/test_arguments.py \
+	$(NEWEST)/$(SCRIPTS)/python -m pytest -n $(JOBS) tests/executor/protocol/test_stepping.py tests/executor/batches/test_arguments.py \
 		tests/executor/facades tests/workers
 
 rollout: $(STAMP)
@@ -104,27 +104,29 @@ rollout: $(STAMP)
 	$(BIN)/envherd rollout $(ROLLOUT_ENV) --envs $(ROLLOUT_ENVS) --steps $(ROLLOUT_STEPS) --seed 0 \
 		--out $(ROLLOUT_NAME) --gif $(ROLLOUT_NAME).gif --png $(ROLLOUT_NAME).png
 
+# The tests marked `quiet` measure time, so they run last and alone.
 test: $(STAMP)
-	$(PYTEST)
+	$(PYTEST) -m "not quiet"
+	$(BIN)/python -m pytest -m quiet $$(grep -rl "mark\.quiet" --include="test_*.py" tests)
 
 # LONG= leaves out the files that take half of the time.
-LONG ?= tests/executor/test_property.py tests/faults/test_interrupts.py
+LONG ?= tests/executor/protocol/test_property.py tests/faults/test_interrupts.py
 test-python: $(STAMP)
-	ENVHERD_NATIVE=0 $(PYTEST) -k "not facades" tests/executor/test_fast_calls.py tests/executor/test_stepping.py \
-		tests/executor/test_exchange.py tests/workers/test_loop.py $(LONG)
+	ENVHERD_NATIVE=0 $(PYTEST) -k "not facades" tests/executor/protocol/test_fast_calls.py tests/executor/protocol/test_stepping.py \
+		tests/executor/protocol/test_exchange.py tests/workers/test_loop.py $(LONG)
 
 # Installs the oldest supported libraries over those of .venv for these tests only; `make compat` runs more tests.
 test-oldest: $(STAMP)
-	$(BIN)/python -m tests.compat --above --jobs $(JOBS)
+	$(BIN)/python -m tools.compat --above --jobs $(JOBS)
 
 # A wanted change of data: `make golden WRITE=--write`.
 CASES ?=
 WRITE ?=
 golden: $(STAMP)
-	$(BIN)/python -m tests.golden "$(CASES)" $(WRITE)
+	$(BIN)/python -m tools.golden "$(CASES)" $(WRITE)
 
 test-quick: $(STAMP)
-	$(PYTEST) -m "not slow and not full"
+	$(PYTEST) -m "not slow and not full and not quiet"
 
 test-full: $(STAMP)
 	ENVHERD_FULL=1 $(BIN)/python -m pytest
@@ -134,33 +136,33 @@ matrix: $(STAMP)
 	ENVHERD_MATRIX=docs/reports/families.md $(BIN)/python -m pytest tests/contracts/test_matrix.py -k "test_family and ($(FAMILY))" \
 		-o faulthandler_timeout=0
 
-# Takes an hour or two and 12 GB of disk; see `python -m tests.compat --help`. Rows that are not run do not change.
+# Takes an hour or two and 12 GB of disk; see `python -m tools.compat --help`. Rows that are not run do not change.
 ROWS ?=
 compat: $(STAMP)
-	$(BIN)/python -m tests.compat --rows "$(ROWS)"
+	$(BIN)/python -m tools.compat --rows "$(ROWS)"
 
 # The tests append to earlier recordings, so they can also be run in parts.
 RECORDED := build/faults.jsonl
 faults: $(STAMP)
 	@mkdir -p build
 	ENVHERD_FULL=1 ENVHERD_FAULTS=$(RECORDED) $(BIN)/python -m pytest tests/faults/test_matrix.py tests/faults/test_surroundings.py
-	$(BIN)/python -m tests.faults.page $(RECORDED)
+	$(BIN)/python -m tools.faults_page $(RECORDED)
 	$(BIN)/python -m benchmarks.faults --write
 
 MINUTES ?= 20
 soak: $(STAMP)
-	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) --write
+	$(BIN)/python -m tools.soak --minutes $(MINUTES) --write
 
 # FILES: paths, or path:line for all changes of a line. The default, the whole core, takes most of an hour.
 SAMPLE ?= 10
 SEED ?= 0
 FILES ?=
 mutants: $(STAMP)
-	$(BIN)/python -m tests.mutants --sample $(SAMPLE) --seed $(SEED) --jobs $(JOBS) $(FILES)
+	$(BIN)/python -m tools.mutants --sample $(SAMPLE) --seed $(SEED) --jobs $(JOBS) $(if $(TOTAL),--total $(TOTAL)) $(FILES)
 
 fuzz: MINUTES = 10
 fuzz: $(STAMP)
-	$(BIN)/python -m tests.faults.fuzz --minutes $(MINUTES)
+	$(BIN)/python -m tools.fuzz --minutes $(MINUTES)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

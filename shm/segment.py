@@ -116,11 +116,12 @@ class Segment:
         self._mapping = mapping
         self._private_view: PrivateView | None = None
         #: Also runs if an interrupt drops the segment without `close`.
-        self._release: Callable[[], Any] = (
-            weakref.finalize(self, os.close, fd)
-            if named is None
-            else Finalizer(self, _release_named, named, os.getpid() if is_owner else None)
-        )
+        self._release: Callable[[], Any]
+        # One line each: a failure at the line comes before the finalizer, so the caller must close the descriptor.
+        if named is None:
+            self._release = weakref.finalize(self, os.close, fd)
+        else:
+            self._release = Finalizer(self, _release_named, named, os.getpid() if is_owner else None)
 
     @classmethod
     def create(cls, nbytes: int, label: str = "envherd", *, is_prefaulted: bool = True, num_sparse: int = 0) -> Segment:
@@ -145,11 +146,10 @@ class Segment:
                 os.ftruncate(fd, size)
                 seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-                mapping = _map(fd, size)
+                segment = cls(size, _map(fd, size), fd=fd, is_owner=True)
             except BaseException:
                 os.close(fd)
                 raise
-            segment = cls(size, mapping, fd=fd, is_owner=True)
         try:
             if is_prefaulted:
                 segment.array()[: size - num_sparse : _PAGE] = 0

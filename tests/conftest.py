@@ -22,7 +22,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
-import envherd.workers.adapters.hosts.light_tensorboard  # noqa: F401  # before a test imports Stable-Baselines3
+import envherd.executor.facades.light_tensorboard  # noqa: F401  # before a test imports Stable-Baselines3
 from envherd.shm import platforms
 from envherd.shm.segment import NAMES
 from envherd.workers import processes
@@ -47,10 +47,10 @@ _LONG = (
     "tests/workers/test_torchrl_direct.py",
     "tests/faults/test_executor_model.py",
     "tests/faults/test_interrupts.py",
-    "tests/executor/test_property.py",
-    "tests/executor/test_shared_helpers.py",
+    "tests/executor/protocol/test_property.py",
+    "tests/executor/pools/test_shared_helpers.py",
     "tests/contracts/test_matrix.py",
-    "tests/executor/test_sizing_runs.py",
+    "tests/executor/sizing/test_sizing_runs.py",
     "tests/workers/test_meltingpot.py",
     "tests/workers/test_together.py",
     "tests/faults/test_fuzz.py",

@@ -87,7 +87,7 @@ def test_public_classes_and_functions_have_a_docstring(package):
 
 
 #: Class -> the protocol that documents its methods, where it is not a base class.
-PROTOCOL_OF = {"SlabPool": "RecyclablePool", "ExecutorBatch": "Batch"}
+PROTOCOL_OF = {"ExecutorBatch": "Batch"}
 
 
 def _classes() -> dict[str, list[ast.ClassDef]]:

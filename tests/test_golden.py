@@ -10,13 +10,13 @@ from tests.extras import skip_without
 
 skip_without("torchrl", "sb3")  # their versions are part of the name of the file
 
-from tests import golden
+from tools import golden
 
 
 @pytest.mark.skipif(not golden.golden_file().exists(), reason="no traces are kept for these versions")
 @pytest.mark.parametrize("pattern", ["^(counting|agents)/", "^cartpole/gymnasium SameStep"])
 def test_data_are_those_of_the_golden_traces(pattern):
-    """A difference is listed by `python -m tests.golden`; a wanted one is recorded with `--write`."""
+    """A difference is listed by `python -m tools.golden`; a wanted one is recorded with `--write`."""
     kept = json.loads(golden.golden_file().read_text())
     found = dict(golden.record(pattern))
     assert found == {name: kept[name] for name in found}

@@ -6,8 +6,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests import compat
 from tests.test_imports import ALLOWED
+from tools import compat
 
 HEADS = ["Python", "", *compat.SHOWN.values()]
 REQUIREMENTS = [one for one in compat.requirements((*compat.EXTRAS, "rllib")) if one.name in compat.SHOWN]

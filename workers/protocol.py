@@ -72,12 +72,13 @@ RING = 0
 LEAVE = 1 << 62
 """Number of the latest message once the pool is closed: the worker finishes one env's command, and begins no other."""
 
-_OP_BITS, _FLAG_BITS, _TARGET_BITS = 4, 4, 24
+#: Widths of the parts of a command word; the rest is the column.
+OP_BITS, FLAG_BITS, TARGET_BITS = 4, 4, 24
 
 
 def pack(op: Any, target: int, column: Any, flags: int = 0) -> Any:
     """Return the command word for an op on a column of a target; of int arrays, an int array."""
-    return op | flags << _OP_BITS | target << (_OP_BITS + _FLAG_BITS) | column << (_OP_BITS + _FLAG_BITS + _TARGET_BITS)
+    return op | flags << OP_BITS | target << (OP_BITS + FLAG_BITS) | column << (OP_BITS + FLAG_BITS + TARGET_BITS)
 
 
 def pack_each(op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int, num_frames: int) -> np.ndarray:
@@ -97,16 +98,16 @@ def _ring_words(op: int, flags: int, num_frames: int) -> np.ndarray:
 
 def unpack(command: int) -> tuple[int, int, int, int]:
     """Return `(op, target, column, flags)` of a command word."""
-    op = command & (1 << _OP_BITS) - 1
-    command >>= _OP_BITS
-    flags = command & (1 << _FLAG_BITS) - 1
-    command >>= _FLAG_BITS
-    return op, command & (1 << _TARGET_BITS) - 1, command >> _TARGET_BITS, flags
+    op = command & (1 << OP_BITS) - 1
+    command >>= OP_BITS
+    flags = command & (1 << FLAG_BITS) - 1
+    command >>= FLAG_BITS
+    return op, command & (1 << TARGET_BITS) - 1, command >> TARGET_BITS, flags
 
 
 def pack_phase(op: int, env_id: int) -> int:
     """Return the phase word for an op in progress on an env (0 means idle)."""
-    return op | (env_id + 1) << _OP_BITS
+    return op | (env_id + 1) << OP_BITS
 
 
 #: The phase of a worker that has nothing to do.
@@ -115,7 +116,7 @@ IDLE = "idle"
 
 def describe_phase(phase: int) -> tuple[str, int | None]:
     """Return `("step" | "reset" | "idle", env id or None)` of a phase word."""
-    op, env_id = phase & (1 << _OP_BITS) - 1, (phase >> _OP_BITS) - 1
+    op, env_id = phase & (1 << OP_BITS) - 1, (phase >> OP_BITS) - 1
     if phase == 0:
         return IDLE, None
     return ("reset" if op == Op.RESET else "step"), env_id

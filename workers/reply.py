@@ -9,11 +9,21 @@ from typing import Any, ClassVar
 _MAX_TEXT = 16_000  # characters kept of a message or of (the end of) a traceback
 
 
+class Reply:
+    """One of these messages."""
+
+    kind: ClassVar[str]
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the message."""
+        return {"kind": self.kind, **vars(self)}
+
+
 @dataclass(frozen=True)
-class Fault:
+class Fault(Reply):
     """An exception that an env (or its factory) raised, as text."""
 
-    kind: ClassVar[str] = "fault"
+    kind = "fault"
     env_id: int
     phase: str
     type_name: str
@@ -35,61 +45,41 @@ class Fault:
         kind = type(error)
         return cls(env_id, phase, kind.__qualname__, message[:_MAX_TEXT], text[-_MAX_TEXT:], kind.__module__)
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return the message."""
-        return {"kind": self.kind, **vars(self)}
-
 
 @dataclass(frozen=True)
-class SideValues:
+class SideValues(Reply):
     """The values of the side-channel leaves after a command, aligned with `spec.observation`."""
 
-    kind: ClassVar[str] = "side"
+    kind = "side"
     env_id: int
     next: list[Any]
     root: list[Any]
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return the message."""
-        return {"kind": self.kind, **vars(self)}
-
 
 @dataclass(frozen=True)
-class Infos:
+class Infos(Reply):
     """An env's infos of a command's step and reset, packed (see `workers.infos`); None where there is none."""
 
-    kind: ClassVar[str] = "infos"
+    kind = "infos"
     env_id: int
     next: bytes | None
     root: bytes | None
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return the message."""
-        return {"kind": self.kind, **vars(self)}
-
 
 @dataclass(frozen=True)
-class Notice:
+class Notice(Reply):
     """An env drew from global generators; see `ExecutorOptions.isolate_rng`."""
 
-    kind: ClassVar[str] = "notice"
+    kind = "notice"
     env_id: int
     phase: str
     generators: list[str]
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return the message."""
-        return {"kind": self.kind, **vars(self)}
-
 
 @dataclass(frozen=True)
-class LeftOut:
+class LeftOut(Reply):
     """Entries of an env's info that could not be passed on, as name -> reason; each is reported once."""
 
-    kind: ClassVar[str] = "left_out"
+    kind = "left_out"
     env_id: int
     entries: dict[str, str]
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return the message."""
-        return {"kind": self.kind, **vars(self)}

@@ -68,7 +68,7 @@ class EpisodeSeeds:
     def __init__(self, root_seed: int, env_id: int) -> None:
         self._of = root_seed, env_id
         words = _words_of(root_seed)
-        words += [0] * (_POOL_SIZE - len(words)) + _words_of(env_id)
+        words += [0] * (POOL_SIZE - len(words)) + _words_of(env_id)
         pool, self._hash = _mixed(words)
         self._pool = tuple(pool)
         self.pool = np.array([*pool, self._hash], np.uint32)
@@ -79,17 +79,18 @@ class EpisodeSeeds:
             return episode_seed(*self._of, episode)
         multiplier = self._hash
         value = episode ^ multiplier
-        multiplier = multiplier * _MULT_A & _MASK
+        multiplier = multiplier * MULT_A & _MASK
         value = value * multiplier & _MASK
-        mixed = _MIX_L * self._pool[0] - _MIX_R * (value ^ value >> _SHIFT) & _MASK
-        word = (mixed ^ mixed >> _SHIFT) ^ _INIT_B
-        word = word * (_INIT_B * _MULT_B & _MASK) & _MASK
-        return word ^ word >> _SHIFT
+        mixed = MIX_L * self._pool[0] - MIX_R * (value ^ value >> SHIFT) & _MASK
+        word = (mixed ^ mixed >> SHIFT) ^ INIT_B
+        word = word * (INIT_B * MULT_B & _MASK) & _MASK
+        return word ^ word >> SHIFT
 
 
-_POOL_SIZE, _SHIFT, _MASK = 4, 16, 0xFFFFFFFF
-_INIT_A, _MULT_A, _INIT_B, _MULT_B = 0x43B0D7E5, 0x931E8875, 0x8B51F9DD, 0x58F38DED
-_MIX_L, _MIX_R = 0xCA01F9DD, 0x4973F715
+#: Of `SeedSequence`; `native/step.c` uses them as well.
+POOL_SIZE, SHIFT, _MASK = 4, 16, 0xFFFFFFFF
+INIT_A, MULT_A, INIT_B, MULT_B = 0x43B0D7E5, 0x931E8875, 0x8B51F9DD, 0x58F38DED
+MIX_L, MIX_R = 0xCA01F9DD, 0x4973F715
 
 
 def _words_of(number: int) -> list[int]:
@@ -99,25 +100,25 @@ def _words_of(number: int) -> list[int]:
 
 def _mixed(words: list[int]) -> tuple[list[int], int]:
     """Return `SeedSequence`'s pool after at least four words, and its hash multiplier at that point."""
-    multiplier = _INIT_A
+    multiplier = INIT_A
 
     def hashed(value: int) -> int:
         nonlocal multiplier
         value ^= multiplier
-        multiplier = multiplier * _MULT_A & _MASK
+        multiplier = multiplier * MULT_A & _MASK
         value = value * multiplier & _MASK
-        return value ^ value >> _SHIFT
+        return value ^ value >> SHIFT
 
     def mix(one: int, other: int) -> int:
-        result = _MIX_L * one - _MIX_R * other & _MASK
-        return result ^ result >> _SHIFT
+        result = MIX_L * one - MIX_R * other & _MASK
+        return result ^ result >> SHIFT
 
-    pool = [hashed(word) for word in words[:_POOL_SIZE]]
-    for source in range(_POOL_SIZE):
-        for to in range(_POOL_SIZE):
+    pool = [hashed(word) for word in words[:POOL_SIZE]]
+    for source in range(POOL_SIZE):
+        for to in range(POOL_SIZE):
             if source != to:
                 pool[to] = mix(pool[to], hashed(pool[source]))
-    for word in words[_POOL_SIZE:]:
+    for word in words[POOL_SIZE:]:
         pool = [mix(value, hashed(word)) for value in pool]
     return pool, multiplier
 

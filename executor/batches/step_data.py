@@ -32,7 +32,7 @@ Check = Callable[[np.ndarray], np.ndarray | None]
 
 
 class Legal(IntEnum):
-    """How C code checks actions; the numbers are those of `executor/native/exchange.c`."""
+    """How C code checks actions; `tools.native_header` hands the numbers to C."""
 
     ANY = 0
     INDEX = 1

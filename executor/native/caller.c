@@ -115,18 +115,6 @@ static void caller_dealloc(Caller *caller)
 
 static i64 next_number(Caller *caller) { return ++*word(&caller->number, 0); }
 
-static void give_all(Caller *caller, i64 command)
-{
-    i64 number = next_number(caller);
-    memset(caller->answers_lost.buf, 0, (size_t)caller->num_envs);
-    for (Py_ssize_t i = 0; i < caller->num_envs; i++)
-        STORE(word(&caller->command, i), command);
-    for (Py_ssize_t i = 0; i < caller->num_envs; i++)
-        STORE_NUMBER(word(&caller->command_seq, i), number);
-    for (Py_ssize_t i = 0; i < caller->num_workers; i++)
-        bell_ring(&caller->go[i]);
-}
-
 int caller_has_number(const Caller *caller, i64 id)
 {
     return LOAD_NUMBER(word(&caller->reply_seq, id)) == LOAD(word(&caller->command_seq, id));
@@ -150,36 +138,14 @@ int caller_has_news(const Caller *caller)
     return 0;
 }
 
-/* Wait for all answers: 1 if they hold only rows; 0 if none has come for `look_ns`, or there is more; -1: an exception. */
-static int has_all(Caller *caller)
+int caller_has_all(Caller *caller)
 {
     for (Py_ssize_t tokens = 0; tokens < caller->num_workers || !have_answered(caller); tokens++) {
         int is_taken = bell_wait(&caller->done, caller->look_ns);
         if (is_taken <= 0)
             return is_taken;
     }
-    return !caller_has_news(caller);
-}
-
-static PyObject *caller_has_all(PyObject *self, PyObject *Py_UNUSED(none))
-{
-    int found = has_all((Caller *)self);
-    return found < 0 ? NULL : PyBool_FromLong(found);
-}
-
-static PyObject *caller_step(PyObject *self, PyObject *args)
-{
-    Caller *caller = (Caller *)self;
-    long long command;
-    PyObject *draft, *column;
-    if (!PyArg_ParseTuple(args, "LOO", &command, &draft, &column))
-        return NULL;
-    give_all(caller, command);
-    PyObject *drafted = draft == Py_None ? Py_NewRef(Py_None) : PyObject_CallFunctionObjArgs(draft, column, NULL);
-    int found = drafted == NULL ? -1 : has_all(caller);
-    PyObject *pair = found < 0 ? NULL : PyTuple_Pack(2, drafted, found ? Py_True : Py_False);
-    Py_XDECREF(drafted);
-    return pair;
+    return 1;
 }
 
 /* ---- commands to some envs -------------------------------------------------------------------------- */
@@ -202,7 +168,7 @@ int numbers_take(PyObject *array, i64 below, Numbers *to)
     return is_right;
 }
 
-void caller_give_each(Caller *caller, const Numbers *ids, const Numbers *commands)
+void caller_give_each(Caller *caller, const Numbers *ids, const Numbers *commands, int rings)
 {
     i64 number = next_number(caller);
     for (Py_ssize_t i = 0; i < ids->count; i++)
@@ -211,7 +177,7 @@ void caller_give_each(Caller *caller, const Numbers *ids, const Numbers *command
         ((char *)caller->answers_lost.buf)[number_at(ids, i)] = 0;
     for (Py_ssize_t i = 0; i < ids->count; i++)
         STORE_NUMBER(word(&caller->command_seq, number_at(ids, i)), number);
-    for (Py_ssize_t i = 0; i < ids->count; i++) {
+    for (Py_ssize_t i = 0; rings && i < ids->count; i++) {
         i64 worker = *word(&caller->worker_of, number_at(ids, i));
         if (caller->rung[worker] != number)
             bell_ring(&caller->go[worker]);
@@ -232,7 +198,7 @@ static PyObject *caller_give_some(PyObject *self, PyObject *args)
     if (numbers_take(commands_array, 0, &commands)) {
         is_given = ids.count == commands.count;
         if (is_given)
-            caller_give_each(caller, &ids, &commands);
+            caller_give_each(caller, &ids, &commands, 1);
         PyBuffer_Release(&commands.memory);
     }
     PyBuffer_Release(&ids.memory);
@@ -341,11 +307,6 @@ static PyObject *caller_first(PyObject *self, PyObject *args)
 }
 
 static PyMethodDef caller_methods[] = {
-    {"step", caller_step, METH_VARARGS,
-     "step(command, draft, column): give all envs a command, and wake their workers; call `draft(column)`, unless it is "
-     "None; wait as `has_all`. Return the draft, and what `has_all` returns."},
-    {"has_all", caller_has_all, METH_NOARGS,
-     "Wait for all answers; return False if none has come for `look_ns`, or if there is more to know than rows."},
     {"give_some", caller_give_some, METH_VARARGS,
      "give_some(ids, commands): give envs a command each, and wake their workers; return False if these are no int64 "
      "arrays, and nothing was given."},

@@ -20,8 +20,10 @@ static inline i64 number_at(const Numbers *numbers, Py_ssize_t i)
 
 /* Take int64 `[k]`, all in 0 .. below - 1 unless that is 0. Returns 1, or 0 for anything else, without an exception. */
 int numbers_take(PyObject *array, i64 below, Numbers *to);
-/* Give envs that were checked a command each, under the next number, and wake their workers. */
-void caller_give_each(Caller *caller, const Numbers *ids, const Numbers *commands);
+/* Give envs that were checked a command each, under the next number; `rings`: wake their workers. */
+void caller_give_each(Caller *caller, const Numbers *ids, const Numbers *commands, int rings);
+/* Wait until all envs have answered: 1; 0: no answer has come for `look_ns`; -1: an exception. */
+int caller_has_all(Caller *caller);
 /* Wait until enough envs have answered, which are written to `to`: 1; 0: not in time, or the wait was ended; -1: an
  * exception. */
 int caller_wait_for_some(Caller *caller, const Numbers *ids, Py_ssize_t wanted, i64 wait_ns, i64 *to, Py_ssize_t *found);

@@ -18,8 +18,11 @@ typedef struct {
     Py_ssize_t count;
 } Group;
 
-enum { ALIGNMENT = 128 }; /* shm.layout */
-enum { NO_CHECK, CHECK_INDEX, CHECK_FINITE }; /* executor.batches.step_data.Legal */
+/* What workers write to: the ring, or a rollout's storage. */
+typedef struct {
+    i64 number, root_ahead, num_columns; /* `root_ahead`: of the column of a root, to that of its step */
+    Rows next_done, root_done;           /* which say that an episode has ended; a storage's are held */
+} Target;
 
 typedef struct {
     PyObject_HEAD
@@ -38,12 +41,15 @@ typedef struct {
     Py_ssize_t num_envs, num_found;
     i64 *root_in_next;                              /* root leaf -> the same leaf of `next` */
     i64 *sent, *found, *commands, *marks, mark;     /* one for each env */
+    Target ring;
+    Py_buffer ended;                                /* int64 of each env: which `step` has found to have ended */
 } Exchange;
 
 static const Fact FACTS[] = {
     {"caller", OBJECT, offsetof(Exchange, owner)}, FACT(BYTES, Exchange, states), FACT(BYTES, Exchange, in_root),
     FACT(CONSTANTS, Exchange, follows), FACT(WORDS, Exchange, ops), FACT(WORDS, Exchange, at),
-    FACT(WORDS, Exchange, columns), FACT(WORDS, Exchange, step_columns), FACT(NUMBER, Exchange, check),
+    FACT(WORDS, Exchange, columns), FACT(WORDS, Exchange, step_columns), FACT(WORDS, Exchange, ended),
+    FACT(NUMBER, Exchange, check),
     FACT(NUMBER, Exchange, limit), FACT(NUMBER, Exchange, done), FACT(NUMBER, Exchange, root_done),
     FACT(NUMBER, Exchange, answered), FACT(NUMBER, Exchange, ends), FACT(NUMBER, Exchange, num_columns),
     FACT(NUMBER, Exchange, num_ring), {NULL},
@@ -126,7 +132,7 @@ static int take_caller(Exchange *exchange, PyObject *facts)
 static int have_right_shapes(const Exchange *exchange)
 {
     const Py_buffer *of_envs[] = {&exchange->states, &exchange->in_root, &exchange->ops, &exchange->at, &exchange->columns,
-                                  &exchange->step_columns};
+                                  &exchange->step_columns, &exchange->ended};
     const Py_buffer *follows = &exchange->follows;
     int is_right = follows->obj != NULL && follows->ndim == 2 && follows->itemsize == 1
                    && OP_STEP_RESET < follows->shape[0] && (size_t)exchange->answered < (size_t)follows->shape[0]
@@ -157,6 +163,9 @@ static int take_root_in_next(Exchange *exchange, PyObject *facts)
     }
     if (!is_right && !PyErr_Occurred())
         PyErr_SetString(PyExc_ValueError, "expected leaves of a root that are leaves of a next, got others");
+    if (is_right)
+        exchange->ring = (Target){.number = RING, .num_columns = exchange->num_columns, .next_done = exchange->next.rows[exchange->done],
+                                  .root_done = exchange->root.rows[exchange->root_done]};
     return is_right ? 0 : -1;
 }
 
@@ -171,7 +180,7 @@ static int take_action(Exchange *exchange, PyObject *facts)
         return -1;
     const Py_buffer *memory = &exchange->action.memory;
     char format = memory->format[0];
-    int is_right = exchange->check == NO_CHECK
+    int is_right = exchange->check == CHECK_ANY
                    || (exchange->check == CHECK_INDEX && memory->itemsize == 8 && (format == 'l' || format == 'q'))
                    || (exchange->check == CHECK_FINITE && (format == 'f' || format == 'd'));
     if (!is_right || strlen(memory->format) != 1) {
@@ -289,6 +298,15 @@ static int actions_take(const Exchange *exchange, PyObject *array, Py_ssize_t co
     return 1;
 }
 
+/* Note that an env gets a command, and return its word. */
+static i64 depart(const Exchange *exchange, i64 id, i64 op, i64 flags, i64 target, i64 column)
+{
+    *state_of(exchange, id) = after_event(exchange, id, op);
+    *word(&exchange->ops, id) = op;
+    *word(&exchange->at, id) = column;
+    return op | flags << OP_BITS | target << (OP_BITS + FLAG_BITS) | column << (OP_BITS + FLAG_BITS + TARGET_BITS);
+}
+
 static void give_steps(Exchange *exchange, i64 op, const Numbers *ids, const char *actions)
 {
     Numbers commands = {.at = (char *)exchange->commands, .stride = sizeof(i64), .count = ids->count};
@@ -297,12 +315,9 @@ static void give_steps(Exchange *exchange, i64 op, const Numbers *ids, const cha
         if (column >= exchange->num_ring)
             column = 0;
         memcpy(row_at(&exchange->action, 0, id), actions + i * exchange->action.num_bytes, (size_t)exchange->action.num_bytes);
-        *state_of(exchange, id) = after_event(exchange, id, op);
-        *word(&exchange->ops, id) = op;
-        *word(&exchange->at, id) = column;
-        exchange->commands[i] = op | FLAG_EACH << OP_BITS | column << (OP_BITS + FLAG_BITS + TARGET_BITS);
+        exchange->commands[i] = depart(exchange, id, op, FLAG_EACH, RING, column);
     }
-    caller_give_each(exchange->caller, ids, &commands);
+    caller_give_each(exchange->caller, ids, &commands, 1);
 }
 
 static PyObject *exchange_send(PyObject *self, PyObject *args)
@@ -446,18 +461,23 @@ static int can_be_taken(const Exchange *exchange, i64 id)
            && (uint64_t)*word(&exchange->columns, id) < (uint64_t)exchange->num_columns;
 }
 
-/* Note where an env is whose transition is taken; return whether it was reset. */
-static int deliver(const Exchange *exchange, i64 id)
+static int has_flag(const Rows *flags, i64 column, i64 id)
 {
-    i64 column = *word(&exchange->at, id);
-    int has_ended = *row_at(&exchange->next.rows[exchange->done], column, id) != 0;
+    return memchr(row_at(flags, column, id), 1, (size_t)flags->num_bytes) != NULL;
+}
+
+/* Note where an env is whose transition is taken; return whether its step has ended an episode. */
+static int deliver(const Exchange *exchange, const Target *target, i64 id)
+{
+    i64 column = *word(&exchange->at, id), root = column + target->root_ahead;
+    int has_ended = has_flag(&target->next_done, column, id);
     int was_reset = has_ended && *word(&exchange->ops, id) == OP_STEP_RESET;
-    if (was_reset)
-        has_ended = *row_at(&exchange->root.rows[exchange->root_done], column, id) != 0;
-    *word(&exchange->columns, id) = *word(&exchange->step_columns, id) = column;
+    int is_over = was_reset ? root < target->num_columns && has_flag(&target->root_done, root, id) : has_ended;
+    *word(&exchange->step_columns, id) = column;
+    *word(&exchange->columns, id) = was_reset ? root : column;
     *is_in_root(exchange, id) = (char)was_reset;
-    *state_of(exchange, id) = after_event(exchange, id, has_ended ? exchange->ends : exchange->answered);
-    return was_reset;
+    *state_of(exchange, id) = after_event(exchange, id, is_over ? exchange->ends : exchange->answered);
+    return has_ended;
 }
 
 static i64 take(Exchange *exchange, Py_ssize_t count, const Py_buffer *next, const Py_buffer *root, const Py_buffer *own)
@@ -480,7 +500,8 @@ static i64 take(Exchange *exchange, Py_ssize_t count, const Py_buffer *next, con
     memcpy((char *)next->buf + end, exchange->found, (size_t)ids_size);
     memcpy(own->buf, exchange->found, (size_t)ids_size);
     for (Py_ssize_t i = 0; i < count; i++)
-        num_reset += deliver(exchange, exchange->found[i]);
+        num_reset += deliver(exchange, &exchange->ring, exchange->found[i])
+                     && *word(&exchange->ops, exchange->found[i]) == OP_STEP_RESET;
     exchange->num_found = 0;
     return num_reset;
 }
@@ -501,6 +522,112 @@ static PyObject *exchange_take(PyObject *self, PyObject *args)
     for (int i = 0; i < 3; i++)
         PyBuffer_Release(&memories[i]);
     return is_right ? PyLong_FromLongLong(num_reset) : NULL;
+}
+
+/* ---- a step of all envs ----------------------------------------------------------------------------- */
+
+static PyObject *exchange_may_step(PyObject *self, PyObject *argument)
+{
+    Exchange *exchange = (Exchange *)self;
+    i64 op = PyLong_AsLongLong(argument);
+    int may_step = op == OP_STEP || op == OP_STEP_RESET;
+    for (i64 id = 0; may_step && id < exchange->num_envs; id++)
+        may_step = after_event(exchange, id, op) >= 0;
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(may_step);
+}
+
+/* Take `(number, next_done, root_done)` of a rollout's storage, or the ring (None). */
+static int target_take(const Exchange *exchange, PyObject *given, Target *target)
+{
+    PyObject *next, *root;
+    Py_ssize_t num_columns;
+    *target = exchange->ring;
+    target->next_done.memory.obj = target->root_done.memory.obj = NULL;
+    if (given == Py_None)
+        return 0;
+    if (!PyArg_ParseTuple(given, "LOOn", &target->number, &next, &root, &num_columns))
+        return -1;
+    target->root_ahead = 1;
+    target->num_columns = num_columns;
+    return rows_take(next, 2, num_columns, exchange->num_envs, &target->next_done) < 0 ? -1
+           : rows_take(root, 2, num_columns, exchange->num_envs, &target->root_done);
+}
+
+static Py_ssize_t land_all(const Exchange *exchange, const Target *target)
+{
+    Py_ssize_t count = 0;
+    for (i64 id = 0; id < exchange->num_envs; id++)
+        if (deliver(exchange, target, id))
+            *word(&exchange->ended, count++) = id;
+    return count;
+}
+
+static void target_release(Target *target)
+{
+    PyBuffer_Release(&target->next_done.memory);
+    PyBuffer_Release(&target->root_done.memory);
+}
+
+/* Give all envs a command, and let the workers, or `serve()` here, carry it out: 0; -1: an exception. */
+static int give_all(Exchange *exchange, const Target *target, i64 op, i64 column, PyObject *serve)
+{
+    Numbers ids = {.at = (char *)exchange->sent, .stride = sizeof(i64), .count = exchange->num_envs}, commands = ids;
+    if (column < 0 || column >= target->num_columns) {
+        PyErr_SetString(PyExc_IndexError, "expected a column of the target");
+        return -1;
+    }
+    commands.at = (char *)exchange->commands;
+    for (i64 id = 0; id < exchange->num_envs; id++) {
+        exchange->sent[id] = id;
+        exchange->commands[id] = depart(exchange, id, op, 0, target->number, column);
+    }
+    caller_give_each(exchange->caller, &ids, &commands, serve == Py_None);
+    PyObject *served = serve == Py_None ? Py_NewRef(Py_None) : PyObject_CallNoArgs(serve);
+    Py_XDECREF(served);
+    return served == NULL ? -1 : 0;
+}
+
+static PyObject *exchange_give(PyObject *self, PyObject *args)
+{
+    Exchange *exchange = (Exchange *)self;
+    long long op, column;
+    PyObject *given, *serve;
+    Target target;
+    if (!PyArg_ParseTuple(args, "LOLO", &op, &given, &column, &serve))
+        return NULL;
+    int is_given = target_take(exchange, given, &target) == 0 && give_all(exchange, &target, op, column, serve) == 0;
+    target_release(&target);
+    return is_given ? Py_NewRef(Py_None) : NULL;
+}
+
+static PyObject *exchange_land(PyObject *self, PyObject *given)
+{
+    Target target;
+    Py_ssize_t count = target_take((Exchange *)self, given, &target) == 0 ? land_all((Exchange *)self, &target) : -1;
+    target_release(&target);
+    return count < 0 ? NULL : PyLong_FromSsize_t(count);
+}
+
+static PyObject *exchange_step(PyObject *self, PyObject *args)
+{
+    Exchange *exchange = (Exchange *)self;
+    long long op;
+    PyObject *given, *column, *serve, *draft, *drafted = NULL, *pair = NULL;
+    Target target;
+    if (!PyArg_ParseTuple(args, "LOOOO", &op, &given, &column, &serve, &draft))
+        return NULL;
+    if (target_take(exchange, given, &target) == 0
+        && give_all(exchange, &target, op, PyLong_AsLongLong(column), serve) == 0)
+        drafted = draft == Py_None ? Py_NewRef(Py_None) : PyObject_CallFunctionObjArgs(draft, column, NULL);
+    if (drafted != NULL) {
+        int has_all = serve == Py_None ? caller_has_all(exchange->caller) : 1;
+        int is_plain = has_all && !caller_has_news(exchange->caller);
+        if (has_all >= 0)
+            pair = Py_BuildValue("(On)", drafted, is_plain ? land_all(exchange, &target) : -1);
+    }
+    Py_XDECREF(drafted);
+    target_release(&target);
+    return pair;
 }
 
 static PyObject *exchange_roots(PyObject *self, PyObject *args)
@@ -535,6 +662,16 @@ static PyMethodDef exchange_methods[] = {
      "take(count, next, root, ids): take the first of those that `wait` has found: their rows and ids to `next`; to `root`, "
      "unless that is None, where they were before, and their inputs; to `ids` their ids. Return how many were reset; -1 if "
      "nothing was done."},
+    {"may_step", exchange_may_step, METH_O, "may_step(op): return whether all envs may be given a step."},
+    {"give", exchange_give, METH_VARARGS,
+     "give(op, target, column, serve): give all envs a step, after `may_step`; call `serve()`, which carries it out, or "
+     "wake the workers (None). `target`: None for the ring, or (number, done flags of next and of root, columns)."},
+    {"land", exchange_land, METH_O,
+     "land(target): note where all envs are, which have answered it; return how many have ended (written to `ended`)."},
+    {"step", exchange_step, METH_VARARGS,
+     "step(op, target, column, serve, draft): `give`; call `draft(column)`, unless it is None; wait for all; `land`. "
+     "Return the draft, and how many have ended; -1 if no answer has come for `look_ns`, or if there is more to know "
+     "than rows: then the envs are under way."},
     {"roots", exchange_roots, METH_VARARGS,
      "roots(ids, to): write where envs are; return False if they are no such envs, and nothing was written."},
     {NULL, NULL, 0, NULL},

@@ -1,4 +1,4 @@
-"""The interface of a pool: `WorkerPool`, `PortablePool` and `SerialPool` implement it.
+"""The base of pools: of `WorkerPool`, `PortablePool` and `SerialPool`.
 
 Terms: an env *owes an answer* from when it is given a command until the command is carried out, its rows are written,
 and the env is counted as answered. Env ids are int64 `[k]` without duplicates, columns int64 `[k]`.
@@ -6,15 +6,17 @@ and the env is counted as answered. Env ids are int64 `[k]` without duplicates, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint
-from envherd.executor.pools.fast_commands import FastCommands, NativeExchange
+from envherd.executor.pools.fast_commands import exchange_natively
 from envherd.executor.pools.replies import Outcome
 from envherd.shm.private_view import PrivateView
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan
@@ -49,6 +51,13 @@ class WorkerFigures(NamedTuple):
         return cls(memory["uss"], memory["pss"], cpu_ns(pid) / 1e9, cpu_of(pid), gpu)
 
 
+def refuse_batches(specs: Sequence[EnvSpec], options: ExecutorOptions) -> None:
+    """Raise ValueError if exceptions are to end episodes of envs that are batches: they would end those of all rows."""
+    batched = next((spec for spec in specs if spec.batch_shape), None)
+    if batched is not None:
+        options.refuse_interrupts(f"making envs that are batches of rows ({batched.batch_shape})")
+
+
 class StorageMemory(Protocol):
     """Memory of a rollout storage."""
 
@@ -57,8 +66,10 @@ class StorageMemory(Protocol):
         ...
 
 
-class Pool(Protocol):
+class Pool:
     """Gives commands to envs and waits for their answers; one caller at a time.
+
+    What is defined here is that of a pool which carries out every command at once, in this process.
 
     Attributes:
         blueprint: what it is made of; `blueprint.blocks[worker_id]` are the env ids of a worker.
@@ -70,10 +81,18 @@ class Pool(Protocol):
         slab: inputs, rows and words of all envs.
         words: commands and answers of all envs; the engine writes to `answers_lost`.
         outcome: reports besides the rows, until they are handed out.
-        has_waited: set if the next `wait_all` need not wait before it looks at the workers; `wait_all` clears it.
+        why_python: why commands cannot be given to it in C, in words for users; empty if they can.
+        envs_in_python: why its envs are called by the loop in Python, likewise.
+        absent: workers that do not serve; C may give commands only while it is empty.
+        lost: worker id -> the error that describes its loss, for workers that are out of service.
+        serve: carries out commands that were written; None if workers do so.
+        is_recyclable: whether the engine can replace its workers between episodes.
+        num_losses, num_recycled: workers that were lost, and that were replaced between episodes, ever.
         holds_storages: whether the pool keeps the memory of a rollout storage until that is detached.
         lendable: a private view of the slab's lendable frames; None for none.
         capsules: writes crash capsules; None if the options ask for none.
+        resets_before_start: of a recyclable pool: resets of an env of each worker before its present process was
+            started, int64 `[workers]`.
     """
 
     blueprint: Blueprint
@@ -85,74 +104,37 @@ class Pool(Protocol):
     slab: Slab
     words: CommandWords
     outcome: Outcome
-    has_waited: bool
-    holds_storages: bool
-    lendable: PrivateView | None
-    capsules: CapsuleWriter | None
-
-    @property
-    def why_python(self) -> Sequence[str]:
-        """Why commands cannot be given to it in C, in words for users; empty if they can."""
-        ...
-
-    @property
-    def envs_in_python(self) -> Sequence[str]:
-        """Why its envs are called by the loop in Python, likewise."""
-        ...
-
-    @property
-    def lost(self) -> Mapping[int, EnvherdError]:
-        """Worker id -> the error that describes its loss, for workers that are out of service."""
-        ...
-
-    @property
-    def num_losses(self) -> int:
-        """Workers that were lost, ever."""
-        ...
-
-    @property
-    def num_recycled(self) -> int:
-        """Workers that were replaced between episodes, ever."""
-        ...
-
-    @property
-    def recyclable(self) -> RecyclablePool | None:
-        """This pool, if the engine can replace its workers between episodes; else None."""
-        ...
+    lost: Mapping[int, EnvherdError]
+    resets_before_start: np.ndarray
+    why_python: Sequence[str] = ()
+    envs_in_python: Sequence[str] = ()
+    absent: Sized = ()
+    serve: Callable[[], None] | None = None
+    is_recyclable = False
+    num_losses = num_recycled = 0
+    holds_storages = False
+    lendable: PrivateView | None = None
+    capsules: CapsuleWriter | None = None
+    _caller: Any = None  # gives commands and waits in C; None if Python must do it
 
     # ---- commands ----------------------------------------------------------------------------
 
-    def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
-        """Give every env the same command.
-
-        Args:
-            op: see `workers.protocol`.
-            target: RING, or the number of a rollout storage.
-            column: of the target.
-            reset_ids: int `[k]`, envs that get a RESET at that column instead.
-
-        Raises:
-            WorkerLost, WorkerTimeout: a worker is lost and not replaced; no env was given the command.
-        Blocks: until workers that are being replaced serve.
-        """
-        ...
-
-    def compile(self) -> FastCommands:
-        """Return `submit_all` and `wait_all` in C; only if `why_python` is empty."""
-        ...
-
-    def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange:
-        """Return `submit` and `wait_some` for steps in C; only of a pool with workers, if `why_python` is empty.
+    def compile(self, facts: Mapping[str, Any]) -> Any:
+        """Return `submit` and `wait_some` for steps in C, an `Exchange`; only if `why_python` is empty.
 
         Args:
             facts: the engine's arguments for `executor/native/exchange.c`.
         """
-        ...
+        return exchange_natively(self._caller, facts)
+
+    def must_look(self) -> bool:
+        """Return whether a check of the workers is due, which `wait_some` makes."""
+        return False
 
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
     ) -> None:
-        """Give each of some envs a command; otherwise as `submit_all`.
+        """Give each of some envs a command.
 
         Args:
             env_ids: which envs.
@@ -160,15 +142,20 @@ class Pool(Protocol):
             target: RING, or the number of a rollout storage.
             columns: of the target.
             flags: see `workers.protocol.Flag`.
+
+        Raises:
+            WorkerLost, WorkerTimeout: a worker is lost and not replaced; no env was given the command.
+        Blocks: until workers that are being replaced serve.
         """
-        ...
+        raise NotImplementedError
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
         """As `submit`, to complete the latest commands of envs that have failed to: they keep their place in the order.
 
         Envs of a worker that is being replaced get the commands in its successor. Never waits for that.
         """
-        ...
+        self.words.complete(env_ids)
+        self.submit(env_ids, op, target, columns, flags)
 
     def prepare(self, message: messages.Prepare) -> None:
         """Send the extras of an env's next command (side inputs, or a seed and options) ahead of it.
@@ -176,7 +163,7 @@ class Pool(Protocol):
         Raises:
             WorkerLost, WorkerTimeout: its worker is lost and not replaced.
         """
-        ...
+        raise NotImplementedError
 
     def await_workers(self, env_ids: np.ndarray) -> None:
         """Make sure that some envs can be given commands, before anything is sent or changed for a call.
@@ -184,59 +171,48 @@ class Pool(Protocol):
         Raises:
             WorkerLost, WorkerTimeout: one of their workers is lost and not replaced.
         """
-        ...
 
     def wake_workers(self) -> None:
         """After a call was broken off anywhere: announce commands that were written but not announced."""
-        ...
+        raise NotImplementedError
 
     def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
         """Return which envs were given a command after the one of number `since`, bool `[k]`."""
-        ...
+        return np.asarray(self.words.command_seq[env_ids] > since)
 
     def show_path(self, path: str) -> None:
         """Tell `envherd top` which calls are made in C: the text of `protocol.plain.Plain`."""
-        ...
 
     # ---- answers -----------------------------------------------------------------------------
-
-    def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
-        """Wait for every answer that is owed; reports besides the rows are in `outcome`.
-
-        Args:
-            timeout_s: seconds, after which late workers are killed, which is a loss; None waits without a limit.
-            more_for_resets_s: additional seconds for a worker that has begun a reset since.
-
-        Returns:
-            Whether all envs have answered. False only after a loss that must be raised before the others have answered.
-        """
-        ...
 
     def wait_some(
         self,
         env_ids: np.ndarray,
-        count: int,
-        timeout_s: float | None,
-        more_for_resets_s: float | None = 0.0,
+        count: int,  # noqa: ARG002
+        timeout_s: float | None,  # noqa: ARG002
+        more_for_resets_s: float | None = 0.0,  # noqa: ARG002
         *,
-        kill_late: bool = True,
-        through_losses: bool = False,
+        kill_late: bool = True,  # noqa: ARG002
+        through_losses: bool = False,  # noqa: ARG002
     ) -> np.ndarray:
         """Wait until at least `count` of some envs owe no answer; return these, the oldest command first.
+
+        Reports besides the rows are in `outcome`. Fewer are returned only after a loss that must be raised before the
+        others have answered, or without `kill_late`.
 
         Args:
             env_ids: which envs.
             count: at most `k`.
-            timeout_s: seconds; None waits without a limit.
-            more_for_resets_s: see `wait_all`.
+            timeout_s: seconds, after which late workers are killed, which is a loss; None waits without a limit.
+            more_for_resets_s: additional seconds for a worker that has begun a reset since.
             kill_late: kill workers that are late; False returns fewer envs instead.
             through_losses: wait for the others even long after a worker was lost.
         """
-        ...
+        return self.words.by_order(env_ids)
 
     def outstanding(self) -> np.ndarray:
         """Return the envs that owe an answer."""
-        ...
+        return np.flatnonzero(~self.words.has_answered())
 
     # ---- questions ---------------------------------------------------------------------------
 
@@ -252,19 +228,19 @@ class Pool(Protocol):
             EnvError: an env raised.
             WorkerLost, WorkerTimeout: a worker died or was late; the others have answered.
         """
-        ...
+        return self.answers(self.question(what, env_ids, **question), what)
 
     def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         """Begin `ask` without waiting; return the argument for `has_answered` and `answers`."""
-        ...
+        return self.ask(what, env_ids, **question)
 
-    def has_answered(self, asked: dict[int, Any]) -> bool:
+    def has_answered(self, asked: dict[int, Any]) -> bool:  # noqa: ARG002
         """Return whether `answers` would not block."""
-        ...
+        return True
 
-    def answers(self, asked: dict[int, Any], what: str) -> dict[int, Any]:
+    def answers(self, asked: dict[int, Any], what: str) -> dict[int, Any]:  # noqa: ARG002
         """Wait for the answers to the latest request; returns and raises as `ask`."""
-        ...
+        return asked
 
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
         """Use a new root seed.
@@ -276,7 +252,7 @@ class Pool(Protocol):
         Raises:
             WorkerLost, WorkerTimeout: a worker is lost and stays so.
         """
-        ...
+        raise NotImplementedError
 
     # ---- memory ------------------------------------------------------------------------------
 
@@ -286,66 +262,59 @@ class Pool(Protocol):
         Raises:
             WorkerLost, WorkerTimeout: a worker is lost and stays so.
         """
-        ...
+        raise NotImplementedError
 
     def detach_storage(self, target: int) -> None:
         """Forget a rollout storage; arrays over it keep its memory. May be repeated, as after an interrupt."""
-        ...
+        raise NotImplementedError
 
     # ---- workers -----------------------------------------------------------------------------
 
-    def begin_restart(self, worker_id: int) -> None:
+    def begin_restart(self, worker_id: int) -> None:  # noqa: ARG002
         """Start a successor of a lost worker; it builds its envs while the other workers continue.
 
         Raises:
             WorkerLost, WorkerTimeout: too many restarts within the window, or no process can be started.
         """
-        ...
+        raise AssertionError("it has no workers")
 
-    def is_alive(self, worker_id: int) -> bool:
+    def is_alive(self, worker_id: int) -> bool:  # noqa: ARG002
         """Return whether a worker runs."""
-        ...
+        return True
 
-    def worker_output(self, worker_id: int) -> str:
-        """Return the kept part of a worker's output."""
-        ...
+    def worker_output(self, worker_id: int) -> str:  # noqa: ARG002
+        """Return the kept part of a worker's output; envs in this process print to its console."""
+        return ""
 
-    def pid_of(self, worker_id: int) -> int:
+    def pid_of(self, worker_id: int) -> int:  # noqa: ARG002
         """Return a worker's process id."""
-        ...
+        return os.getpid()
 
-    def gpu_of(self, worker_id: int) -> str | None:
+    def gpu_of(self, worker_id: int) -> str | None:  # noqa: ARG002
         """Return the GPU that a worker was given (`ExecutorOptions.gpus`), or None."""
-        ...
+        return None
 
-    def generation_of(self, worker_id: int) -> int:
+    def generation_of(self, worker_id: int) -> int:  # noqa: ARG002
         """Return how often a worker was replaced."""
-        ...
+        return 0
 
     def figures(self) -> list[WorkerFigures]:
         """Return the figures of each worker, by worker id."""
-        ...
+        raise NotImplementedError
 
     def close(self, timeout_s: float | None = None) -> None:
         """Close the envs and end the workers within `timeout_s` (default: the option's). Idempotent, never raises."""
-        ...
+        raise NotImplementedError
 
-
-class RecyclablePool(Pool, Protocol):
-    """A pool whose workers the engine may replace between episodes."""
-
-    @property
-    def resets_before_start(self) -> np.ndarray:
-        """Resets of an env of each worker before its present process was started, int64 `[workers]`."""
-        ...
+    # ---- workers that the engine replaces between episodes: of a recyclable pool -------------
 
     def is_serving(self, worker_id: int) -> bool:
         """Return whether a worker is neither lost nor being replaced."""
-        ...
+        raise NotImplementedError
 
     def memory_of(self, worker_id: int) -> int:
         """Return the bytes of private memory of a worker and its descendants."""
-        ...
+        raise NotImplementedError
 
     def recycle(self, worker_id: int, *, is_anew: bool) -> None:
         """Close the envs of a worker that owes nothing, and begin to replace it.
@@ -357,4 +326,4 @@ class RecyclablePool(Pool, Protocol):
         Raises:
             WorkerLost: no process can be started; the worker is lost.
         """
-        ...
+        raise NotImplementedError

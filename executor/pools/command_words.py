@@ -46,16 +46,6 @@ class CommandWords:
         keep_order()
         self.command_seq[env_ids] = self.number[0]
 
-    def write_all(self, command: int, reset_ids: np.ndarray | None, reset: int) -> None:
-        """Write all envs' next command, and another for those in `reset_ids`, int `[k]`."""
-        self.number[0] += 1
-        self.command.fill(command)
-        if reset_ids is not None:
-            self.command[reset_ids] = reset
-        self.answers_lost[:] = False
-        keep_order()
-        self.command_seq.fill(self.number[0])
-
     def complete(self, env_ids: np.ndarray) -> None:
         """Note that the next command completes the latest one of some envs, int `[k]`: they keep their place."""
         self.has_completed = True
@@ -72,12 +62,6 @@ class CommandWords:
         has_answered = np.asarray(self.command_seq == self.reply_seq)
         keep_order()
         return has_answered
-
-    def is_idle(self) -> bool:
-        """Return whether no env owes an answer."""
-        is_idle = self.command_seq.tobytes() == self.reply_seq.tobytes()
-        keep_order()
-        return is_idle
 
     def ready(self, env_ids: np.ndarray) -> np.ndarray:
         """Return those of some envs that owe no answer."""

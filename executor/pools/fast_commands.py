@@ -1,14 +1,14 @@
 """Commands in C (`workers.native`) for one pool: to all envs, and to some of them.
 
-Guarantees: words are written in the order of `CommandWords.write` and `write_all`, and answers count as in
-`WorkerPool.wait_some` and `wait_all`: these are the specification. The call that gives a command also counts it, so no
-interrupt comes in between. Longer waits, and answers with more than rows, are left to Python.
+Guarantees: words are written in the order of `CommandWords.write`, and answers count as in `WorkerPool.wait_some`:
+these are the specification. The call that gives a command also counts it, so no interrupt comes in between. Longer
+waits, and answers with more than rows, are left to Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,44 +18,6 @@ from envherd.workers import native
 
 #: Seconds without an answer after which the caller checks the workers' pidfds.
 LOOK_S = 0.01
-
-#: `(command, draft, column) -> (draft, whether all envs have answered with rows)`; see `FastCommands.step`.
-StepAll = Callable[[int, Callable[[int], Any] | None, int], tuple[Any, bool]]
-
-
-class FastCommands(NamedTuple):
-    """Commands to all envs, a call each.
-
-    Attributes:
-        absent: workers that do not serve; commands may be given only while it is empty.
-        step: `(command, draft, column)`: gives all envs a command (a word from `workers.protocol.pack`), wakes their
-            workers, calls `draft(column)` while they work (None: nothing), and waits for the answers. Returns the
-            draft, and False if `Pool.wait_all` must continue: no answer has come for some time, or there are reports
-            besides rows. The caller then sets `Pool.has_waited`.
-    """
-
-    absent: Sized
-    step: StepAll
-
-
-class NativeExchange(NamedTuple):
-    """Steps of some envs in C: give commands, wait, and take rows; see `protocol.fast_exchange`.
-
-    Attributes:
-        absent: as in `FastCommands`.
-        must_look: returns whether the pool must check its workers first, which `Pool.wait_some` does.
-        send: `(op, ids, actions)`: gives each env a step; returns False if nothing was given or written.
-        wait: `(ids, wanted)`: returns how many envs have answered; 0 if `Pool.wait_some` must continue.
-        take: `(count, next, root, ids)`: copies their rows; returns how many were reset, or -1 if nothing was done.
-        roots: `(ids, to)`: writes the envs' roots; returns False if nothing was written.
-    """
-
-    absent: Sized
-    must_look: Callable[[], bool]
-    send: Callable[[int, np.ndarray, np.ndarray], bool]
-    wait: Callable[[np.ndarray | None, int], int]
-    take: Callable[[int, np.ndarray, np.ndarray | None, np.ndarray], int]
-    roots: Callable[[np.ndarray, np.ndarray], bool]
 
 
 def native_caller(
@@ -87,17 +49,12 @@ def native_caller(
     )
 
 
-def exchange_natively(
-    caller: Any, absent: Sized, must_look: Callable[[], bool], facts: Mapping[str, Any]
-) -> NativeExchange:
-    """Return steps of some envs in C.
+def exchange_natively(caller: Any, facts: Mapping[str, Any]) -> Any:
+    """Return the `Exchange` of the C extension: steps of all envs or of some; see `protocol.fast_exchange`.
 
     Args:
         caller: result of `native_caller`.
-        absent: see `NativeExchange`.
-        must_look: see `NativeExchange`.
-        facts: of the engine; see `protocol.fast_exchange`.
+        facts: of the engine; see `protocol.engine.Engine.facts`.
     """
     module = native.load()
-    exchange = module.Exchange({"caller": caller, "caller_type": module.Caller, **facts})
-    return NativeExchange(absent, must_look, exchange.send, exchange.wait, exchange.take, exchange.roots)
+    return module.Exchange({"caller": caller, "caller_type": module.Caller, **facts})

@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.base import WorkerFigures
+from envherd.executor.pools.base import Pool, WorkerFigures, refuse_batches
 from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.error_messages import env_error, lacks_arguments, log_close_fault, raised
-from envherd.executor.pools.fast_commands import FastCommands
+from envherd.executor.pools.fast_commands import native_caller
 from envherd.executor.pools.replies import Outcome
-from envherd.executor.pools.slab_pool import SlabPool, refuse_batches
 from envherd.shm.segment import HAS_MEMFD, Segment
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
 from envherd.shm.socket_bells import Bell, LocalBell
@@ -33,7 +32,7 @@ from envherd.workers.current import WorkerInfo, building
 from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
-from envherd.workers.protocol import Op, pack, pack_each
+from envherd.workers.protocol import Op, pack_each
 from envherd.workers.reply import Fault
 
 
@@ -48,7 +47,7 @@ class PrivateMemory:
         return self._array[:]
 
 
-class SerialPool(SlabPool):
+class SerialPool(Pool):
     """One block in this process; a worker's loop carries out commands as they are submitted.
 
     Attributes:
@@ -60,10 +59,7 @@ class SerialPool(SlabPool):
         self.options = options
         self.num_envs = len(factories)
         self.num_workers = 0
-        self.num_losses = 0
-        self.num_recycled = 0
         self.holds_storages = True  # in the block
-        self.recyclable = None
         self.worker_of = np.zeros(self.num_envs, np.int64)
         self.why_python = native.why_not()
         self.outcome = Outcome()
@@ -110,6 +106,11 @@ class SerialPool(SlabPool):
         self._block.attach(self.slab)
         self.words = CommandWords(self.slab)
         self._serve = self._make_server()
+        go, done = self._bells
+        if go.memory is None:
+            self.why_python = [*self.why_python, "this system has no semaphores in shared memory"]
+        if not self.why_python:
+            self._caller = native_caller(self.words, [go], done, self.slab.words, self.worker_of)
 
     def _make_memory(self) -> np.ndarray:
         """Return memory for the slab: with lendable frames it must be mapped twice."""
@@ -124,6 +125,7 @@ class SerialPool(SlabPool):
         """Return a function that carries out the written commands by a worker's loop."""
         mail = self.slab.words["mail_seq"]
         kind, bells = self._make_bells()
+        self._bells = bells
         loop = kind(self._block, self.slab, bells, lambda: int(mail[0]), lambda: None, int(mail[0]))
         serve_token, take_token = loop.server(), bells[1].try_wait
 
@@ -174,22 +176,9 @@ class SerialPool(SlabPool):
                 phase="build",
             ) from error
 
-    def compile(self) -> FastCommands:
-        """Return commands to all envs, which the loop in C carries out at once."""
-        write_all = self.words.write_all
-
-        def step(command: int, draft: Callable[[int], Any] | None, column: int) -> tuple[Any, bool]:
-            write_all(command, None, 0)
-            self._serve()  # looked up each time: `wake_workers` replaces it
-            return None if draft is None else draft(column), not self.outcome
-
-        return FastCommands((), step)
-
-    def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
-        """Carry out the same command for every env, but a RESET for some (int `[k]`)."""
-        reset = 0 if reset_ids is None else pack(Op.RESET, target, column)
-        self.words.write_all(pack(op, target, column), reset_ids, reset)
-        self._serve()
+    def serve(self) -> None:
+        """Carry out the commands that were written."""
+        self._serve()  # looked up each time: `wake_workers` replaces it
 
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
@@ -197,11 +186,6 @@ class SerialPool(SlabPool):
         """Carry out a command for some envs."""
         self.words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
         self._serve()
-
-    def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
-        """Carry out a command for some envs, to complete one that they have failed to."""
-        self.words.complete(env_ids)
-        self.submit(env_ids, op, target, columns, flags)
 
     def _take(self, frame: dict[str, Any]) -> None:
         self.outcome.take(plain.decode(plain.encode(frame)))  # refuses what a worker could not send
@@ -215,30 +199,6 @@ class SerialPool(SlabPool):
         """Return which envs have carried out a command since that of number `since`, bool `[k]`."""
         given: np.ndarray = self.words.reply_seq[env_ids] > since
         return given
-
-    def await_workers(self, env_ids: np.ndarray) -> None:
-        """Do nothing: there are no workers."""
-
-    def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
-        """Return True: everything submitted is done already."""
-        return True
-
-    def wait_some(  # as of `Pool`
-        self,
-        env_ids: np.ndarray,
-        count: int,
-        timeout_s: float | None,
-        more_for_resets_s: float | None = 0.0,
-        *,
-        kill_late: bool = True,
-        through_losses: bool = False,
-    ) -> np.ndarray:
-        """Return the envs, oldest command first: all have answered."""
-        return self.words.by_order(env_ids)
-
-    def outstanding(self) -> np.ndarray:
-        """Return the env ids that owe an answer: none, ever."""
-        return np.zeros(0, np.int64)
 
     def prepare(self, message: messages.Prepare) -> None:
         """Keep the extras of an env's next command."""
@@ -259,18 +219,6 @@ class SerialPool(SlabPool):
             raise env_error([reply], 0, os.getpid())
         return dict(zip(env_ids, reply["values"], strict=True))
 
-    def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """The same as `ask`: the envs answer at once."""
-        return self.ask(what, env_ids, **question)
-
-    def has_answered(self, asked: dict[int, Any]) -> bool:
-        """Return True."""
-        return True
-
-    def answers(self, asked: dict[int, Any], what: str) -> dict[int, Any]:
-        """Return the answers that `question` has returned."""
-        return asked
-
     def attach_storage(self, target: int, plan: StoragePlan) -> PrivateMemory:
         """Write to a new rollout storage as `target`."""
         memory = PrivateMemory(plan.nbytes)
@@ -283,14 +231,6 @@ class SerialPool(SlabPool):
         self._block.detach_storage(target)
         self._note_change()
 
-    def begin_restart(self, worker_id: int) -> None:
-        """There are no workers to lose."""
-        raise AssertionError("a serial pool has no workers")
-
-    def worker_output(self, worker_id: int) -> str:
-        """Return nothing: envs in this process print to this process's console."""
-        return ""
-
     def root_seed_of(self, worker_id: int) -> int:
         """Return the root seed with which the envs were built."""
         return self.blueprint.root_seed
@@ -298,18 +238,6 @@ class SerialPool(SlabPool):
     def pickled(self, env_id: int) -> bytes:
         """Return an env's factory, pickled as for a worker."""
         return pickle_factory(self._factories[env_id])
-
-    def pid_of(self, worker_id: int) -> int:
-        """Return this process's id."""
-        return os.getpid()
-
-    def generation_of(self, worker_id: int) -> int:
-        """Return 0: nothing is ever replaced."""
-        return 0
-
-    def is_alive(self, worker_id: int) -> bool:
-        """Return True: it is this process."""
-        return True
 
     def figures(self) -> list[WorkerFigures]:
         """Return the figures of this process."""

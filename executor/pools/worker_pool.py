@@ -11,28 +11,20 @@ Assumes: one caller at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import numpy as np
 
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.base import RecyclablePool, WorkerFigures
+from envherd.executor.pools.base import Pool, WorkerFigures, refuse_batches
 from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.crew import Blueprint, Crew
-from envherd.executor.pools.error_messages import log_stall
-from envherd.executor.pools.fast_commands import (
-    LOOK_S,
-    FastCommands,
-    NativeExchange,
-    exchange_natively,
-    native_caller,
-)
-from envherd.executor.pools.questions import Questions
+from envherd.executor.pools.error_messages import env_error, log_stall, merge_answers
+from envherd.executor.pools.fast_commands import LOOK_S, native_caller
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.slab_plate import LABEL, describe, show_path
-from envherd.executor.pools.slab_pool import SlabPool, refuse_batches
 from envherd.executor.pools.supervisor import Supervisor
 from envherd.executor.pools.waiting import Clock, Deadline, Overdue
 from envherd.shm.nameplate import create_named
@@ -45,7 +37,7 @@ from envherd.shm.tally import Tally
 from envherd.workers import messages, native
 from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.processes import memory_of
-from envherd.workers.protocol import LEAVE, Op, describe_phase, pack, pack_each
+from envherd.workers.protocol import LEAVE, Op, describe_phase, pack_each
 
 _LOOK_NS = int(LOOK_S * 1e9)
 #: Seconds between checks of the workers' pidfds if answers arrive without a wait; see `LOOK_S`.
@@ -56,12 +48,13 @@ _LOOK_WHILE_READING_S = 0.0002
 _FAREWELL_S = 1.0
 
 
-class WorkerPool(SlabPool):
+class WorkerPool(Pool):
     """Worker processes over one slab; `start` brings it up, `close` takes it down. See `Pool`."""
 
     _create_segment = staticmethod(Segment.create)
     _lends = True
     can_fork = True  # whether `branch` can work
+    is_recyclable = True  # the engine knows when the envs of a worker are between episodes
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
         self.blueprint, self.options = blueprint, options
@@ -74,10 +67,10 @@ class WorkerPool(SlabPool):
         self.specs: list[EnvSpec] = []
         self.crew = self._make_crew()
         self._all_ids = np.arange(self.num_envs)
-        self.holds_storages = False
         self._looked_at = 0.0
         self._clock = Clock()
         self._is_reading = False  # a worker is writing more than its socket holds
+        self._num_questions = 0
         self.resets_before_start = np.zeros(self.num_workers, np.int64)
 
     def _make_crew(self) -> Crew:
@@ -129,7 +122,6 @@ class WorkerPool(SlabPool):
         self._caller = self._make_caller()
         self.supervisor = Supervisor(self, self.crew, self.options)
         self._overdue = self._make_overdue()
-        self._questions = Questions(self.crew, self.supervisor, self.worker_of, self.options)
         self.crew.hand_over(self.plan, segment, self.wake_worker)
 
     def _make_bells(self, buffer: np.ndarray) -> tuple[Sequence[Bell], Bell]:
@@ -154,44 +146,29 @@ class WorkerPool(SlabPool):
         self._rings[worker_id]()
 
     @property
-    def lost(self) -> dict[int, EnvherdError]:
+    def absent(self) -> Sized:  # type: ignore[override]
+        """Workers that do not serve."""
+        return self.supervisor.absent
+
+    @property
+    def lost(self) -> dict[int, EnvherdError]:  # type: ignore[override]  # the supervisor's
         """Worker id -> the error that describes its loss."""
         return self.supervisor.lost
 
     @property
-    def num_losses(self) -> int:
+    def num_losses(self) -> int:  # type: ignore[override]
+        """Workers that were lost, ever."""
         return self.supervisor.num_losses
 
     @property
-    def num_recycled(self) -> int:
+    def num_recycled(self) -> int:  # type: ignore[override]
+        """Workers that were replaced between episodes, ever."""
         return self.supervisor.num_recycled
-
-    @property
-    def recyclable(self) -> RecyclablePool | None:
-        """This pool, because the engine knows when the envs of a worker are between episodes."""
-        return self
 
     def show_path(self, path: str) -> None:
         show_path(self.slab.buffer, path)
 
     # ---- commands ----------------------------------------------------------------------------
-
-    def submit_all(self, op: Op, target: int, column: int, reset_ids: np.ndarray | None = None) -> None:
-        """Give every env the same command, but some (int `[k]`) a RESET."""
-        if self.supervisor.absent:
-            self.supervisor.revive(self.worker_ids)  # may leave some absent: lost ones that may still be replaced
-        command, reset = pack(op, target, column), 0 if reset_ids is None else pack(Op.RESET, target, column)
-        if self._caller is not None and not self.supervisor.absent:
-            commands = np.full(self.num_envs, command)
-            if reset_ids is not None:
-                commands[reset_ids] = reset
-            self._caller.give_some(self._all_ids, commands)
-            return
-        self.words.write_all(command, reset_ids, reset)
-        for ring in self._rings:
-            ring()
-        if self.supervisor.absent:
-            self.supervisor.answer_for_lost()
 
     def submit(
         self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
@@ -234,36 +211,7 @@ class WorkerPool(SlabPool):
         for worker_id in filter(self.supervisor.is_serving, self.worker_ids):
             self._rings[worker_id]()  # after an interrupt, the successor may serve already
 
-    def wait_all(self, timeout_s: float | None, more_for_resets_s: float | None = 0.0) -> bool:
-        if not self.has_waited and self._take_tokens():  # else C has waited in vain
-            if self._caller is None:  # C has seen that no answer announces messages
-                self._collect()
-            return True
-        self.has_waited = False
-        deadline = Deadline(self._clock, timeout_s, more_for_resets_s, self.options.stall_log_s)
-        self._wait_slowly(self._all_ids, self.num_envs, deadline)
-        self._collect()
-        return self.words.is_idle()
-
-    def _take_tokens(self) -> bool:
-        """Take a token of each worker, and more until all envs have answered; return False if none comes for long."""
-        if self._caller is not None:
-            has_all: bool = self._caller.has_all()
-            return has_all
-        wait, is_idle, num_tokens = self._done.wait, self.words.is_idle, 0
-        while wait(LOOK_S):
-            num_tokens += 1
-            if num_tokens >= self.num_workers and is_idle():
-                return True
-        return False
-
-    def compile(self) -> FastCommands:
-        return FastCommands(self.supervisor.absent, self._caller.step)
-
-    def compile_exchange(self, facts: Mapping[str, Any]) -> NativeExchange:
-        return exchange_natively(self._caller, self.supervisor.absent, self._must_look, facts)
-
-    def _must_look(self) -> bool:
+    def must_look(self) -> bool:
         """Return whether a check of the workers is due, or the pool is reading a large message."""
         return self._is_reading or time.monotonic() > self._looked_at + _LOOK_ANYWAY_S
 
@@ -278,7 +226,7 @@ class WorkerPool(SlabPool):
         through_losses: bool = False,
     ) -> np.ndarray:
         """Wait until at least `count` of some envs have answered, and return those that have; see `Pool.wait_some`."""
-        if self._must_look():
+        if self.must_look():
             self._look_around()
         if self._caller is not None and not self._is_reading:
             wait_ns = _LOOK_NS if timeout_s is None or timeout_s >= LOOK_S else 0  # shorter ones: `_wait_slowly` below
@@ -384,14 +332,39 @@ class WorkerPool(SlabPool):
 
     def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, list[int]]:
         """Begin `ask` without waiting; return worker id -> its envs, for `answers`."""
-        return self._questions.ask(what, env_ids, **question)
+        by_worker: dict[int, list[int]] = {}
+        for env_id in env_ids:
+            by_worker.setdefault(int(self.worker_of[env_id]), []).append(env_id)
+        self.supervisor.revive(by_worker)
+        lost = self.supervisor.lost
+        if gone := [worker_id for worker_id in by_worker if worker_id in lost]:
+            raise lost[gone[0]]
+        args = question.pop("args", ())
+        self._num_questions += 1
+        for worker_id, ids in by_worker.items():
+            own = tuple(args[env_ids.index(i)] for i in ids) if what in messages.PER_ENV else args
+            ask = messages.Ask(what=what, env_ids=tuple(ids), args=own, number=self._num_questions, **question)
+            self.crew.mail(worker_id, ask)
+        return by_worker
 
     def has_answered(self, by_worker: dict[int, list[int]]) -> bool:
         return all(map(self.crew.has_answered, by_worker))
 
     def answers(self, by_worker: dict[int, list[int]], what: str) -> dict[int, Any]:
         """Wait for the answers to the latest question."""
-        return self._questions.answers(by_worker, what)
+        return merge_answers(by_worker, lambda worker_id: self._answer(worker_id, by_worker[worker_id], what))
+
+    def _answer(self, worker_id: int, env_ids: list[int], what: str) -> dict[int, Any]:
+        """Return a worker's answers. Those to earlier questions are dropped; a worker that dies or is late is lost."""
+        try:
+            frame = self.crew.await_frame(worker_id, what, self.options.reset_timeout_s, self._num_questions)
+        except EnvherdError as error:
+            self.supervisor.declare_lost(worker_id, error)
+            raise
+        if frame["kind"] == "fault":
+            worker = self.crew.workers[worker_id]
+            raise env_error([frame], worker_id, worker.pid, worker.gpu)
+        return dict(zip(env_ids, frame["values"], strict=True))
 
     # ---- rollout storages --------------------------------------------------------------------
 

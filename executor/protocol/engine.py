@@ -27,7 +27,7 @@ from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.protocol.calls import Calls
 from envherd.executor.protocol.env_batches import EnvBatches
-from envherd.executor.protocol.env_states import Event, State
+from envherd.executor.protocol.env_states import NEXT, Event, State
 from envherd.executor.protocol.flight import Flight, Flights
 from envherd.executor.protocol.plain import what_is_plain
 from envherd.executor.protocol.positions import Positions
@@ -82,8 +82,9 @@ class Engine(Calls):
         self.write_inputs: Callable[..., None] = self._write_unlike_inputs
         if len(self.intakes) == 1 and not self.intakes[0].side_leaves:  # one group: rows are ids
             self.write_inputs = self.intakes[0].put
-        recyclable = pool.recyclable if options.recycles else None
-        recycler = None if recyclable is None else Recycler(recyclable, self.positions, self.side, options, self.memory)
+        recycler = None
+        if options.recycles and pool.is_recyclable:
+            recycler = Recycler(pool, self.positions, self.side, options, self.memory)
         self.flights = Flights(pool, self.positions, self.side, options, recycler)
         self.states = self.flights.states
         if loans is not None:
@@ -96,6 +97,36 @@ class Engine(Calls):
         self.stale_roots = StaleRoots.of(self.specs)
         self.plain = what_is_plain(pool, options, device, self.plain_intake)
         pool.show_path(str(self.plain))
+        if not pool.why_python and len(self.intakes) == 1:
+            self.flights.native = pool.compile(self.facts())
+
+    def facts(self) -> dict[str, Any]:
+        """Return the arguments for C; see `executor/native/exchange.c`."""
+        batch, positions, states = self.batches.groups[0], self.positions, self.states
+        plain = None if self.plain.send else self.plain_intake
+        return {
+            "states": states.values,
+            "ops": states.ops,
+            "at": states.columns,
+            "columns": positions.columns,
+            "step_columns": positions.step_columns,
+            "in_root": positions.in_root,
+            "ended": self.flights.ended,
+            "num_columns": positions.num_frames,
+            "num_ring": positions.num_ring,
+            "next": batch.next_arrays,
+            "root": batch.root_arrays,
+            "root_in_next": batch.root_in_next,
+            "inputs": self.intakes[0].targets,
+            "done": batch.next_keys.index(("done",)),
+            "root_done": batch.root_keys.index(("done",)),
+            "action": None if plain is None else plain.target,
+            "check": 0 if plain is None or plain.legal is None else int(plain.legal),
+            "limit": 0 if plain is None else plain.limit,
+            "follows": NEXT,
+            "answered": int(Event.ANSWERED),
+            "ends": int(Event.ENDS),
+        }
 
     def _make_intake(self, index: int) -> GroupIntake:
         group, level = self.pool.slab.groups[index], self.options.check_actions
@@ -191,7 +222,8 @@ class Engine(Calls):
         """
         env_ids = np.flatnonzero(self.states.under_way)
         if len(env_ids):
-            self.flights.open_delivery(env_ids)  # no longer parked, so `recover` breaks it off
+            # Not parked, so `recover` breaks it off.
+            self.flights.current = Flight(self.flights, Op.STEP, env_ids, None)
             self.recover()
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:

@@ -112,22 +112,14 @@ COMMANDS = (Event.STEP, Event.STEP_RESET, Event.RESET)
 _IMPOSSIBLE_BYTE = 255  # searching bytes takes a tenth of the time of an array, and for an int of bytes
 #: `FOLLOWS` as bytes: int8 `[event, state]`, the state that follows; -1 where nothing can.
 NEXT = state_tables.as_bytes(FOLLOWS)
-#: Its rows, as arrays and as tables for `bytes.translate`, which takes a third of the time of an array.
 _NEXT = [*NEXT]
-_TRANSLATIONS = [row.tobytes().ljust(256, b"\xff") for row in NEXT]
 _NEEDS_RESET, _RUNNING, _ENDED = int(State.NEEDS_RESET), int(State.RUNNING), int(State.ENDED)
 _FIRST_UNDER_WAY = np.int8(State.STEPPING)  # comparing it takes half the time of an int
-_ANSWERED, _ENDS = int(Event.ANSWERED), int(Event.ENDS)  # as ints; see `workers.protocol.STEP`
 
 
 def table() -> str:
     """Return the table as text: a line per state and event."""
     return state_tables.as_text(FOLLOWS, Event, COMMANDS, REFUSED_WITH)
-
-
-def after(values: bytes, event: int) -> bytes:
-    """Return the states of envs, a byte each, after an event of all of them; 255 where it cannot happen."""
-    return values.translate(_TRANSLATIONS[event])
 
 
 class EnvStates:
@@ -137,7 +129,6 @@ class EnvStates:
         values: int8 `[N]`, a `State` each.
         ops: int64 `[N]`, the `Op` of the command of each env that has one.
         columns: int64 `[N]`, the column that this command names.
-        memory: `values` as bytes (VIEW), to which `fast_step` writes what `after` returns.
         running: the bytes of `values` where all envs are RUNNING.
         remedy: what the message of a refused step advises; facades name their host's calls.
     """
@@ -148,9 +139,7 @@ class EnvStates:
         self.values = np.full(num_envs, _NEEDS_RESET, np.int8)
         self.ops = np.zeros(num_envs, np.int64)
         self.columns = np.zeros(num_envs, np.int64)
-        self._all_ids = np.arange(num_envs)
         self.running = bytes([_RUNNING]) * num_envs
-        self.memory = self.values.data.cast("B")
 
     def are_running(self) -> bool:
         """Return whether all envs are RUNNING."""
@@ -202,13 +191,6 @@ class EnvStates:
             self.check(event, env_ids)
         self.values[env_ids] = following
 
-    def move_all(self, event: int) -> None:
-        """Note that something has happened to all envs, as `move` does."""
-        following = after(self.values.tobytes(), event)
-        if _IMPOSSIBLE_BYTE in following:
-            self.check(Event(event), self._all_ids)
-        self.memory[:] = following
-
     def start(self, env_ids: np.ndarray, op: Op, columns: Any) -> None:
         """Note that some envs are given a command.
 
@@ -220,26 +202,6 @@ class EnvStates:
         self.move(env_ids, op)
         self.ops[env_ids] = int(op)
         self.columns[env_ids] = columns
-
-    def start_all(self, op: Op, column: int) -> None:
-        """Note that all envs are given a command."""
-        self.move_all(op)
-        self.name_all(op, column)
-
-    def name_all(self, op: Op, column: int) -> None:
-        """Note the command that all envs were given; `fast_step` does so only if it cannot land it."""
-        self.ops.fill(op)
-        self.columns.fill(column)
-
-    def land_all(self, ended: np.ndarray | None) -> None:
-        """Note that all envs have answered; those in `ended`, int `[k]`, must be reset before the next step."""
-        if ended is None:
-            self.move_all(_ANSWERED)
-            return
-        following = _NEXT[_ANSWERED][self.values]
-        following[ended] = _NEXT[_ENDS][self.values[ended]]
-        assert _IMPOSSIBLE_BYTE not in following.tobytes(), f"no answer can come from envs in {self.values.tolist()}"
-        self.values[:] = following
 
     def restore(self, env_ids: np.ndarray, has_ended: np.ndarray) -> None:
         """Set the states of some envs that were changed other than by a command; `has_ended` is bool `[k]`."""

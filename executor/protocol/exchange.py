@@ -147,10 +147,9 @@ class Exchange:
     def _take(self, ready: np.ndarray, *, with_root: bool) -> TensorDictBase:
         """Build the batch of envs that have answered, and mark them as received."""
         engine, batches, flights = self._engine, self._engine.batches, self._engine.flights
-        flights.open_delivery(ready)
         columns = engine.states.columns[ready]
-        td = batches.current(ready) if with_root else None
-        flights.take_news(ready)
+        td = batches.current(ready) if with_root else None  # the roots on which they acted: before the news
+        flights.open_delivery(ready)
         leaves = is_over = None
         next_td: TensorDictBase
         if not engine.plain.rows:
@@ -162,7 +161,7 @@ class Exchange:
         else:
             self._add_inputs(td, ready)
         set_next(td, next_td)
-        if flights.deliver(ready, columns, is_over) is not None:
+        if flights.deliver(ready, is_over) is not None:
             leaves = None
         set_ids(td, ready)
         if td.ndim == 1:

@@ -19,10 +19,8 @@ from tensordict import TensorDict
 from envherd.executor.batches.fast_tensordict import Make, Shell, maker, num_writes
 from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.memory import ReusedMemory, splitter
-from envherd.executor.pools.fast_commands import NativeExchange
 from envherd.executor.protocol.calls import Received
 from envherd.executor.protocol.engine import Engine
-from envherd.executor.protocol.env_states import NEXT, Event
 from envherd.executor.protocol.exchange import ENV_IDS
 from envherd.shm.layout import Layout, Name, lay_out
 from envherd.shm.slab import input_leaves, next_leaves, root_leaves
@@ -102,37 +100,9 @@ def _requests(section: str, leaves: Iterable[LeafSpec], count: int) -> list[tupl
     return [((section, *leaf.key), (count, *leaf.shape), leaf.dtype) for leaf in leaves]
 
 
-def facts_of(engine: Engine) -> dict[str, Any]:
-    """Return an engine's arguments for C; see `executor/native/exchange.c`."""
-    batch, positions, states = engine.batches.groups[0], engine.positions, engine.states
-    plain = None if engine.plain.send else engine.plain_intake
-    return {
-        "states": states.values,
-        "ops": states.ops,
-        "at": states.columns,
-        "columns": positions.columns,
-        "step_columns": positions.step_columns,
-        "in_root": positions.in_root,
-        "num_columns": positions.num_frames,
-        "num_ring": positions.num_ring,
-        "next": batch.next_arrays,
-        "root": batch.root_arrays,
-        "root_in_next": batch.root_in_next,
-        "inputs": engine.intakes[0].targets,
-        "done": batch.next_keys.index(("done",)),
-        "root_done": batch.root_keys.index(("done",)),
-        "action": None if plain is None else plain.target,
-        "check": 0 if plain is None or plain.legal is None else int(plain.legal),
-        "limit": 0 if plain is None else plain.limit,
-        "follows": NEXT,
-        "answered": int(Event.ANSWERED),
-        "ends": int(Event.ENDS),
-    }
-
-
 def compile_exchange(engine: Engine) -> FastExchange | None:
     """Return sends and receives in C; None if `engine.plain` has reasons against them."""
-    return None if engine.plain.recv else FastExchange(engine, engine.pool.compile_exchange(facts_of(engine)))
+    return None if engine.plain.recv else FastExchange(engine)
 
 
 class FastExchange:
@@ -144,9 +114,10 @@ class FastExchange:
         current: as `BatchedEnv.current`, for the envs that were received last; None for others.
     """
 
-    def __init__(self, engine: Engine, commands: NativeExchange) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine, self._pool, self._guard = engine, engine.pool, engine.guard
-        self._absent, self._must_look, self._give, self._wait, self._take, self._gather_roots = commands
+        native, self._absent, self._must_look = engine.flights.native, engine.pool.absent, engine.pool.must_look
+        self._give, self._wait, self._take, self._gather_roots = native.send, native.wait, native.take, native.roots
         self._has_reports, self._begin_mixed = engine.flights.has_reports, engine.positions.begin_mixed
         self._sizes = _Sizes(engine.batches.groups[0], len(engine.all_ids))
         self._intake = None if engine.plain.send else engine.plain_intake

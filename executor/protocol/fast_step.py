@@ -8,16 +8,14 @@ command is given, nothing has changed and the caller calls `step_all`. If the an
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from envherd.executor.protocol.env_states import Event, after
 from envherd.executor.protocol.flight import Flight
-from envherd.workers.protocol import RING, STEP_RESET, Op, pack
+from envherd.workers.protocol import STEP_RESET, Op
 
 if TYPE_CHECKING:
     from envherd.executor.batches.step_data import StepBatches
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 #: `td -> (next, root)`, or None if the step was not made.
 FastStep = Callable[[TensorDictBase], tuple[TensorDictBase, TensorDictBase | None] | None]
 #: See `_compile_give`.
-Give = Callable[[int, Any, int], tuple[Any, Flight | None, np.ndarray | None]]
+Give = Callable[[int, Any], tuple[Any, Flight | None, np.ndarray | None]]
 
 
 def never(_: Any) -> None:
@@ -46,13 +44,11 @@ def compile_step(
     """
     if engine.plain.step:
         return never
-    positions, steps = engine.positions, steps or engine.batches.steps
-    batch_size, device = engine.batch_size, device or engine.device
+    steps, batch_size, device = steps or engine.batches.steps, engine.batch_size, device or engine.device
     plain, write_inputs, land = engine.plain_intake, engine.write_inputs, engine.land_step
     find, take_all = (never, never) if plain is None else (plain.find, plain.take_all)
-    next_column, draft, finish = positions.next_column, steps.draft[op], steps.finish
+    next_column, draft, finish = engine.positions.next_column, steps.draft[op], steps.finish
     can_give, give = _compile_give(engine, op)
-    words = [pack(int(op), RING, column) for column in range(positions.num_frames)]
 
     def step(td: Any) -> Any:
         if (
@@ -68,7 +64,7 @@ def compile_step(
         if not take_all(find(source)):
             write_inputs(td)
         column = next_column()
-        drafted, flight, ended = give(words[column], draft, column)
+        drafted, flight, ended = give(column, draft)
         pair = finish(drafted, column, ended) if flight is None else land(flight, drafted, steps)
         source["next"] = pair[0]
         return td, pair[1]
@@ -87,14 +83,13 @@ def compile_command(engine: Engine, op: Op) -> Callable[[int], Flight]:
     if engine.plain.step:
         return lambda at: begin(op, at=at)
     can_give, give = _compile_give(engine, op)
-    first, each = pack(int(op), engine.positions.where.target, 0), pack(0, 0, 1)
     landed = Flight(flights, op, None, None)
     landed.has_landed = True
 
     def command(at: int) -> Flight:
         if not can_give():
             return begin(op, at=at)
-        _, flight, ended = give(first + at * each, None, at)
+        _, flight, ended = give(at, None)
         if flight is not None:
             return flight
         landed.was_reset = ended if op == STEP_RESET else None
@@ -107,32 +102,25 @@ def _compile_give(engine: Engine, op: Op) -> tuple[Callable[[], bool], Give]:
     """Return the two functions that begin and land a command of all envs.
 
     Returns:
-        A function that returns whether it can be given: all envs are RUNNING, and all workers serve. And one that gives
-        it and waits: `(word, draft, column) -> (result of draft(column), flight, ended)`. The flight has not landed, or
-        is None. Then `ended` are the envs whose episodes have ended, int64 `[k]`, or None for none.
+        A function that returns whether it can be given: no env refuses it, and all workers serve. And one that gives it
+        and waits: `(column, draft) -> (result of draft(column), flight, ended)`. The flight has not landed, or is None.
+        Then `ended` are the envs whose episodes have ended, int64 `[k]`, or None for none.
     """
-    absent, step_all = engine.pool.compile()
-    flights, states = engine.flights, engine.flights.states
-    values, memory, running = states.values.tobytes, states.memory, states.running
-    stepping = after(running, op)
-    answered = after(stepping, Event.ANSWERED)
-    stepped_all, own_op = partial(engine.positions.stepped_all, resets_ended=op == STEP_RESET), int(op)
+    flights, positions, own_op = engine.flights, engine.positions, int(op)
+    absent, serve, target = engine.pool.absent, engine.pool.serve, positions.where.in_c
+    may_step, step, room = flights.native.may_step, flights.native.step, flights.ended
     under_way = Flight(flights, op, None, None)
 
     def can_give() -> bool:
-        return not absent and values() == running
+        return not absent and may_step(own_op)
 
-    def give(word: int, draft: Any, column: int) -> tuple[Any, Flight | None, np.ndarray | None]:
+    def give(column: int, draft: Any) -> tuple[Any, Flight | None, np.ndarray | None]:
         flights.current = under_way
-        memory[:] = stepping
-        drafted, has_all = step_all(word, draft, column)
-        if not has_all:
+        drafted, num_ended = step(own_op, target, column, serve, draft)
+        if num_ended < 0:
             return drafted, flights.adopt(op, column), None
-        if (ended := stepped_all(column)) is None:
-            memory[:] = answered
-        else:
-            flights.land_states(own_op, column, ended)
+        positions.is_mixed = False
         flights.current = None
-        return drafted, None, ended
+        return drafted, None, room[:num_ended].copy() if num_ended else None
 
     return can_give, give

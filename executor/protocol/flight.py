@@ -114,7 +114,12 @@ class Flights:
         pool, positions, side, states: of the executor.
         current: the flight that the current call begins or lands; None between calls.
         losses: of workers, and exceptions of envs.
+        native: gives commands to all envs in C, and notes their rows; None if Python must. `begin` and `_note_rows` are
+            its specification.
+        ended: int64 `[N]`, where C writes which envs have ended.
     """
+
+    native: Any = None
 
     def __init__(
         self, pool: Pool, positions: Positions, side: SideData, options: ExecutorOptions, recycler: Recycler | None
@@ -123,6 +128,7 @@ class Flights:
         self.all_ids = np.arange(pool.num_envs)
         self.states = EnvStates(pool.num_envs)
         self.current: Flight | None = None
+        self.ended = np.empty(pool.num_envs, np.int64)
         self._recycler = recycler
         self.losses = Losses(pool, positions, self.states, options)
         self._has_infos = options.info_policy != "drop"
@@ -161,11 +167,8 @@ class Flights:
         Raises:
             Busy, ResetNeeded, ActionError, WorkerLost, WorkerTimeout: refused; nothing was sent or changed.
         """
-        is_mixed = resets is not None or cut is not None
-        is_plain = ids is None and not is_mixed and op != RESET and self.states.are_running()
         concerned = self.all_ids if ids is None else ids
-        if not is_plain:
-            self._check(op, concerned, resets, cut)
+        self._check(op, concerned, resets, cut)
         if op == RESET and self._recycler is not None:
             self._recycler.before_resets(concerned, self.losses.lose)
         self.pool.await_workers(concerned)
@@ -178,12 +181,13 @@ class Flights:
             flight.extras = extras
         flight.is_parked = is_parked
         self.current = flight  # before states change: from here an interrupt makes `recover` break it off
-        if is_plain:
-            self.states.start_all(op, at)
-        else:
-            self._depart(flight, resets, cut)
+        is_whole = flight.is_all and op != RESET and resets is None and cut is None
         try:
-            self._submit(flight, flags)
+            if is_whole and self.native is not None and not (self.pool.absent or flags):
+                self.native.give(op, self.positions.where.in_c, at, self.pool.serve)
+            else:
+                self._depart(flight, resets, cut)
+                self._submit(flight, flags)
         except EnvherdError:
             is_given = self.pool.words.number[0] > flight.number
             self._close(flight, Event.IS_BROKEN_OFF if is_given else Event.IS_WITHDRAWN)
@@ -237,20 +241,15 @@ class Flights:
                 if env_id in flight.extras:
                     pool.prepare(flight.extras[env_id])
             flags |= Flag.PREPARED
-        if flight.is_all and isinstance(flight.at, int) and cut is None:
-            pool.submit_all(op, target, flight.at, flight.resets)
-            return
         if cut is not None and op != STEP_RESET:
             ids = np.setdiff1d(ids, cut)
-        columns = self.states.columns[ids] if flight.at.__class__ is int or cut is not None else flight.at
-        pool.submit(ids, op if cut is None else self.states.ops[ids], target, columns, flags)
+        is_mixed = cut is not None or flight.resets is not None
+        pool.submit(ids, self.states.ops[ids] if is_mixed else op, target, self.states.columns[ids], flags)
 
     def adopt(self, op: Op, at: int) -> Flight:
         """Return the flight of a STEP or STEP_RESET of all envs that `fast_step` has given but cannot land."""
         flight = Flight(self, op, None, at)
         flight.outer = None
-        self.states.name_all(op, at)
-        self.pool.has_waited = True
         self.current = flight
         return flight
 
@@ -273,10 +272,23 @@ class Flights:
         """Record the outcome of a flight for which the pool reports only rows."""
         if self.positions.has_interrupted:
             self._forget_interrupted(flight)
-        if self._has_infos:
-            self.side.forget_infos() if flight.is_all else self.side.note_infos({}, flight.ids.tolist())
+        self._note_news(flight.ids)
         self._note_rows(flight)
         flight.has_landed = True
+
+    def _note_news(self, env_ids: np.ndarray, outcome: Outcome | None = None) -> None:
+        """Record the side values and infos of envs that have answered. Nothing else does, for rows or deliveries.
+
+        Args:
+            env_ids: int64 `[k]`.
+            outcome: their reports; None if the pool reports only rows.
+        """
+        if outcome is not None:
+            self.positions.hold()
+            self.side.note_values(outcome.side)
+            self.side.note_infos(outcome.infos, env_ids.tolist())
+        elif self._has_infos:
+            self.side.forget_infos() if env_ids is self.all_ids else self.side.note_infos({}, env_ids.tolist())
 
     def _wait(self, flight: Flight, timeout_s: float | None) -> None:
         ids, pool = flight.ids, self.pool
@@ -285,9 +297,7 @@ class Flights:
         if flight.op == Op.STEP and flight.resets is None:  # no reset can be the reason for more time
             limits = step_s, 0.0
         try:
-            if timeout_s is None and flight.is_all:
-                has_all = pool.wait_all(*limits)
-            elif timeout_s is None:
+            if timeout_s is None:
                 has_all = len(pool.wait_some(ids, len(ids), *limits)) == len(ids)
             else:
                 has_all = len(pool.wait_some(ids, len(ids), timeout_s, kill_late=False)) == len(ids)
@@ -307,50 +317,40 @@ class Flights:
             self.states.move(flight.ids[self.states.under_way[flight.ids]], event)
         self.current = flight.outer
 
-    def _note_rows(self, flight: Flight) -> None:
-        """Update the positions of all envs of a flight, none of which raised or was lost."""
-        at = flight.at
-        is_partial = flight.cut is not None and flight.op == Op.STEP
-        if is_partial or not (flight.is_all and isinstance(at, int) and flight.op != Op.RESET):
-            self._note_some(flight)
-            return
-        resets_ended, resets = flight.op == STEP_RESET, flight.resets
-        flight.ended = ended = self.positions.stepped_all(at, resets, resets_ended=resets_ended)
-        self.land_states(flight.op, at, ended, resets)
-        flight.was_reset = ended if resets_ended else resets
+    def _note_rows(self, flight: Flight, is_over: np.ndarray | None = None) -> None:
+        """Update the positions and the states of the envs of a flight.
 
-    def land_states(self, op: int, at: int, ended: np.ndarray | None, reset_ids: np.ndarray | None = None) -> None:
-        """Update the states of all envs, which have answered a STEP or a STEP_RESET.
+        Some of them may be dead, or left out (see `Flight.cut`).
 
         Args:
-            op: the command.
-            at: the column of the rows.
-            ended: the envs whose episodes ended with their step, int64 `[k]`; None for none.
-            reset_ids: envs that a STEP has reset instead; see `begin`.
+            flight: its envs have answered.
+            is_over: bool `[k]`, whether their steps have ended their episodes, if all are steps and that is known.
         """
-        positions, fresh = self.positions, ended if op == STEP_RESET else reset_ids
-        over = None if fresh is None else positions.over_at_once(fresh, at + positions.where.root_ahead)
-        if op != STEP_RESET and ended is not None:
-            over = ended if over is None else np.union1d(ended, over)
-        self.states.land_all(over)
-
-    def _note_some(self, flight: Flight) -> None:
-        """Update the positions of the envs of a flight, some of which may be dead, or left out (see `Flight.cut`)."""
-        positions, ids = self.positions, flight.ids
+        positions, ids, ahead = self.positions, flight.ids, self.positions.where.root_ahead
+        is_whole = flight.op != RESET and flight.resets is None and flight.cut is None and not len(flight.dead)
+        if is_whole and flight.is_all and self.native is not None:
+            num_ended = self.native.land(positions.where.in_c)
+            positions.is_mixed = False  # not before: an interrupt in between leaves the rows where they were
+            flight.ended = self.ended[:num_ended].copy() if num_ended else None
+            flight.was_reset = flight.ended if flight.op == STEP_RESET else None
+            return
         ops, at = self.states.ops[ids], self.states.columns[ids]
+        if flight.op == RESET:
+            is_over = np.zeros(len(ids), bool)
+        else:
+            steps = at if is_whole else at - ahead * (ops == RESET)  # envs that are reset instead have a `next` as well
+            is_over = positions.where.next_done_of(ids, steps) if is_over is None else is_over
+            positions.stepped(ids, steps)
+            positions.is_mixed = positions.is_mixed and not flight.is_all
+            if is_whole and 1 not in is_over.tobytes():
+                self.states.move(ids, Event.ANSWERED)
+                return
         is_reset, is_alive = ops == RESET, ~np.isin(ids, flight.dead)
-        stepped = ids[~is_reset]
-        is_over = np.zeros(len(ids), bool)
-        if len(stepped):
-            is_over[~is_reset] = positions.stepped(stepped, at[~is_reset])
         flight.ended = _some(ids[is_over])
         is_fresh = (is_reset | is_over & (ops == STEP_RESET)) & is_alive
         flight.was_reset = _some(ids[is_fresh])
-        fresh = ids[is_fresh]
-        if flight.op != Op.RESET:
-            instead = is_fresh & is_reset  # of a step: it has taken up these envs' column, too
-            positions.stepped(ids[instead], at[instead] - positions.where.root_ahead)
-        is_over[is_fresh] = positions.were_reset(fresh, at[is_fresh] + positions.where.root_ahead * ~is_reset[is_fresh])
+        if flight.was_reset is not None:
+            is_over[is_fresh] = positions.were_reset(flight.was_reset, (at + ahead * ~is_reset)[is_fresh])
         has_answered = is_alive & self.states.under_way[ids]
         self.states.move(ids[has_answered & is_over], Event.ENDS)
         self.states.move(ids[has_answered & ~is_over], Event.ANSWERED)
@@ -384,21 +384,16 @@ class Flights:
         own = lost[np.isin(lost, ids)]
         is_stepped = self.states.ops != RESET
         outcome.forget_rows(own)  # an env may have answered before its worker died in another env's command
-        positions.hold()
-        self.side.note_values(outcome.side)
-        self.side.note_infos(outcome.infos, ids.tolist())
+        self._note_news(ids, outcome)
         self._forget_interrupted(flight)
         failed = [i for i, fault in outcome.faults.items() if fault["phase"] == "step"]
         for env_id in [*own[is_stepped[own]].tolist(), *failed]:
             positions.cut_off(env_id, int(self.states.columns[env_id]))
         flight.dead = np.union1d(own, [*outcome.faults]).astype(np.int64)
-        if len(flight.dead):
-            self._note_some(flight)
-            self.states.move(own, Event.IS_LOST)
-            self.states.move(np.array([*outcome.faults], np.int64), Event.FAILS)
-            positions.mark_lost(flight.dead[~is_stepped[flight.dead]])
-        else:
-            self._note_rows(flight)
+        self._note_rows(flight)
+        self.states.move(own, Event.IS_LOST)
+        self.states.move(np.array([*outcome.faults], np.int64), Event.FAILS)
+        positions.mark_lost(flight.dead[~is_stepped[flight.dead]])
         positions.held = None
         flight.has_landed = True
         return outcome, own
@@ -533,28 +528,20 @@ class Flights:
         """Return whether the pool reports more than rows, or a loss that was not handled for sent envs."""
         return bool(self.pool.outcome) or self.pool.num_losses != self._num_settled
 
-    def open_delivery(self, env_ids: np.ndarray) -> Flight:
-        """Begin to hand out sent envs that have answered; `deliver` must follow."""
+    def open_delivery(self, env_ids: np.ndarray) -> None:
+        """Begin to hand out sent envs that have answered, and record their side values and infos.
+
+        `deliver` must follow; until then an interrupt breaks them off. `wait_for` has handled their faults and losses.
+        """
         self.current = Flight(self, Op.STEP, env_ids, None)
-        return self.current
-
-    def take_news(self, env_ids: np.ndarray) -> None:
-        """Record the side values and infos of sent envs. `wait_for` has handled their faults and losses."""
         reported = self.pool.outcome
-        if reported.side or reported.infos:
-            outcome = reported.hand_out(env_ids)
-            self.positions.hold()
-            self.side.note_values(outcome.side)
-            self.side.note_infos(outcome.infos, env_ids.tolist())
-        elif self._has_infos:
-            self.side.note_infos({}, env_ids.tolist())
+        self._note_news(env_ids, reported.hand_out(env_ids) if reported.side or reported.infos else None)
 
-    def deliver(self, env_ids: np.ndarray, at: np.ndarray, is_over: np.ndarray | None) -> np.ndarray | None:
+    def deliver(self, env_ids: np.ndarray, is_over: np.ndarray | None) -> np.ndarray | None:
         """Update the positions of sent envs that are handed out now; see `open_delivery`.
 
         Args:
             env_ids: int64 `[k]`.
-            at: int64 `[k]`, the columns of their rows.
             is_over: bool `[k]`, whether their steps have ended their episodes; None if that is not known yet.
 
         Returns:
@@ -562,29 +549,17 @@ class Flights:
         """
         flight = self.current
         assert flight is not None
-        positions = self.positions
-        if positions.has_interrupted:
-            positions.interrupted[env_ids] = False
-        is_over = positions.stepped(env_ids, at, is_over)
-        if 1 not in is_over.tobytes():
-            positions.held = None
-            self.states.move(env_ids, Event.ANSWERED)
-            self._close(flight)
-            return None
-        is_fresh = is_over & (self.states.ops[env_ids] == STEP_RESET)
-        needs_reset = is_over.copy()
-        needs_reset[is_fresh] = positions.were_reset(env_ids[is_fresh], at[is_fresh])
-        positions.held = None
-        self.states.move(env_ids[needs_reset], Event.ENDS)
-        self.states.move(env_ids[~needs_reset], Event.ANSWERED)
+        if self.positions.has_interrupted:
+            self.positions.interrupted[env_ids] = False
+        self._note_rows(flight, None if is_over is None else is_over.copy())
+        self.positions.held = None
         try:
-            if self._recycler is not None and is_fresh.any():
-                self._recycler.after_steps(env_ids[is_fresh], at[is_fresh], self._renew)
+            self._recycle(flight)
         except EnvherdError:
             self._close(flight)
             raise
         self._close(flight)
-        return _some(env_ids[is_fresh])
+        return flight.was_reset
 
     def _fault_to_raise(self, faults: Mapping[int, Frame]) -> EnvherdError | None:
         """Count and log envs' exceptions; return the error to raise, if they end more than these envs' episodes."""

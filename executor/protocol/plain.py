@@ -70,7 +70,7 @@ def what_is_plain(
     """
     num_groups, spec = len(pool.slab.groups), pool.specs[0]
     side = {leaf.key: None for one in pool.specs for leaf in one.observation if leaf.is_side}
-    recycles = pool.recyclable is not None
+    recycles = pool.is_recyclable
     rows = _those(
         (num_groups > 1, f"the envs have {num_groups} different specs"),
         (device is not None and device.type != "cpu", f"device={str(device)!r}"),

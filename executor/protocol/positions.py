@@ -57,6 +57,7 @@ class Columns:
     Attributes:
         target: its number in commands.
         root_ahead: column offset from a step's `next` to the root after it: 0 in the ring, 1 in a storage.
+        in_c: the argument for C, of envs of one kind; see `executor/native/exchange.c`.
         groups: per group, `("next" | "root", *key)` -> array `[column, row, ...]` (VIEW).
     """
 
@@ -69,31 +70,15 @@ class Columns:
         self._places = places
         self._next_done = [group["next", "done"] for group in groups]
         self._root_done = [group["root", "done"] for group in groups]
-        self._only_next_done = self._next_done[0] if places.is_one_group else None
+        self.in_c: Any = None
+        if target != RING:
+            self.in_c = target, self._next_done[0], self._root_done[0], len(self._next_done[0])
 
     def row(self, env_id: int, column: int) -> dict[Name, np.ndarray]:
         """Return one env's row by name (VIEWS, also of scalars)."""
         group, row = self._places.pairs[env_id]
         arrays = self.groups[group].items()
         return {name: array[column, row : row + 1].reshape(array.shape[2:]) for name, array in arrays}
-
-    def find_ended(self, column: int) -> np.ndarray | None:
-        """Return the envs whose `next` at a column is done, int64 `[k]`, ascending, fresh; None for none.
-
-        A worker computes `done` from the env's two flags, so True is always the byte 1.
-        """
-        if self._only_next_done is not None and 1 not in self._only_next_done[column].tobytes():
-            return None
-        if self._places.is_flat:
-            return np.asarray(self._next_done[0][column, :, 0].nonzero()[0])
-        ended = None
-        for env_ids, done in zip(self._places.env_ids, self._next_done, strict=True):
-            if 1 in done[column].tobytes():
-                rows = done[column].reshape(len(env_ids), -1).any(1)
-                if ended is None:
-                    ended = np.zeros(self._places.num_envs, bool)
-                ended[env_ids[rows]] = True
-        return None if ended is None else np.flatnonzero(ended)
 
     def next_done_of(self, env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Return whether the `next` of some envs, each at its own column, is done: bool `[k]`, fresh."""
@@ -102,10 +87,6 @@ class Columns:
     def root_done_of(self, env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Return whether the roots of some envs, each at its own column, are done: bool `[k]`, fresh."""
         return self._done_of(self._root_done, env_ids, columns)
-
-    def has_no_done_root(self, column: int) -> bool:
-        """Return True if a fast check shows that no root at a column is done (0.2 us); False otherwise."""
-        return self._places.is_flat and 1 not in self._root_done[0][column].tobytes()
 
     def _done_of(self, arrays: list[np.ndarray], env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
         if self._places.is_flat:
@@ -151,6 +132,7 @@ class Positions:
         where: the columns with the latest rows: the ring's, or those of a rollout in progress.
         column: of the ring, of the latest command to all envs.
         held: what `hold` keeps; the caller sets None once positions and side values are those of the same rows again.
+        is_mixed: whether latest rows may be in several columns.
     """
 
     _latest: tuple[np.ndarray, np.ndarray | int, bool] | None = None  # the update that `_put` has begun
@@ -180,11 +162,9 @@ class Positions:
         self._columns = np.zeros(self.num_envs, np.int64)
         self._in_root = np.ones(self.num_envs, bool)
         self._step_columns = np.zeros(self.num_envs, np.int64)  # of the ring, of each env's latest step
-        #: A column to which all envs were stepped, and the envs that were reset there: not yet in these three arrays.
-        self._stepped: tuple[int, np.ndarray | None] | None = None
         following = np.arange(1, self.num_frames + 1)
         self._following = np.where(following < self.num_ring, following, 0)
-        self._is_mixed = False  # whether latest rows may be in several columns
+        self.is_mixed = False
         self._is_poisoning = options.poison
 
     @property
@@ -208,14 +188,6 @@ class Positions:
     def _catch_up(self) -> None:
         if self._latest is not None:
             self._put_latest(*self._latest)
-        if self._stepped is not None:
-            column, reset_ids = self._stepped
-            self._columns[:] = self._step_columns[:] = column
-            self._in_root[:] = False
-            if reset_ids is not None:
-                self._in_root[reset_ids] = True
-                self._columns[reset_ids] += self.where.root_ahead
-            self._stepped = None
 
     def _put(self, env_ids: np.ndarray, columns: np.ndarray | int, *, in_root: bool) -> None:
         """Update the positions of some envs atomically: after an interrupt `_catch_up` completes the update."""
@@ -238,7 +210,7 @@ class Positions:
         self.column = lendable if lendable >= 0 else (self.column + 1) % self.num_ring
         if self._mover is not None:
             self._mover.await_frame(self.column)
-        if self._is_mixed:
+        if self.is_mixed:
             self._keep_latest(self.column)
         if self._is_poisoning:
             self._poison((self.column + 1) % self.num_ring)
@@ -246,7 +218,7 @@ class Positions:
 
     def begin_mixed(self) -> None:
         """Note that envs will be in different columns, because only some get a command."""
-        self._is_mixed = True
+        self.is_mixed = True
         self._catch_up()
 
     def next_columns(self, env_ids: np.ndarray) -> np.ndarray:
@@ -265,7 +237,7 @@ class Positions:
         columns = self._step_columns[env_ids]
         is_there = self._in_root[env_ids] & (self._columns[env_ids] == columns)
         if is_there.any():
-            self._is_mixed = True  # after interrupted steps, a step of all may write to the previous column
+            self.is_mixed = True  # after interrupted steps, a step of all may write to the previous column
         return np.asarray((columns - is_there) % self.num_frames)
 
     def _keep_latest(self, column: int) -> None:
@@ -321,14 +293,14 @@ class Positions:
             self._side.root = self._side.latest(self.in_root)
         self._columns[:] = self._step_columns[:] = column
         self._in_root[:] = True
-        self._is_mixed = False
+        self.is_mixed = False
         self.where = where
         self._before = None
 
     def _undo(self, where: Columns, columns: np.ndarray, in_root: np.ndarray, step_columns: np.ndarray) -> None:
         """Restore the positions before a move, which has written only to roots that no env's position used."""
         self._columns[:], self._in_root[:], self._step_columns[:] = columns, in_root, step_columns
-        self._is_mixed = True
+        self.is_mixed = True
         self.where = where
         self._before = None
 
@@ -349,26 +321,11 @@ class Positions:
         next_values: dict[int, list[Any]],
         root_values: dict[int, list[Any]],
     ) -> None:
-        self._latest = self._stepped = None
+        self._latest = None
         self._columns[:], self._in_root[:], self._step_columns[:] = columns, in_root, step_columns
         self._side.next, self._side.root = next_values, root_values
-        self._is_mixed = True
+        self.is_mixed = True
         self.held = None
-
-    def stepped_all(
-        self, column: int, reset_ids: np.ndarray | None = None, *, resets_ended: bool = False
-    ) -> np.ndarray | None:
-        """Note that all envs were stepped to a column, or reset there; return the ids that ended, or None.
-
-        Args:
-            column: of the ring, or of a storage.
-            reset_ids: envs that were reset instead, after `blank_steps`.
-            resets_ended: the envs that ended were reset after their step.
-        """
-        ended = self.where.find_ended(column)
-        self._stepped = column, ended if resets_ended else reset_ids
-        self._is_mixed = False
-        return ended
 
     def copy_root(self, source: int, targets: np.ndarray) -> None:
         """Make the present root of an env also that of others, int64 `[k]` (with its side values)."""
@@ -387,24 +344,9 @@ class Positions:
                     kept[env_id] = dict(kept[source])
         self.were_reset(targets, columns)
 
-    def over_at_once(self, env_ids: np.ndarray, column: int) -> np.ndarray | None:
-        """Return which of the envs that were just reset, int `[k]`, have roots that are done (some resets end at once).
-
-        Args:
-            env_ids: int `[k]`.
-            column: of their roots.
-        """
-        if self.where.has_no_done_root(column):
-            return None
-        over = env_ids[self.where.root_done_of(env_ids, self.columns[env_ids])]
-        return over if len(over) else None
-
-    def stepped(self, env_ids: np.ndarray, columns: np.ndarray, ended: np.ndarray | None = None) -> np.ndarray:
-        """Note that some envs were stepped, each to its own column; return `ended`, bool `[k]`, computed if None."""
+    def stepped(self, env_ids: np.ndarray, columns: np.ndarray) -> None:
+        """Note that some envs were stepped, each to its own column."""
         self._put(env_ids, columns, in_root=False)
-        if ended is None:
-            ended = self.where.next_done_of(env_ids, columns)
-        return ended
 
     def were_reset(self, env_ids: np.ndarray, columns: np.ndarray | int) -> np.ndarray:
         """Note that some envs were reset, at one column or each at its own; return which roots are done."""

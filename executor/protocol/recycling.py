@@ -17,7 +17,7 @@ import numpy as np
 
 from envherd.executor.monitor.statistics import MemoryLog
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.base import RecyclablePool
+from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.side_data import SideData
 
@@ -56,7 +56,7 @@ class Recycler:
     """Replaces the workers of an engine that are due according to the options, when that interrupts no episode."""
 
     def __init__(
-        self, pool: RecyclablePool, positions: Positions, side: SideData, options: ExecutorOptions, memory: MemoryLog
+        self, pool: Pool, positions: Positions, side: SideData, options: ExecutorOptions, memory: MemoryLog
     ) -> None:
         self._positions, self._side, self._options, self._memory = positions, side, options, memory
         self._pool = pool

@@ -300,8 +300,7 @@ class _Run:
             return batches.root_shell.build(self._lease.roots[0][step])
         tds: list[TensorDictBase] = []
         for roots, batch in zip(self._lease.roots, batches.groups, strict=True):
-            leaves = roots[step] if batch.is_on_cpu else [leaf.to(batch.device) for leaf in roots[step]]
-            td = batch.shell("root", (batch.num_rows,)).build(leaves)
+            td = batch.shell("root", (batch.num_rows,)).build(roots[step])
             batches.add_root_side(td, batch, batch.slab.plan.env_ids)
             tds.append(td)
         return stack_groups(tds, self._positions.places.pairs)
@@ -314,13 +313,10 @@ class _Run:
                 n: t if num_steps == self._lease.num_columns else as_tensor(as_array(t)[:, :num_steps].copy())
                 for n, t in tensors.items()
             }
-            if not batch.is_on_cpu:
-                cut = {n: t.to(batch.device) for n, t in cut.items()}
             tds.append(self._group_result(batch, cut, num_steps))
-        data = self._stack(tds)
+        data = stack_groups(tds, self._positions.places.pairs)
         if self._extras:
-            extras = torch.stack(self._extras, 1)
-            data.update(extras)
+            data.update(torch.stack(self._extras, 1))
         data.refine_names(None, "time", ...)
         return data
 
@@ -334,7 +330,7 @@ class _Run:
             flags = as_tensor(
                 np.broadcast_to(per_env.reshape(*lead, *(1 for _ in shape), 1), (*lead, *shape, 1)).copy()
             )
-            next_leaves.append(flags if batch.is_on_cpu else flags.to(batch.device))
+            next_leaves.append(flags)
         td = batch.shell("root", lead).build([tensors["root", *key] for key in batch.root_keys])
         td.set("next", batch.shell("next", lead).build(next_leaves))
         for leaf in input_leaves(batch.spec):
@@ -349,12 +345,6 @@ class _Run:
         """Add a side-channel leaf to the root and to `next`."""
         for steps, where in ((self._side_roots, key), (self._side_nexts, ("next", *key))):
             td.set(where, _non_tensor([[step[i][index] for step in steps] for i in ids]))
-
-    def _stack(self, tds: list[TensorDictBase]) -> TensorDictBase:
-        if len(tds) == 1:
-            return tds[0]
-        rows = [tds[group][row] for group, row in self._positions.places.pairs]
-        return LazyStackedTensorDict(*rows, stack_dim=0)
 
 
 def _mark_truncated(data: TensorDictBase, specs: Sequence[EnvSpec]) -> None:

@@ -207,7 +207,7 @@ class SimulatorEngine(Calls):
     def _run(self, op: Op, command: Callable[[], None]) -> Outcome:
         """Carry out a command, and count its time; an exception of the simulator becomes a part of the outcome."""
         words, adapter = self._words, self._adapter
-        self.states.start_all(op, 0)
+        self.states.start(self.all_ids, op, 0)
         self._phase, self._infos, self._row, self._was_reset = "step", {}, None, False
         words["phase"][0] = pack_phase(op, 0)
         words["since_ns"][0] = began = time.perf_counter_ns()
@@ -253,7 +253,7 @@ class SimulatorEngine(Calls):
             self._rows.present = outcome.row
             self._rows.note_given(() if outcome.was_reset else given, is_shared=is_shared)
         if outcome.error is None:
-            self.states.land_all(self.all_ids if outcome.has_ended else None)
+            self.states.move(self.all_ids, Event.ENDS if outcome.has_ended else Event.ANSWERED)
         else:
             self.states.move(self.all_ids, Event.FAILS)
             self._words["errors"][0] += 1

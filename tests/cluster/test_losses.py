@@ -12,10 +12,10 @@ from tests.extras import skip_without
 skip_without("ray")
 
 from envherd import ExecutorOptions, ParallelEnv, WorkerLost
-from envherd.executor.cluster import RayRollouts
+from envherd.executor.cluster.rollouts import RayRollouts
 from envherd.workers.testing import CountingEnv
-from tests.cluster.envs import Counter, SlowEnv
 from tests.cluster.test_rollouts import ONE, assert_equal
+from tests.envs.cluster_envs import Counter, SlowEnv
 from tests.gates import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]

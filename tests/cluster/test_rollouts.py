@@ -17,9 +17,9 @@ skip_without("ray")
 import ray
 
 from envherd import Busy, Closed, ClusterError, Collector, EnvError, FactoryError, ParallelEnv
-from envherd.executor.cluster import RayRollouts
+from envherd.executor.cluster.rollouts import RayRollouts
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, PairEnv, TextEnv
-from tests.cluster.envs import Counter, GatedEnv, HeldCounter, Sampler, SlowEnv
+from tests.envs.cluster_envs import Counter, GatedEnv, HeldCounter, Sampler, SlowEnv
 from tests.gates import Gate, interrupt
 
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]

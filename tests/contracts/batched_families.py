@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tests.contracts import plain_batches, plain_loops
-from tests.contracts.batched_envs import NUM_ROWS, atari, balance, cartpole, isaac, maniskill, pool, vector_env
 from tests.contracts.family import IS_FULL, Family
 from tests.contracts.optional_families import reset_by_option
-from tests.contracts.plain_batches import PlainRows, PlainSimulator
+from tests.envs.batched_envs import NUM_ROWS, atari, balance, cartpole, isaac, maniskill, pool, vector_env
+from tests.oracles import plain_batches, plain_loops
+from tests.oracles.plain_batches import PlainRows, PlainSimulator
 
 if TYPE_CHECKING:
     import torch  # workers that build one of the other envs do without it
@@ -20,7 +20,7 @@ _MODES = ("NEXT_STEP", "SAME_STEP", "DISABLED")
 
 def isaac_by_hand(kind: str) -> Any:
     """Make one that publishes its last observations, even if the process holds others."""
-    from tests.workers import isaaclab_standin
+    from tests.oracles import isaaclab_standin
 
     isaaclab_standin.forget_simulator()
     env = isaac(kind, compute_final_obs=True, reuses_buffers=False)

@@ -23,7 +23,7 @@ def pytest_sessionfinish() -> None:
     if not target or not _cells:
         return
     from tests.contracts.families import FAMILIES
-    from tests.contracts.matrix import COLUMNS, read_page, write_page
+    from tools.families_page import COLUMNS, read_page, write_page
 
     page = Path(target)
     known = {row[0]: dict(zip(COLUMNS, row[1:], strict=False)) for row in read_page(page)} if page.exists() else {}

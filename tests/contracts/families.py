@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
-from tests.contracts import own_family, plain_loops
+from tests.contracts import own_family
 from tests.contracts.batched_families import BATCHED
 from tests.contracts.family import IS_FULL, Family
 from tests.contracts.optional_families import OPTIONAL
+from tests.oracles import plain_loops
 
 
 def gymnasium_env(
@@ -85,7 +86,7 @@ def pettingzoo_spread(*, draws: bool = False) -> Any:
 
 def pettingzoo_village() -> Any:
     """Return an env whose agents leave and return, and have different spaces and action masks."""
-    from tests.workers.pettingzoo_envs import Village
+    from tests.envs.pettingzoo_envs import Village
 
     return Village()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.contracts.plain_loops import Plain
+from tests.oracles.plain_loops import Plain
 
 #: Whether the full matrix of `docs/reports/families.md` is run.
 IS_FULL = "ENVHERD_MATRIX" in os.environ

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.contracts import plain_loops
 from tests.contracts.family import Family
-from tests.contracts.plain_batches import PlainSimulator
+from tests.oracles import plain_loops
+from tests.oracles.plain_batches import PlainSimulator
 
 if TYPE_CHECKING:
     import torch  # workers that build one of the other envs do without it

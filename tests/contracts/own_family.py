@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from envherd.shm.specs import Key
-from tests.contracts.plain_loops import Result, Values
+from tests.oracles.plain_loops import Result, Values
 
 _EXAMPLE = Path(__file__).parents[2] / "examples" / "ctypes_env.py"
 

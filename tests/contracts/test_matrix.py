@@ -18,12 +18,12 @@ import torch
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.testing import Contract
-from tests.contracts.driving import Driven
 from tests.contracts.executor_batch import BATCHES, PORTABLE, batch_apart
 from tests.contracts.families import FAMILIES
 from tests.contracts.family import IS_FULL, Family
-from tests.contracts.matrix import COLUMNS, read_page
 from tests.extras import skip_without
+from tests.oracles.driving import Driven
+from tools.families_page import COLUMNS, read_page
 
 NUM_ENVS = 2
 #: Envs, or rows of envs that are batches.

@@ -210,7 +210,7 @@ class OnGpu(Pages):
 @pytest.mark.parametrize("start_method", ["zygote", "spawn"])
 def test_workers_use_the_gpu_though_the_helper_asks_for_it(start_method):
     """The helper imports a module that asks whether there is a GPU, as many libraries do."""
-    options = ExecutorOptions(start_method=start_method, preload=("tests.executor.asks_for_gpu",))
+    options = ExecutorOptions(start_method=start_method, preload=("tests.envs.asks_for_gpu",))
     with ParallelEnv(2, OnGpu, num_workers=2, options=options) as env:
         env.reset()
         assert (env.step(env.rand_action())["next", "observation"] == 1).all()
@@ -394,7 +394,7 @@ def test_gpus_are_found():
 def test_the_facade_of_torchrl_gives_the_same_on_a_gpu(inner):
     """With envs on the CPU and on the GPU."""
     from envherd.executor.facades import torchrl as facades
-    from tests import torchrl_own
+    from tests.envs import torchrl_own
 
     def rolled(device: str, of_envs: str) -> Any:
         env = facades.ParallelEnv(3, lambda: torchrl_own.CountingEnv(device=of_envs), device=device)

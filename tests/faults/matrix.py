@@ -1,7 +1,7 @@
 """The matrix fault x state of the protocol as a table, and the driver of one cell.
 
 Every cell breaks one env of three in a state, and reports what the caller saw and after how long, whether the other
-envs continued, and what was left after `close`. `tests.faults.page` writes `docs/reports/faults.md` from that.
+envs continued, and what was left after `close`. `tools.faults_page` writes `docs/reports/faults.md` from that.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ import pytest
 
 from envherd.executor.protocol.env_states import COMMANDS, FOLLOWS, REFUSED_WITH, EnvStates, Event, State, table
 from envherd.workers.errors import Busy, ResetNeeded
-from envherd.workers.protocol import Op
-from tests.faults.env_model import Model, Violation
+from tests.oracles.env_model import Model, Violation
 
 
 def test_every_life_is_legal():
@@ -74,18 +73,6 @@ class TestEnvStates:
         assert (states.values == before).all()
         assert states.needs_reset.tolist() == [False, False, True]
         assert states.under_way.tolist() == [False, True, False]
-
-    def test_all_envs_together(self):
-        states, all_ids = EnvStates(2), np.arange(2)
-        assert not states.are_running()
-        states.move(all_ids, Event.RESET)
-        states.move(all_ids, Event.ANSWERED)
-        assert states.are_running()
-        states.start_all(Op.STEP, 3)
-        assert states.values.tolist() == [State.STEPPING] * 2
-        assert (states.ops.tolist(), states.columns.tolist()) == ([Op.STEP] * 2, [3] * 2)
-        states.land_all(np.array([1]))
-        assert states.values.tolist() == [State.RUNNING, State.ENDED]
 
     def test_an_impossible_event_is_a_bug(self):
         with pytest.raises(AssertionError, match="ANSWERED cannot happen"):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.fuzz_envs import Kind, Life
-from tests.faults.fuzzing import Given, Oracle, Row, Transition, Violation
+from tests.oracles.fuzz_envs import Kind, Life
+from tests.oracles.fuzzing import Given, Oracle, Row, Transition, Violation
 
 PLACE = (0, 0)
 
@@ -17,7 +17,7 @@ def test_no_row_is_wrong_and_nothing_hangs(script_host, tmp_path):
     arguments = ["--seed", "20", "--cases", "40", "--operations", "25", "--minutes", "0.1"]
     arguments += ["--skip", "torchrl"]  # whose workers take seconds to start
     script = tmp_path / "script.py"
-    script.write_text("import sys; from tests.faults.fuzz import main; sys.exit(main())\n")
+    script.write_text("import sys; from tools.fuzz import main; sys.exit(main())\n")
     done = script_host.run(script, *arguments, folder=tmp_path, output=tmp_path, ENVHERD_FUZZ_HANG_S="60")
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -33,6 +33,7 @@ import envherd.workers.messages
 from envherd.executor import AsyncCollector, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
 from envherd.executor.pools.zygote import end_idle
 from envherd.executor.rollouts import storage
+from envherd.workers import native
 from envherd.workers.testing import CountingEnv
 from tests.conftest import Possessions
 from tests.gates import wait_for
@@ -453,3 +454,18 @@ def test_numbers_and_texts_of_a_root_are_of_the_same_step(name):
                 env.recv()
             root = env.current()
             assert [*map(str, root["number"][:, 0].int().tolist())] == root["sign"], interrupt.where
+
+
+@pytest.mark.skipif(native.load() is None, reason="the C extension was not built, or is switched off")
+def test_an_interrupt_before_a_landing_leaves_rows_in_their_columns(monkeypatch):
+    def interrupted(target: object) -> None:
+        raise KeyboardInterrupt
+
+    with SerialEnv(2, CountingEnv, options=ExecutorOptions(infos="plain")) as env:
+        env.send(env.rand_action(env.reset())[:1], [0])
+        env.recv()
+        flights: Any = env.engine.flights
+        monkeypatch.setattr(flights, "native", types.SimpleNamespace(give=flights.native.give, land=interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            env.step(env.rand_action())
+        assert env.engine.positions.is_mixed

@@ -9,8 +9,8 @@ import pytest
 
 from envherd.workers.testing.faults import BAD_OBSERVATIONS, EXCEPTIONS
 from tests.faults.matrix import CELLS, FAULTS, QUICK, STATES, drive
-from tests.faults.page import record, table
 from tests.scale import IS_FULL
+from tools.faults_page import record, table
 
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.timeout(120)]
 

@@ -18,7 +18,7 @@ from envherd.workers import native
 from envherd.workers.process.loop import Loop
 from envherd.workers.protocol import PARENT_STEPS, RING, WORKER_STEPS, Op, pack
 from envherd.workers.testing import CountingEnv
-from tests.faults.model import Protocol, Violation, explore
+from tests.oracles.protocol_model import Protocol, Violation, explore
 from tests.scale import IS_FULL
 
 
@@ -123,7 +123,7 @@ def test_a_worker_does_it_in_that_order():
 
 @pytest.mark.slow
 def test_the_parent_does_it_in_that_order(monkeypatch):
-    """In Python; `tests/executor/test_fast_commands.py` holds C to it."""
+    """In Python; `tests/executor/pools/test_fast_commands.py` holds C to it."""
     monkeypatch.setattr(native, "find", lambda: (None, "this is a test"))
     notes: list[str] = []
     with ParallelEnv(1, CountingEnv, num_workers=1, seed=0) as env:

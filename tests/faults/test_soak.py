@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.soak import Report, Sample, Soak
 from tests.scale import scaled
+from tools.soak import Report, Sample, Soak
 
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.timeout(280)]
 

@@ -16,8 +16,8 @@ from tensordict import TensorDict
 from envherd.executor import SerialEnv
 from envherd.executor.protocol.env_states import Event, State
 from envherd.workers.errors import EnvherdError
-from tests.faults.simulated import ENDS, GOES_ON, RAISES, RESET_RAISES, Scripted
-from tests.faults.state_trace import StateTrace
+from tests.oracles.simulated import ENDS, GOES_ON, RAISES, RESET_RAISES, Scripted
+from tests.oracles.state_trace import StateTrace
 from tests.scale import scaled
 
 NUM_ENVS = 4

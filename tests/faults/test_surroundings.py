@@ -24,6 +24,7 @@ from tensordict import TensorDict
 
 from envherd.executor import ActionError, Closed, EnvError, ExecutorOptions, ParallelEnv, WorkerLost
 from envherd.workers.testing import ChattyEnv, CountingEnv, FaultyEnv
+from tests.envs.disturbing_envs import MEDDLING, DeafEnv, GrowingEnv, HungryEnv, MeddlingEnv, NanEnv, NestedEnv
 from tests.executor.calls import ENDLESS
 from tests.faults.children import (
     be_bound_by_process_limits,
@@ -34,10 +35,9 @@ from tests.faults.children import (
     memory_group,
     mount_small,
 )
-from tests.faults.envs import MEDDLING, DeafEnv, GrowingEnv, HungryEnv, MeddlingEnv, NanEnv, NestedEnv
 from tests.faults.matrix import _held, _left
-from tests.faults.page import record
 from tests.scale import IS_FULL, scaled
+from tools.faults_page import record
 
 pytestmark = [
     pytest.mark.slow,

@@ -14,8 +14,8 @@ from envherd.executor import ParallelEnv, SerialEnv
 from envherd.workers import seeding
 from envherd.workers.adapters.gymnasium.vector import GymnasiumVectorAdapter
 from envherd.workers.errors import EnvError, ResetNeeded, SpecError
+from tests.envs.vector_envs import LoopVectorEnv, TellingEnv, invalid_transitions
 from tests.extras import needs, skip_without
-from tests.workers.vector_envs import LoopVectorEnv, TellingEnv, invalid_transitions
 
 pytestmark = pytest.mark.preloads()
 

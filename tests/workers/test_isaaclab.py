@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 
-from tests.workers import isaacsim_stub
+from tests.oracles import isaacsim_stub
 
 if not isaacsim_stub.is_there():
-    pytest.skip("needs IsaacLab 2.3: tests/workers/isaacsim_stub.py says how", allow_module_level=True)
+    pytest.skip("needs IsaacLab 2.3: tests/oracles/isaacsim_stub.py says how", allow_module_level=True)
 
 import torch
 
@@ -18,7 +18,7 @@ from envherd.executor.testing import Contract
 from tests.contracts.executor_batch import batch_apart
 
 with warnings.catch_warnings():
-    from tests.workers import isaaclab_own as own
+    from tests.oracles import isaaclab_own as own
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 MAKERS = {"direct": own.make_direct, "managed": own.make_managed, "agents as one": own.make_agents_as_one}

@@ -12,8 +12,8 @@ from tensordict import TensorDict
 
 from envherd.executor import SerialEnv
 from envherd.workers.errors import EnvError
-from tests.workers import torch_simulators as simulators
-from tests.workers.maniskill_standin import make_maniskill, make_maniskill_vector
+from tests.envs import torch_simulators as simulators
+from tests.oracles.maniskill_standin import make_maniskill, make_maniskill_vector
 
 
 def recorded(make: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:

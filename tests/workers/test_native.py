@@ -32,8 +32,8 @@ from envherd.workers.options import BlockOptions
 from envherd.workers.protocol import RESET, STEP, STEP_RESET, Flag
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.envs import PlainAdapter
+from tests.oracles.native_sides import NUM_COLUMNS, TARGET, Scripted, Side, fingerprint, run
 from tests.scale import IS_FULL, scaled
-from tests.workers.native_sides import NUM_COLUMNS, TARGET, Scripted, Side, fingerprint, run
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason=f"the C extension is not there: {native.describe()}")
 

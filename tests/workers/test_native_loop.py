@@ -16,11 +16,12 @@ import pytest
 from envherd.executor import ParallelEnv, WorkerLost
 from envherd.shm import slab
 from envherd.shm.sync import DOORBELL_BYTES, Doorbell
-from envherd.workers import native, protocol
+from envherd.workers import native
 from envherd.workers.protocol import RESET, STEP, WORKER_STEPS
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.envs import PlainAdapter
-from tests.workers.native_sides import Side
+from tests.oracles.native_sides import Side
+from tools import native_header
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason=f"the C extension is not there: {native.describe()}")
 
@@ -187,22 +188,8 @@ def owing(side: Side) -> list[int]:
     return np.flatnonzero(side.words["command_seq"] != side.words["reply_seq"]).tolist()
 
 
-def test_words_are_packed_as_the_protocol_says():
-    sources = SOURCE + (Path(native.__file__).parent / "native.h").read_text()
-    constants = dict(re.findall(r"\b([A-Z_]+) = (\d+)", sources))
-    expected = {
-        "OP_BITS": protocol._OP_BITS,
-        "FLAG_BITS": protocol._FLAG_BITS,
-        "TARGET_BITS": protocol._TARGET_BITS,
-        "OP_STEP": protocol.STEP,
-        "OP_STEP_RESET": protocol.STEP_RESET,
-        "OP_RESET": protocol.RESET,
-        "FLAG_EACH": int(protocol.Flag.EACH),
-        "FLAG_PREPARED": int(protocol.Flag.PREPARED),
-        "STATUS_OK": int(protocol.Status.OK),
-    }
-    assert {name: int(constants[name]) for name in expected} == expected
-    assert f"#define LEAVE (1LL << {protocol.LEAVE.bit_length() - 1})" in sources
+def test_constants_of_c_are_those_of_python():
+    assert native_header.HEADER.read_text() == native_header.header(), "python -m tools.native_header --write"
 
 
 def test_durations_fall_into_the_bins_of_the_slab(monkeypatch):

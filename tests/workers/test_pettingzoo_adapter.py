@@ -19,8 +19,8 @@ from envherd.shm.specs import Box, LeafSpec, MultiDiscrete
 from envherd.workers.adapters.named import PettingZooFactory
 from envherd.workers.adapters.pettingzoo.adapter import PettingZooAdapter
 from envherd.workers.errors import ResetNeeded
+from tests.envs.pettingzoo_envs import LENGTH, PRESENT, Scripted, Village, outcome
 from tests.workers.adapter_values import stored
-from tests.workers.pettingzoo_envs import LENGTH, PRESENT, Scripted, Village, outcome
 
 TERMINATED, TRUNCATED, BOTH, ALIVE = (True, False), (False, True), (True, True), (False, False)
 

@@ -20,8 +20,8 @@ from envherd.executor import SerialEnv
 from envherd.workers.adapters.named import PettingZooFactory
 from envherd.workers.adapters.pettingzoo.adapter import PettingZooAdapter
 from envherd.workers.adapters.pettingzoo.groups import groups_by_name
+from tests.envs.pettingzoo_envs import Village
 from tests.workers.adapter_values import stored
-from tests.workers.pettingzoo_envs import Village
 
 
 def test_arguments_reach_the_env_and_unlike_ones_each_their_own():

@@ -11,7 +11,7 @@ import torch
 from envherd import EpisodeLogger, ExecutorOptions, FactoryError, MeltingPotFactory, SerialEnv, SmallPictures, SpecError
 from envherd.executor.testing import check_env_contract
 from envherd.workers.block.pictures import shrunk
-from tests.executor.team_env import Team
+from tests.envs.team_env import Team
 from tests.extras import needs
 
 VIEW = ("agents", "observation", "RGB")

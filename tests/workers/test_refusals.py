@@ -22,10 +22,10 @@ from gymnasium.vector import AutoresetMode
 from envherd.executor import EnvError, ExecutorOptions, FactoryError, ResetNeeded, SerialEnv, SpecError
 from envherd.workers.adapters.common.tree import RESERVED_NAMES
 from envherd.workers.adapters.registry import find_adapter
+from tests.envs import torch_simulators as simulators
 from tests.extras import needs, skip_without
-from tests.workers import isaaclab_standin as isaac
+from tests.oracles import isaaclab_standin as isaac
 from tests.workers import test_gymnasium_vector as vectors
-from tests.workers import torch_simulators as simulators
 from tests.workers.test_gymnasium_adapter import Scripted, answering
 from tests.workers.test_gymnasium_spaces import Colours, Echo
 
@@ -114,14 +114,14 @@ def dm_reserved(name: str) -> Any:
 
 
 def zoo(*args: Any, **kwargs: Any) -> Any:
-    from tests.workers.pettingzoo_envs import Scripted as ScriptedZoo
+    from tests.envs.pettingzoo_envs import Scripted as ScriptedZoo
 
     return ScriptedZoo(*args, **kwargs)
 
 
 def zoo_step(change: Callable[[Any], Any], agents: Any = ("a_0", "a_1"), **ends: Any) -> Any:
     """Return an env of two agents whose first step returns a changed answer; `ends` are the agents' flags."""
-    from tests.workers.pettingzoo_envs import outcome
+    from tests.envs.pettingzoo_envs import outcome
 
     alive = dict.fromkeys(("a_0", "a_1"), (False, False))
     return zoo(answers=[(list(agents), change(outcome(alive | ends)))])
@@ -141,7 +141,7 @@ def unnamed_agents() -> Any:
 
 def short_masks() -> Any:
     """Return an env whose masks are too short from its second reset on: the first tells the adapter their shapes."""
-    from tests.workers.pettingzoo_envs import Village
+    from tests.envs.pettingzoo_envs import Village
 
     env: Any = Village()
     tell, reset = env._tell, env.reset

@@ -10,7 +10,7 @@ from envherd.workers import native
 from envherd.workers.block.slot_states import COMMANDS, FOLLOWS, NEXT, REFUSED_WITH, Event, State, table
 from envherd.workers.messages import Ask
 from envherd.workers.protocol import RESET, STEP, STEP_RESET
-from tests.workers.native_sides import Side, run
+from tests.oracles.native_sides import Side, run
 from tests.workers.test_native import adapters
 
 _FREE = {State.NEEDS_RESET: State.FREE_NEW, State.RUNNING: State.FREE_RUNNING, State.ENDED: State.FREE_ENDED}

@@ -14,10 +14,10 @@ from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.testing import Contract
 from envherd.workers.adapters.simulators.native import IsaacLabAdapter, TorchNativeAdapter
 from envherd.workers.errors import EnvError, FactoryError, ResetNeeded
+from tests.envs import torch_simulators as simulators
 from tests.extras import needs
+from tests.oracles import isaaclab_standin as isaac
 from tests.scale import scaled
-from tests.workers import isaaclab_standin as isaac
-from tests.workers import torch_simulators as simulators
 
 
 @pytest.fixture(autouse=True)

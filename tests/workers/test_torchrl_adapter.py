@@ -23,10 +23,9 @@ from envherd.workers import plain
 from envherd.workers.adapters import find_adapter
 from envherd.workers.adapters.torchrl.adapter import TorchRLAdapter
 from envherd.workers.errors import ResetNeeded, SpecError
-from tests import torchrl_own
-from tests.workers import torchrl_envs
+from tests.envs import torchrl_envs, torchrl_own
+from tests.envs.torchrl_envs import EXTRAS, SAME_DATA
 from tests.workers.adapter_values import stored
-from tests.workers.torchrl_envs import EXTRAS, SAME_DATA
 
 NUM_STEPS = 30
 

@@ -31,8 +31,7 @@ from torchrl.envs import (
 from envherd.workers import plain
 from envherd.workers.adapters.torchrl.adapter import TorchRLAdapter
 from envherd.workers.errors import FactoryError
-from tests import torchrl_own
-from tests.workers import torchrl_envs
+from tests.envs import torchrl_envs, torchrl_own
 from tests.workers.adapter_values import stored
 
 

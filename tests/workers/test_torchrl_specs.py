@@ -26,8 +26,8 @@ from envherd.shm import specs
 from envherd.workers.adapters.torchrl.adapter import TorchRLAdapter
 from envherd.workers.adapters.torchrl.specs import Member, place_leaves
 from envherd.workers.errors import SpecError
-from tests import torchrl_own
-from tests.workers.torchrl_envs import SAME_DATA, Typed, UnlikeActions
+from tests.envs import torchrl_own
+from tests.envs.torchrl_envs import SAME_DATA, Typed, UnlikeActions
 
 STEPS = torch.tensor([0.0, 1.0])
 

@@ -7,8 +7,6 @@
 
 #include <stdlib.h>
 
-enum { STATUS_OK = 0 };
-
 static const char *const NAMES[] = {"sinks", "native", "prepared"};
 enum { SINKS, NATIVE, PREPARED, NUM_NAMES };
 

@@ -12,6 +12,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "constants.h"
+
 typedef int64_t i64;
 
 /* Words of the slab have one writer each. A number announces what was written before it, so it is stored with release order and
@@ -63,12 +65,6 @@ int bell_take(PyObject *facts, const char *name, Bell *bell);           /* to wa
 int bell_take_memory(PyObject *array, const char *name, Bell *bell);    /* to ring it only */
 int bell_wait(Bell *bell, i64 timeout_ns); /* 1: a token; 0: none in time; -1: with an exception. < 0: for ever */
 void bell_ring(Bell *bell);
-
-/* ---- command words: see workers.protocol ------------------------------------------------------------- */
-
-enum { OP_BITS = 4, FLAG_BITS = 4, TARGET_BITS = 24, OP_STEP = 1, OP_STEP_RESET = 2, OP_RESET = 3 };
-enum { FLAG_EACH = 1, FLAG_PREPARED = 2 };
-#define LEAVE (1LL << 62)
 
 /* ---- the types of the module: a file each; those of the caller are in executor/native ---------------- */
 

@@ -30,10 +30,8 @@ typedef struct {
 } Leaves;
 
 enum { MOST_ROWS = 64 }; /* of a leaf that is given as its rows */
-enum { SEED_WORDS = 5 }; /* of `seeding.EpisodeSeeds.pool` */
+enum { SEED_WORDS = SEED_POOL + 1 }; /* of `seeding.EpisodeSeeds.pool` */
 enum { NUM_FLAGS = 3 }; /* done, terminated, truncated */
-enum { KEPT_STEPS, KEPT_EPISODE, KEPT_SEED, KEPT_FLAGS, KEPT_FACTS }; /* of `block.journal.Journal.facts` */
-enum { JOURNAL_BEGUN = 1, JOURNAL_SEEDED = 2 }; /* `JournalFlag` */
 static const char *const NAMES[] = {"env", "step", "info", "reset", "prepared", "latest", "is_ahead"};
 enum { ENV, STEP, INFO, RESET, PREPARED, LATEST, IS_AHEAD, NUM_NAMES };
 
@@ -614,13 +612,12 @@ Outcome step_once(Step *step, i64 column, PyObject **given)
 /* `seeding.EpisodeSeeds.__getitem__`, which has the source of the constants. */
 static uint32_t episode_seed(const uint32_t *pool, uint32_t episode)
 {
-    const uint32_t init = 0x8B51F9DDu;
-    uint32_t value = episode ^ pool[4];
-    value *= pool[4] * 0x931E8875u;
-    value = 0xCA01F9DDu * pool[0] - 0x4973F715u * (value ^ value >> 16);
-    value = (value ^ value >> 16) ^ init;
-    value *= init * 0x58F38DEDu;
-    return value ^ value >> 16;
+    uint32_t value = episode ^ pool[SEED_POOL];
+    value *= pool[SEED_POOL] * SEED_MULT_A;
+    value = SEED_MIX_L * pool[0] - SEED_MIX_R * (value ^ value >> SEED_SHIFT);
+    value = (value ^ value >> SEED_SHIFT) ^ SEED_INIT_B;
+    value *= SEED_INIT_B * SEED_MULT_B;
+    return value ^ value >> SEED_SHIFT;
 }
 
 int step_can_reset(const Step *step)

@@ -16,7 +16,7 @@ from gymnasium.vector.utils import batch_differing_spaces
 from gymnasium.wrappers import vector as wrappers
 
 from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv, installed, make_vec
-from tests.executor.facades.gymnasium_envs import MAKES, SPACES, Custom, Echo, Failing, WithActions
+from tests.envs.gymnasium_envs import MAKES, SPACES, Custom, Echo, Failing, WithActions
 from tests.extras import needs
 from tests.gymnasium_versions import NOT_BATCHED, TAXI
 

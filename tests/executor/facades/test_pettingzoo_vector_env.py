@@ -25,7 +25,7 @@ from envherd import ActionError, FactoryError, PerPlayer, ResetNeeded, evaluate
 from envherd.executor import ExecutorOptions, MeltingPotFactory, ParallelEnv
 from envherd.executor.facades.pettingzoo import AgentRowsEnv, ParallelVectorEnv, concat_vec_envs_v1, parallel_env
 from envherd.workers.testing import AgentsEnv
-from tests.workers.pettingzoo_envs import LENGTH, PRESENT, Village
+from tests.envs.pettingzoo_envs import LENGTH, PRESENT, Village
 
 pytestmark = pytest.mark.slow
 

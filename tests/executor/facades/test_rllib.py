@@ -1,6 +1,6 @@
 """RLlib's env runners on the executor give RLlib's own episodes, and train.
 
-RLlib needs a Gymnasium version that other tests do not support: `python -m tests.compat --rows RLlib` creates an
+RLlib needs a Gymnasium version that other tests do not support: `python -m tools.compat --rows RLlib` creates an
 environment for it and runs this file there.
 """
 
@@ -40,9 +40,9 @@ with warnings.catch_warnings():
 from envherd.executor import ExecutorOptions, MeltingPotFactory
 from envherd.executor.facades.rllib import MultiAgentEnvRunner, MultiAgentVectorEnv, SingleAgentEnvRunner
 from envherd.workers.errors import ActionError, EnvError, SpecError
-from tests.executor.facades import rllib_envs
-from tests.executor.facades.rllib_context import make_lonely
-from tests.executor.facades.rllib_envs import AGENTS, Corridor, Leaving, Nameless, Together, Turns
+from tests.envs import rllib_envs
+from tests.envs.rllib_context import make_lonely
+from tests.envs.rllib_envs import AGENTS, Corridor, Leaving, Nameless, Together, Turns
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

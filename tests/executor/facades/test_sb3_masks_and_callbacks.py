@@ -25,7 +25,7 @@ from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
 
 from envherd.executor import ExecutorOptions
 from envherd.executor.facades.sb3 import DummyVecEnv, SubprocVecEnv
-from tests.executor.facades.sb3_envs import MaskedEnv, SilentMaskedEnv, make_cartpole
+from tests.envs.sb3_envs import MaskedEnv, SilentMaskedEnv, make_cartpole
 
 pytestmark = [
     pytest.mark.slow,
@@ -80,7 +80,7 @@ def test_an_env_without_masks_has_none():
 
 @needs("pettingzoo")
 def test_agents_of_pettingzoo_have_rows_and_masks():
-    from tests.executor.facades.pettingzoo_masked import MaskedAgents
+    from tests.envs.pettingzoo_masked import MaskedAgents
 
     for make in (DummyVecEnv, TWO_WORKERS):
         env = make([MaskedAgents] * 2)
@@ -101,7 +101,7 @@ def test_agents_of_pettingzoo_have_rows_and_masks():
 
 @needs("pettingzoo")
 def test_the_info_of_a_single_agent_is_that_of_its_row():
-    from tests.executor.facades.pettingzoo_masked import Alone
+    from tests.envs.pettingzoo_masked import Alone
 
     env = TWO_WORKERS([Alone] * 2)
     env.reset()
@@ -114,7 +114,7 @@ def test_the_info_of_a_single_agent_is_that_of_its_row():
 @needs("pettingzoo")
 def test_supersuits_function_makes_a_vec_env_of_agents():
     from envherd.executor.facades.pettingzoo import concat_vec_envs_v1
-    from tests.executor.facades.pettingzoo_masked import MaskedAgents, Named
+    from tests.envs.pettingzoo_masked import MaskedAgents, Named
 
     env = concat_vec_envs_v1(Named, 2, num_cpus=2, base_class="stable_baselines3")  # two groups by their names
     assert isinstance(env, SubprocVecEnv)
@@ -134,7 +134,7 @@ def test_maskable_ppo_trains_and_takes_legal_actions_alone(source):
 
     if source == "pettingzoo":
         skip_without("pettingzoo")
-        from tests.executor.facades.pettingzoo_masked import MaskedAgents
+        from tests.envs.pettingzoo_masked import MaskedAgents
 
         env = TWO_WORKERS([MaskedAgents] * 2)
     elif source == "info":

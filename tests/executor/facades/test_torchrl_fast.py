@@ -18,7 +18,7 @@ from torchrl.envs import Compose, EnvBase, GymEnv, PendulumEnv, RewardSum, StepC
 from envherd.executor.facades.torchrl import ParallelEnv
 from envherd.workers import native
 from envherd.workers.protocol import Op
-from tests import torchrl_own as own
+from tests.envs import torchrl_own as own
 
 pytestmark = [
     pytest.mark.slow,

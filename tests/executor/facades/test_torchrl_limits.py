@@ -23,9 +23,9 @@ from torchrl.envs import SerialEnv as OwnSerialEnv
 from envherd.executor import ExecutorOptions
 from envherd.executor.facades.torchrl import ParallelEnv
 from envherd.workers.errors import EnvError, FactoryError, WorkerTimeout
-from tests import torchrl_own as own
 from tests.conftest import gained_shm_names, shm_names
-from tests.torchrl_own import started
+from tests.envs import torchrl_own as own
+from tests.envs.torchrl_own import started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.preloads(*own.PRELOADED)]
 

@@ -17,7 +17,7 @@ import torchrl.envs
 from torchrl.envs import Compose, Transform, TransformedEnv
 
 from envherd.executor.facades.torchrl import ParallelEnv
-from tests import torchrl_own as own
+from tests.envs import torchrl_own as own
 
 ROOT = Path(__file__).parents[3]
 ONE_MODULE = ROOT / "workers" / "adapters" / "torchrl" / "private_api.py"
@@ -25,7 +25,6 @@ OTHERS = sorted(
     {
         *(ROOT / "executor" / "facades" / "torchrl").glob("*.py"),
         *(ROOT / "workers" / "adapters" / "torchrl").glob("*.py"),
-        *(ROOT / "workers" / "adapters" / "hosts").glob("torchrl_*.py"),
     }
     - {ONE_MODULE}
 )

@@ -23,7 +23,7 @@ from torchrl.envs import (
 )
 
 from envherd.executor.facades.torchrl import ParallelEnv
-from tests import torchrl_own as own
+from tests.envs import torchrl_own as own
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TorchRL deprecates parts of itself as they are imported

@@ -1,0 +1,386 @@
+"""A guest: a TorchRL env that a worker runs for the TorchRL facade, as TorchRL's own batched envs run theirs.
+
+`TorchRLAdapter` puts TorchRL envs behind the executor's protocol. The facade keeps TorchRL's instead:
+resets take tensordicts, masks at any nesting and keyword arguments, an env that has ended may be stepped,
+seeds are TorchRL's chain. Plain steps of envs whose leaves have fixed shapes go through the slab (`GuestAdapter`); all
+other requests name a method of the guest (`Guest.perform`).
+
+Guarantees: the guest's root tensordict is always its env's current one, whichever call advanced the env. An exception
+affects only the answer of its env. Each guest keeps its own state of torch's CPU generator, as if it had its own
+process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import pickle
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Composite
+from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs.common import EnvMetaData
+
+from envherd.executor.facades.torchrl.crossing import dumps, loads
+from envherd.shm.specs import EnvSpec, Key, LeafSpec, done_leaves
+from envherd.workers.adapters.base import Adapter, EnvCall, Mask, Options, StepValues
+from envherd.workers.adapters.torchrl.direct import DirectWay, direct_way
+from envherd.workers.adapters.torchrl.generators import own_generators
+from envherd.workers.adapters.torchrl.gym import refuse_late_resets
+from envherd.workers.adapters.torchrl.private_api import check_worker_env, supports_set_state
+from envherd.workers.adapters.torchrl.reading import to_numpy
+from envherd.workers.adapters.torchrl.specs import DTYPES
+from envherd.workers.errors import FactoryError
+from envherd.workers.reply import Fault
+
+#: How steps through the slab reach an env, by whether it has a direct way: `metadata["way"]`.
+WAYS = ("TorchRL's own code, because {}", "direct")
+
+
+class GuestFactory:
+    """Builds guests in a worker, from the pickled factory of their envs.
+
+    Args:
+        pickled: the user's factory.
+        name: what messages call it.
+        preload: modules for the helper process to import.
+        num_threads: for torch in the worker, set before an env is built; None leaves them.
+        has_statistics: see `Guest`.
+    """
+
+    def __init__(
+        self,
+        pickled: bytes,
+        name: str,
+        preload: tuple[str, ...],
+        num_threads: int | None,
+        *,
+        has_statistics: bool = False,
+    ) -> None:
+        self._pickled = pickled
+        self.__qualname__ = name
+        self.preload = preload
+        self._num_threads = num_threads
+        self._has_statistics = has_statistics
+        self._make: Callable[..., Any] | None = None
+
+    def __call__(self, **kwargs: Any) -> Adapter:
+        """Build an env and return it as a guest, behind its adapter."""
+        if self._make is None:
+            importlib.import_module("envherd.executor.facades.light_tensorboard")
+            if self._num_threads is not None:
+                torch.set_num_threads(self._num_threads)
+            self._make = pickle.loads(self._pickled)
+        env = own_env(self._make(**kwargs), self.__qualname__)
+        return adapter_of(Guest(env, has_statistics=self._has_statistics))
+
+
+_known: weakref.WeakSet[EnvBase] = weakref.WeakSet()
+
+
+def own_env(env: Any, origin: str) -> EnvBase:
+    """Return an env that no other guest has: a deep copy if a factory returned the same one twice.
+
+    Raises:
+        FactoryError: it is no TorchRL env, or one whose resets would be steps.
+    """
+    if not isinstance(env, EnvBase):
+        raise FactoryError(
+            f"make_env failed: the factory {origin} returned {f'{env!r}'[:80]}, expected a TorchRL env (an EnvBase). "
+            f"Wrap it, e.g. in GymWrapper."
+        )
+    refuse_late_resets(env)
+    if env in _known:
+        with contextlib.suppress(Exception):
+            env = copy.deepcopy(env)
+    _known.add(env)
+    return env
+
+
+class Guest:
+    """One TorchRL env and its current root.
+
+    Args:
+        env: what the factory returned.
+        has_statistics: add the statistics of the episode to its data; see `episodes`.
+
+    Attributes:
+        env: the env that is stepped, its specs locked: `built`, or with statistics a `TransformedEnv` around it.
+        built: the env that attributes and state dicts are of.
+        statistics: the transform around it, or None.
+        root: its present root tensordict, or None before the first reset.
+        reset_names: keys that a reset returns: those of observation and done leaves.
+        step_names: keys that a step returns: the same and the rewards.
+        generator: its own state of the generators that envs of a process share.
+        direct: steps it without tensordicts; None if that is not possible.
+    """
+
+    def __init__(self, env: EnvBase, *, has_statistics: bool = False) -> None:
+        check_worker_env(env)
+        self.built = env
+        self.statistics: Any = None
+        if has_statistics:
+            from envherd.executor.facades.torchrl.episodes import EpisodeStatistics
+
+            self.statistics = EpisodeStatistics(env)
+            env = TransformedEnv(env, self.statistics, auto_unwrap=False)
+        self.env = env.set_spec_lock_()
+        self.root: TensorDictBase | None = None
+        self.direct: DirectWay | None = None
+        self.reset_names = [*env.observation_keys, *env.done_keys]
+        self.step_names = [*self.reset_names, *env.reward_keys]
+        self.generator = own_generators(env)
+
+    def perform(self, request: bytes) -> bytes:
+        """Call one of the methods below by name and return its result, or the exception that it raised."""
+        name, args, kwargs = loads(request)
+        try:
+            with self.on_stage():
+                return dumps((True, getattr(self, name)(*args, **kwargs)))
+        except Exception as error:
+            return dumps((False, Fault.from_exception(-1, name, error).to_plain()))
+
+    @contextlib.contextmanager
+    def on_stage(self) -> Any:
+        """Run as if the process were this env's own: no gradients, and its own random generator."""
+        if self.direct is not None and self.direct.is_ahead:
+            self.root = self.direct.root()
+        if self.statistics is not None and self.root is not None:
+            self.statistics.written(self.root)
+        with torch.no_grad(), self.generator:
+            yield
+
+    # ---- what it is --------------------------------------------------------------------------
+
+    def describe(self) -> EnvMetaData:
+        """Return the metadata that TorchRL's batched envs keep of their envs."""
+        return EnvMetaData.metadata_from_env(self.env)
+
+    # ---- reset and step ----------------------------------------------------------------------
+
+    def reset(self, row: TensorDictBase | None, kwargs: dict[str, Any]) -> TensorDictBase:
+        """Reset the env, or the parts of it that the row's masks name; return observation and done leaves."""
+        if row is not None:
+            row = self._placed(row)
+            masks = [row.get(key, None) for key in self.env.reset_keys]
+            if self.root is not None and any(mask is not None and not mask.all() for mask in masks):
+                row = self.root.select(*self.reset_names, strict=False).clone().update(row)
+                if "set_state" not in kwargs and supports_set_state(self.env):
+                    kwargs = {**kwargs, "set_state": False}
+        self.root = self.env.reset(row, **kwargs)
+        return self.root.select(*self.reset_names, strict=False)
+
+    def begin(self) -> TensorDictBase:
+        """Reset the parts of the env that have ended (all, if it was never reset); return its root."""
+        root = self.root
+        has_ended = root is not None and self.env.any_done(root)
+        self.root = self.env.reset(root, select_reset_only=True) if has_ended else self.env.reset()
+        return self.root
+
+    def step(self, row: TensorDictBase, *, is_whole: bool) -> TensorDictBase:
+        """Step the env and return its `next`.
+
+        Args:
+            row: the inputs, and under `next` what the env gets before the step.
+            is_whole: return all of `next`, not just the leaves that the specs name.
+        """
+        stepped = self.env.step(self._advanced(row))
+        self.root = self.env.step_mdp(stepped)
+        following = stepped.get("next")
+        return following if is_whole else following.select(*self.step_names, strict=False)
+
+    def step_and_maybe_reset(self, row: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """Step the env, and reset it where it has ended; return its `next` and its new root."""
+        stepped, self.root = self.env.step_and_maybe_reset(self._advanced(row))
+        following = stepped.get("next").select(*self.step_names, strict=False)
+        return following, self.root.select(*self.reset_names, strict=False)
+
+    def current(self) -> TensorDictBase:
+        """Return the current root: observation and done leaves."""
+        if self.root is None:
+            return self.env.fake_tensordict().select(*self.reset_names, strict=False)
+        return self.root.select(*self.reset_names, strict=False)
+
+    def _advanced(self, row: TensorDictBase) -> TensorDictBase:
+        root = TensorDict({}, self.env.batch_size, device=self.env.device) if self.root is None else self.root.copy()
+        return root.update(self._placed(row))
+
+    def _placed(self, row: TensorDictBase) -> TensorDictBase:
+        if row.device == self.env.device:
+            return row
+        return row.clear_device_() if self.env.device is None else row.to(self.env.device)
+
+    # ---- everything else ---------------------------------------------------------------------
+
+    def seed(self, seed: int | None, *, static: bool) -> int | None:
+        """Seed the env as TorchRL's workers do; return the seed for the next env."""
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+        return self.env.set_seed(seed, static_seed=static)
+
+    def state_dict(self) -> Any:
+        """Return the env's state dict, without locks."""
+        return _without_locks(self.built.state_dict())
+
+    def load_state_dict(self, state: Any, kwargs: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned."""
+        self.built.load_state_dict(state, **kwargs)
+
+    def look_up(self, path: tuple[str, ...]) -> tuple[str, Any]:
+        """Return `("method", None)`, `("value", VALUE)`, or `("object", None)` if an attribute cannot be pickled."""
+        found = self.find(path)
+        if callable(found):
+            return "method", None
+        try:
+            dumps(found)
+        except Exception:  # pickling runs the object's own code
+            return "object", None
+        return "value", found
+
+    def call(self, path: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the env; a result that cannot be pickled (that of `to`) becomes None."""
+        result = self.find(path)(*args, **kwargs)
+        return None if isinstance(result, EnvBase) else result
+
+    def find(self, path: tuple[str, ...]) -> Any:
+        """Return an attribute of the env by its path."""
+        return functools.reduce(getattr, path, self.built)
+
+    def close(self) -> None:
+        """Close the env."""
+        self.env.close(raise_if_closed=False)
+
+
+def _without_locks(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_locks(item) if isinstance(item, dict) else None if type(item).__name__ == "Lock" else item
+        for key, item in state.items()
+    }
+
+
+# ---- the way to the slab ---------------------------------------------------------------------
+
+
+def dense_leaves(specs: Composite) -> dict[str, list[tuple[Any, LeafSpec]]] | None:
+    """Return the leaves that the slab would hold, `(key, spec)` by group, or None where it cannot hold all of them.
+
+    Observation and done leaves have separate flat names, because the executor's `done` at the root is not the env's.
+
+    Args:
+        specs: of one env. The parent has those of each env; the specs of the batch are stacks where tasks differ in
+            their bounds.
+    """
+    groups: dict[str, list[tuple[Any, LeafSpec]]] = {"input": [], "observation": [], "done": [], "reward": []}
+    for name, composite in (
+        ("input", specs["input_spec", "full_action_spec"]),
+        ("input", specs["input_spec", "full_state_spec"]),
+        ("observation", specs["output_spec", "full_observation_spec"]),
+        ("done", specs["output_spec", "full_done_spec"]),
+        ("reward", specs["output_spec", "full_reward_spec"]),
+    ):
+        for key, spec in composite.items(include_nested=True, leaves_only=True):
+            path = (key,) if isinstance(key, str) else key
+            shape = tuple(spec.shape)
+            dtype = str(spec.dtype).removeprefix("torch.")
+            if type(spec).__name__ in ("NonTensor", "Stacked") or -1 in shape or dtype not in DTYPES:
+                return None
+            flat: Key = path if name == "input" else (f"{name}:{'/'.join(path)}",)
+            groups[name].append((key, LeafSpec(flat, shape, dtype)))
+    has_lazy_nodes = any(hasattr(item, "stack_dim") for item in specs.values(include_nested=True))
+    shapes = {key: leaf.shape for key, leaf in groups["observation"]}
+    # as state and as observed
+    disagrees = any(shapes.get(key, leaf.shape) != leaf.shape for key, leaf in groups["input"])
+    groups["reward"].sort(key=lambda pair: (pair[1].key[0].count("/"), pair[1].key[0].split("/")))  # as `place_leaves`
+    return None if has_lazy_nodes or disagrees else groups
+
+
+class GuestAdapter(Adapter):
+    """The plain steps of a guest, through the slab; an env whose leaves do not fit there has an empty spec.
+
+    They are without the statistics of the episode: see `adapter_of`.
+    """
+
+    family: ClassVar[str] = "torchrl"
+
+    def __init__(self, guest: Guest) -> None:
+        self.env = guest
+        self._torchrl_env = env = guest.built
+        leaves = dense_leaves(env.specs)
+        groups = leaves or {"input": [], "observation": [], "done": [], "reward": []}
+        self._inputs = [(key, getattr(torch, leaf.dtype)) for key, leaf in groups["input"]]
+        self._observed = [key for key, _ in (*groups["observation"], *groups["done"])]
+        self._rewards = [key for key, _ in groups["reward"]]
+        way: DirectWay | str = "its leaves do not fit into the slab"
+        if leaves is not None:
+            way = direct_way(env, [key for key, _ in self._inputs], self._observed, self._rewards)
+        guest.direct = None if isinstance(way, str) else way
+        self.spec = EnvSpec(
+            observation=tuple(leaf for _, leaf in (*groups["observation"], *groups["done"])),
+            action=tuple(leaf for _, leaf in groups["input"]),
+            reward=tuple(leaf for _, leaf in groups["reward"]),
+            done=done_leaves(),
+            family=self.family,
+            metadata={"is_dense": leaves is not None, "way": WAYS[guest.direct is not None].format(way)},
+        )
+        self._is_on_cpu = env.device is None or env.device.type == "cpu"
+
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
+        """Reset the env; see `Guest.begin`. Seeds, options and masks reach it by name alone."""
+        guest = self.env
+        direct = guest.direct
+        if direct is not None:
+            if not direct.is_ahead:
+                direct.follow(guest.root)
+            with guest.generator:
+                return direct.reset()
+        with guest.on_stage():
+            root = guest.begin()
+        return [to_numpy(root.get(key)) for key in self._observed]
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Make one transition; see `Adapter.step`. It counts as terminated when TorchRL would reset the env."""
+        guest, env = self.env, self._torchrl_env
+        direct = guest.direct
+        if direct is not None:
+            if not direct.is_ahead:
+                direct.follow(guest.root)
+            with guest.generator:
+                return direct.step(action)
+        with guest.on_stage():
+            root = TensorDict({}, env.batch_size, device=env.device) if guest.root is None else guest.root.copy()
+            for (key, dtype), value in zip(self._inputs, action, strict=True):
+                tensor = torch.from_numpy(np.asarray(value)).to(dtype)
+                root.set(key, tensor if self._is_on_cpu else tensor.to(env.device))
+            stepped = env.step(root)
+            following = stepped.get("next")
+            guest.root = env.step_mdp(stepped)
+            has_ended = bool(env.any_done(guest.root))
+            if has_ended:
+                guest.root = guest.root.exclude(*env.reset_keys)
+        observed = [to_numpy(following.get(key)) for key in self._observed]
+        return observed, [to_numpy(following.get(key)) for key in self._rewards], has_ended, False
+
+    def env_call(self) -> EnvCall | None:
+        direct = self.env.direct
+        return None if direct is None else direct.env_call()
+
+    def close(self) -> None:
+        """Close the env."""
+        self.env.close()
+
+
+def adapter_of(guest: Guest) -> Adapter:
+    """Return a guest's adapter; with statistics, they are behind the rows that go through the slab."""
+    adapter = GuestAdapter(guest)
+    if guest.statistics is None or not adapter.spec.metadata["is_dense"]:
+        return adapter
+    from envherd.executor.facades.torchrl.episodes import CountedLeaves
+
+    return CountedLeaves(adapter, guest.statistics.sums)

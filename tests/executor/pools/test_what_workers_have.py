@@ -1,0 +1,572 @@
+"""The table "What a worker has of its script" of docs/custom_envs.md, row by row; and programs of all kinds."""
+
+import importlib
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import textwrap
+from multiprocessing import reduction
+from pathlib import Path
+
+import pytest
+
+from envherd.executor import ExecutorOptions, ParallelEnv
+from envherd.workers.errors import FactoryError
+from envherd.workers.sharing import sharing
+from envherd.workers.testing import CountingEnv
+
+SCRIPT = """
+import functools, json, logging, os, random, signal, sys, threading, warnings
+import gymnasium, numpy as np, torch
+from envherd import ExecutorOptions, ParallelEnv
+import imported, registering
+
+counter = {"built": 0}
+handler = logging.StreamHandler()
+
+class Locked:
+    lock = threading.Lock()
+
+Locked.lock.acquire()
+
+@functools.lru_cache
+def cached(n):
+    return n + 1
+
+cached(1)
+
+def descriptors():
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")]
+
+class Env(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self):
+        counter["built"] += 1
+        self.seen = {
+            "variable": counter["built"],
+            "cache": cached.cache_info().currsize,
+            "lock": Locked.lock.locked(),
+            "module": imported.VALUE,
+            "registered": "FromImport-v0" in gymnasium.registry,
+            "changed by an import": getattr(gymnasium, "changed_by_import", None),
+            "path": "/somewhere/else" in sys.path,
+            "folder": os.getcwd(),
+            "before": os.environ.get("BEFORE"),
+            "after": os.environ.get("AFTER"),
+            "filters": any(one[2] is ImportWarning and one[0] == "error" for one in warnings.filters),
+            "seterr": np.geterr()["divide"],
+            "handlers": len(logging.getLogger("mine").handlers),
+            "random": random.random(),
+            "threads": threading.active_count(),
+            "sigusr1": signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL,
+            "file": any(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) == "script.py" for fd in descriptors()),
+            "script": hasattr(sys.modules["__main__"], "counter"),
+        }
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, "float32"), {}
+
+    def step(self, action):
+        return np.zeros(1, "float32"), 0.0, False, False, {}
+
+    def dtype(self):
+        import torch
+        return str(torch.get_default_dtype())
+
+if __name__ == "__main__":
+    sys.path.append("/somewhere/else")
+    os.environ["BEFORE"] = "set"
+    warnings.simplefilter("error", ImportWarning)
+    np.seterr(divide="raise")
+    torch.set_default_dtype(torch.float64)
+    logging.getLogger("mine").addHandler(handler)
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    random.seed(0)
+    number = os.open("script.py", os.O_RDONLY)
+    options = ExecutorOptions(on_worker_loss="restart", infos="plain")
+    with ParallelEnv(2, Env, num_workers=1, options=options) as env:
+        env.reset()
+        os.environ["AFTER"] = "set"
+        first = env.get("seen")
+        os.kill(env.statistics().workers[0].pid, signal.SIGKILL)
+        env.reset()
+        env.reset()
+        answer = {"first": first, "replaced": env.get("seen"), "dtype": env.call("dtype"), "own": random.random()}
+        print(json.dumps(answer))
+"""
+
+
+def run(folder, *command, lines=1):
+    """Run Python in a folder; return the last lines of its output, each read as JSON."""
+    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()[-lines:]]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """Run a script; return what its workers saw."""
+    folder = tmp_path_factory.mktemp("script")
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "imported.py").write_text("VALUE = 'imported'\n")
+    (folder / "registering.py").write_text(
+        textwrap.dedent("""
+        import gymnasium
+        gymnasium.register("FromImport-v0", entry_point="imported:VALUE")
+        gymnasium.changed_by_import = True
+        """)
+    )
+    return {**run(folder, "script.py")[0], "folder": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("cache", 0),
+        ("lock", False),
+        ("module", "imported"),
+        ("registered", True),
+        ("changed by an import", None),
+        ("path", True),
+        ("before", "set"),
+        ("after", None),
+        ("filters", False),
+        ("seterr", "warn"),
+        ("handlers", 0),
+        ("threads", 1),
+        ("sigusr1", False),
+        ("file", False),
+        ("script", True),
+    ],
+)
+def test_a_row_of_the_table(seen, what, expected):
+    values = [one[what] for one in seen["first"] + seen["replaced"]]
+    assert values == [expected] * 4
+
+
+def test_variables_of_the_script_are_copies(seen):
+    assert [one["variable"] for one in seen["first"]] == [1, 2]  # one copy in a worker
+    assert [one["variable"] for one in seen["replaced"]] == [1, 2]
+
+
+def test_it_has_the_folder_of_the_script(seen):
+    assert {one["folder"] for one in seen["first"] + seen["replaced"]} == {seen["folder"]}
+
+
+def test_the_default_dtype_is_that_of_torch(seen):
+    assert set(seen["dtype"]) == {"torch.float32"}
+
+
+def test_global_generators_are_seeded_for_each_env(seen):
+    first, replaced = ([one["random"] for one in part] for part in (seen["first"], seen["replaced"]))
+    assert first[0] != first[1]
+    assert seen["own"] not in first
+    assert len(set(replaced)) == 2
+
+
+# ---- what multiprocessing gives to a process that it spawns -------------------------------------
+
+LOOKING = """
+import json, logging, multiprocessing, os, re, sys
+from multiprocessing import process, util
+from worlds import World
+from envherd import ExecutorOptions, ParallelEnv
+
+def look():
+    own, script = multiprocessing.current_process(), sys.modules["__main__"]
+    return {
+        "argv": sys.argv,
+        "path": sys.path,
+        "folder": os.getcwd(),
+        "environ": os.environ.get("SET"),
+        "first_folder": process.ORIGINAL_DIR,
+        "authkey": own.authkey.hex(),
+        "name": re.sub("[A-Z]?[a-z-]*", "", own.name),
+        "start_method": multiprocessing.get_start_method(),
+        "log": [util.get_logger().level, util._log_to_stderr],
+        "script": [script.__file__, script.__doc__, script is sys.modules["__mp_main__"]],
+        "flags": [sys.flags.optimize, sys.flags.utf8_mode, sys.warnoptions, sys._xoptions],
+    }
+
+class Seeing(World):
+    def reset(self, **_):
+        self.seen = look()
+        return super().reset()
+
+def child(queue):
+    queue.put(look())
+
+if __name__ == "__main__":
+    sys.argv.append("later")
+    sys.path.append("/somewhere/else")
+    os.environ["SET"] = "1"
+    multiprocessing.process.current_process().authkey = b"own"
+    multiprocessing.set_start_method("spawn")
+    util.get_logger().setLevel(logging.ERROR)
+    os.chdir(os.path.dirname(os.getcwd()))
+    queue = multiprocessing.Queue()
+    spawned = multiprocessing.Process(target=child, args=(queue,))
+    spawned.start()
+    looks = {"multiprocessing": queue.get()}
+    spawned.join()
+    for method in ("zygote", "spawn", "portable"):
+        with ParallelEnv(1, Seeing, options=ExecutorOptions(start_method=method, infos="plain")) as env:
+            env.reset()
+            looks[method] = env.get("seen")[0]
+    print(json.dumps(looks))
+"""
+#: Of the programs below, next to them.
+WORLDS = """
+import gymnasium, json, numpy as np, torch
+
+class World(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+    value = 0.0
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, "float32"), {}
+
+    def step(self, action):
+        value = self.value
+        return np.zeros(1, "float32"), float(value() if callable(value) else value), False, False, {}
+
+def rewards(make_env, n=2, each=lambda env: None, **options):
+    from envherd import ExecutorOptions, ParallelEnv
+    with ParallelEnv(n, make_env, num_workers=1, options=ExecutorOptions(**options)) as env:
+        env.reset()
+        each(env)
+        root = env.reset()
+        root["action"] = torch.zeros(n, dtype=torch.int64)
+        return env.step(root)["next", "reward"].flatten().tolist()
+
+def show(*args, **kwargs):
+    print(json.dumps(rewards(*args, **kwargs)), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def looks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("looking")
+    (folder / "looking.py").write_text(LOOKING)
+    (folder / "worlds.py").write_text(WORLDS)
+    return run(folder, "-O", "-W", "error::ImportWarning", "-X", "utf8", "looking.py", "--level", "3")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["zygote", "spawn", "portable"])
+def test_it_is_what_multiprocessing_gives_to_a_spawned_process(looks, start_method):
+    expected = {**looks["multiprocessing"], "name": "0"}  # envherd-worker-0
+    assert looks[start_method] == expected
+    assert expected["argv"][1:] == ["--level", "3", "later"]
+
+
+# ---- programs -----------------------------------------------------------------------------------
+
+DEFINITIONS = '''
+from __future__ import annotations
+import collections, concurrent.futures, dataclasses, enum, multiprocessing, pickle, sys, typing
+import colorsys as colours
+from worlds import World, show
+
+LEVEL = 5
+
+@dataclasses.dataclass
+class Record:
+    x: int
+    other: typing.Optional[OnlyInAnnotations] = None
+    module: colours.ONE_THIRD = 3
+
+class OnlyInAnnotations: ...
+
+class OnlyInFile:
+    def __init__(self):
+        self.level = LEVEL
+
+class Outer:
+    class Inner: ...
+
+Colour = enum.Enum("Colour", "RED GREEN")
+Point = collections.namedtuple("Point", "x y")
+BIG = list(range(100_000))
+
+def double(x):
+    return 2 * x
+
+def renewed(record):
+    return dataclasses.replace(record, x=double(record.x))
+
+class Env(World):
+    made = 0
+
+    def __init__(self):
+        Env.made += 1
+
+    def value(self):
+        script = sys.modules["__main__"]
+        hints = typing.get_type_hints(Record)
+        assert hints["other"] == typing.Optional[script.OnlyInAnnotations] and hints["x"] is int
+        record = pickle.loads(pickle.dumps(Record(7)))
+        assert type(record) is Record is script.Record
+        with open("objects", "rb") as file:
+            objects = pickle.load(file)
+        assert objects[0].level == script.LEVEL == 5 and objects[1:3] == [script.Colour.GREEN, script.Point(1, 2)]
+        assert pickle.loads(pickle.dumps(double)) is double
+        for method in ("fork", "spawn"):
+            with multiprocessing.get_context(method).Pool(1) as pool:
+                assert pool.map_async(double, [3]).get(60) == [6]
+                assert type(pool.apply_async(renewed, [Record(1)]).get(60)) is Record
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+            assert pool.submit(double, 4).result() == 8
+        assert not hasattr(script, "BIG")
+        try:
+            script.missing
+        except AttributeError as error:
+            assert "workers do not run the script" in str(error)
+        script.Env  # a look does not set it up again
+        return record.x + 10 * Env.made
+
+with open("objects", "wb") as file:
+    pickle.dump([OnlyInFile(), Colour.GREEN, Point(1, 2), Outer.Inner()], file)
+show([lambda: Env(), lambda: Env()])
+
+class Record(Record):
+    """As in a notebook, another version."""
+    y = 1
+
+show(lambda: Env())
+'''
+MODULES = """
+import importlib.util, os, runpy, sys, threading, types
+from worlds import World, rewards
+
+SOURCE = '''
+import pickle, worlds
+VALUE = %d
+class Env(worlds.World):
+    def value(self):
+        return (Env.__module__ == "edited" or pickle.loads(pickle.dumps(Env)) is Env) and VALUE
+def make():
+    return Env()
+'''
+found = {}
+
+def write(name, value):
+    os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+    with open(name, "w") as file:
+        file.write(SOURCE % value)
+
+def note(name, module):
+    found[name] = [*rewards(module.make, 1), *rewards(lambda: module.make(), 1)]
+
+write("gone/path_removed.py", 1)
+sys.path.insert(0, "gone")
+import path_removed
+sys.path.remove("gone")
+note("path removed", path_removed)
+
+write("a/shadowed.py", 2)
+write("b/shadowed.py", 0)
+sys.path.insert(0, os.path.abspath("a"))
+import shadowed
+sys.path.insert(0, os.path.abspath("b"))
+note("shadowed", shadowed)
+
+made = types.ModuleType("made")
+exec(SOURCE % 3, vars(made))
+sys.modules["made"] = made
+note("made", made)
+
+write("edited.py", 4)
+import edited
+write("edited.py", 0)
+note("edited", edited)
+write("edited.py", 5)
+importlib.reload(edited)
+note("reloaded", edited)
+
+write("deleted.py", 6)
+import deleted
+os.remove("deleted.py")
+note("deleted", deleted)
+
+for name, number in (("by-file.py", 7), ("package/__init__.py", 0), ("elsewhere.py", 8)):
+    write(name, number)
+import package
+for file, name in (("by-file.py", "by_file"), ("elsewhere.py", "package.plug_in")):
+    spec = importlib.util.spec_from_file_location(name, os.path.abspath(file))
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+    note(name, sys.modules[name])
+
+write("run.py", 9)
+source = runpy.run_path("run.py")
+found["run"] = rewards(lambda: World() if source["VALUE"] == 9 and source["make"]() else None, 1)
+
+with open("settings.py", "w") as file:
+    file.write("import threading, types\\nLOCK = threading.Lock()\\n")
+    file.write("SETTINGS = types.SimpleNamespace(lock=threading.Lock(), value=10)\\n")
+from settings import LOCK, SETTINGS
+
+class Locked(World):
+    def value(self):
+        with LOCK, SETTINGS.lock:
+            return SETTINGS.value
+
+found["locks"] = rewards(Locked, 1)
+
+import json
+print(json.dumps(found))
+"""
+UNGUARDED = """
+import sys
+from worlds import World, show
+from . import level
+class Env(World):
+    def value(self):
+        from .level import LEVEL
+        return LEVEL
+show(lambda: Env(), start_method=(sys.argv[1:] or ["zygote"])[0])
+show(Env)
+"""
+NAMED = UNGUARDED.replace("from . import", "import").replace("from .level", "from level")
+PARSING = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--level", type=float, default=4)
+args = parser.parse_args()
+from worlds import World
+class Env(World):
+    def value(self):
+        return args.level
+"""
+#: Name -> files, command, last lines of the output.
+PROGRAMS = {
+    "definitions": ({"main.py": DEFINITIONS}, ["main.py"], [[17.0, 17.0], [27.0, 27.0]]),
+    "python -m": (
+        {"pkg/__init__.py": "", "pkg/level.py": "LEVEL = 3", "pkg/mod.py": UNGUARDED},
+        ["-m", "pkg.mod"],
+        None,
+    ),
+    "a package": ({"pkg/level.py": "LEVEL = 3", "pkg/__main__.py": UNGUARDED}, ["-m", "pkg"], None),
+    "a folder": (
+        {"app/level.py": "LEVEL = 3", "app/worlds.py": WORLDS, "app/__main__.py": NAMED},
+        ["app"],
+        None,
+    ),
+    "an unguarded import": ({"main.py": "import train", "train.py": NAMED, "level.py": "LEVEL = 3"}, ["main.py"], None),
+    "an unguarded package": (
+        {"main.py": "import pkg", "pkg/__init__.py": UNGUARDED, "pkg/level.py": "LEVEL = 3"},
+        ["main.py", "portable"],
+        None,
+    ),
+    "arguments": (
+        {"main.py": "import parsing\nfrom worlds import show\nshow(parsing.Env)", "parsing.py": PARSING},
+        ["main.py", "--level", "2"],
+        [[2.0, 2.0]],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(tmp_path, name):
+    files, command, expected = PROGRAMS[name]
+    for file, text in {**files, "worlds.py": WORLDS}.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+    expected = expected or [[3.0, 3.0]] * 2
+    assert run(tmp_path, *command, lines=len(expected)) == expected
+
+
+@pytest.mark.slow
+def test_modules_that_no_worker_can_import_go_by_value(tmp_path):
+    (tmp_path / "main.py").write_text(MODULES)
+    (tmp_path / "worlds.py").write_text(WORLDS)
+    found = run(tmp_path, "main.py")[0]
+    by_number = ["path removed", "shadowed", "made", "edited", "reloaded", "deleted", "by_file", "package.plug_in"]
+    assert found == {name: [i, i] for i, name in enumerate(by_number, 1)} | {"run": [0.0], "locks": [10.0]}
+
+
+# ---- objects that processes share ---------------------------------------------------------------
+
+ADVICE = "multiprocessing.get_context('spawn')"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["zygote", "portable"])
+def test_objects_that_processes_share_are_not_copied(tmp_path, start_method):
+    assert run(tmp_path, Path(__file__).with_name("sharing_script.py"), start_method)[0] == {
+        "a tensor": [4.0, 4.0, 0.0],
+        "parameters": [4.0],
+        "a queue": [1] * 4,
+        "a queue of a fork": ADVICE,
+        "values": [4, 4.0, 0.0, True],
+        "values of a fork": ADVICE,
+        "a pipe": [1] * 4,
+        "a pipe both ways": ADVICE,
+        "a raw array": [7, 0],
+        "a manager": [1] * 4,
+        "a manager with a key": [1] * 4,
+        "named memory": [7],
+    }
+
+
+def test_a_shared_object_that_its_owner_has_released_is_refused(tmp_path):
+    with (tmp_path / "one").open("w") as file, sharing():
+        shared = reduction.DupFd(file.fileno())
+    with (tmp_path / "other").open("w") as file:
+        assert file.fileno() == shared.fd
+        with pytest.raises(RuntimeError, match="has released it"):
+            shared.detach()
+
+
+def test_keyword_arguments_that_cannot_be_sent_are_named():
+    with pytest.raises(FactoryError, match=r"env_kwargs failed: .*SimpleQueue at \[0\] -> \['jobs'\] .*Manager"):
+        ParallelEnv(1, CountingEnv, env_kwargs={"jobs": multiprocessing.get_context("fork").SimpleQueue()})
+
+
+# ---- what must not happen while a module is imported --------------------------------------------
+
+STARTING = """
+from envherd import ExecutorOptions, ParallelEnv
+from envherd.workers.testing import CountingEnv
+ParallelEnv(1, CountingEnv, options=ExecutorOptions(start_method="{}"))
+"""
+NO_MODULES = {
+    "parsing_arguments": (
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.parse_args(['--level'])",
+        "SystemExit: 2. The import of parsing_arguments parses this program's arguments with argparse",
+    ),
+    "exiting": ("import sys\nsys.exit('no licence')", "SystemExit: no licence. The import of exiting calls sys.exit"),
+    **{
+        f"starting_{start_method}": (
+            STARTING.format(start_method),
+            rf"got the import of starting_{start_method} in a worker .*{start_method}.py:4\). Put what makes",
+        )
+        for start_method in ("zygote", "spawn", "portable")
+    },
+}
+
+
+@pytest.mark.parametrize("name", NO_MODULES)
+def test_imports_that_no_worker_survives_are_explained(tmp_path, monkeypatch, name):
+    text, message = NO_MODULES[name]
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = ExecutorOptions(preload=(name,))  # its helper must survive the import also
+    with pytest.raises(FactoryError, match=message):
+        ParallelEnv(1, lambda: importlib.import_module(name), options=options)
+
+
+def test_a_factory_that_exits_is_named():
+    with pytest.raises(FactoryError, match=r"the factory raised SystemExit: 3. It calls sys.exit"):
+        ParallelEnv(1, lambda: sys.exit(3))

@@ -1,0 +1,312 @@
+"""Torch simulators under the executor: the env gets the caller's own tensor, or one over the slab."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from envherd.executor import Busy, ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.workers.errors import ActionError, EnvError, ResetNeeded
+from tests.envs import torch_simulators as simulators
+
+pytestmark = pytest.mark.preloads()
+
+
+def recorded(make: Any, *args: Any) -> tuple[Any, list[Any]]:
+    built: list[Any] = []
+
+    def make_env() -> Any:
+        built.append(make(*args))
+        return built[-1]
+
+    return make_env, built
+
+
+def batch_of(action: torch.Tensor) -> TensorDict:
+    return TensorDict({"action": action}, action.shape[:2])
+
+
+def test_the_env_is_given_the_callers_own_tensor_through_every_door():
+    make_env, built = recorded(simulators.Counter)
+    with SerialEnv(1, make_env, seed=0) as env:
+        env.reset()
+        action = torch.rand(1, 4, 2)
+        env.step_and_maybe_reset(batch_of(action))
+        assert built[0].given.data_ptr() == action.data_ptr()
+        lone = torch.rand(1, 4, 2)
+        env.send(batch_of(lone), env_ids=[0])
+        received = env.recv()
+        assert built[0].given.data_ptr() == lone.data_ptr()
+        assert torch.equal(received["action"], lone)
+        assert received["env_ids"].tolist() == [[0] * 4]
+        env.send(received.set("action", lone))
+        received = env.recv()
+        assert received["env_ids"].tolist() == [[0] * 4]
+        assert env.current(received["env_ids"]).batch_size == (1, 4)
+        given = []
+
+        def policy(td: Any) -> Any:
+            given.append(torch.rand(1, 4, 2))
+            return td.set("action", given[-1])
+
+        data = env.rollout(2, policy)
+        assert built[0].given.data_ptr() == given[-1].data_ptr()
+        assert torch.equal(data["action"], torch.stack(given, 1))
+
+
+def test_actions_that_do_not_fit_are_converted_or_refused():
+    make_env, built = recorded(simulators.Counter)
+    with SerialEnv(1, make_env, seed=0) as env:
+        env.reset()
+        env.step(batch_of(torch.full((1, 4, 2), 0.5, dtype=torch.float64)))
+        assert built[0].given.dtype is torch.float32
+        env.step(batch_of(torch.ones(1, 4, 2, requires_grad=True)))
+        assert not built[0].given.requires_grad
+        for wrong, message in (
+            (torch.full((1, 4, 2), 1.5), r"expected \[-1.0, 1.0\], got 1.5"),
+            (torch.full((1, 4, 2), float("nan")), "got nan"),
+            (torch.zeros(1, 4, 3), r"shape \(1, 4, 2\)"),
+            (torch.zeros(1, 4, 2, dtype=torch.complex64), "complex64"),
+            (torch.zeros(1, 4, 2, device="meta"), "meta device"),
+        ):
+            with pytest.raises(ActionError, match=message):
+                env.step(batch_of(wrong))
+        assert built[0].num_steps == 2
+
+
+def test_indices_begin_where_the_env_begins_them():
+    with SerialEnv(1, simulators.Indexed, seed=0) as env:
+        assert set(env.rollout(3)["action"].unique().tolist()) <= set(range(5))
+
+
+@pytest.mark.slow
+def test_in_a_worker_the_env_is_given_the_slab_itself():
+    with ParallelEnv(2, simulators.Lean, num_workers=2, seed=0) as env:
+        data = env.rollout(2)
+        env.reset()
+        for _ in range(2):
+            env.step(batch_of(torch.rand(2, 4, 2)))
+        assert all("envherd" in where for where in env.call("mapping_of_given"))
+    with SerialEnv(2, simulators.Lean, seed=0) as env:
+        other = env.rollout(2)
+    for key in data.keys(include_nested=True, leaves_only=True):
+        assert torch.equal(data[key], other[key]), key
+
+
+class SlabLike:
+    """Actions as arrays that every step overwrites, as in workers."""
+
+    def __init__(self, make_env: Any, since: int) -> None:
+        from envherd.workers.adapters.torch_native import TorchNativeAdapter
+
+        self.adapter = TorchNativeAdapter(make_env(since))
+        self.row = np.zeros((4, 2), np.float32)
+        self.adapter.reset(0)
+
+    def step(self, value: float) -> float:
+        self.row[...] = value
+        return float(self.adapter.step([self.row])[1][0][0, 0])
+
+
+def test_an_env_that_keeps_its_actions_gets_copies():
+    lent = SlabLike(simulators.Keeping, 0)
+    rewards = [lent.step(value) for value in (0.1, 0.2, 0.3)]
+    assert rewards == pytest.approx([0.2, 0.4 + 2, 0.6 + 4])
+
+
+def test_an_env_that_begins_to_keep_its_actions_is_refused():
+    from envherd.workers.errors import SpecError
+
+    lent = SlabLike(simulators.Keeping, 2)
+    for value in (0.1, 0.2):
+        lent.step(value)
+    with pytest.raises(SpecError, match="keeps_actions=True"):
+        lent.step(0.3)
+
+
+def test_the_callers_generators_are_left_alone():
+    from tests.oracles import isaaclab_standin as isaac
+
+    np.random.seed(5)
+    torch.manual_seed(5)
+    expected = np.random.rand(), torch.rand(())
+    np.random.seed(5)
+    torch.manual_seed(5)
+    try:
+        with SerialEnv(1, isaac.make_direct, seed=0) as env:
+            env.rollout(10, break_when_any_done=False)
+    finally:
+        isaac.forget_simulator()
+    assert (np.random.rand(), torch.rand(())) == expected
+
+
+def test_a_faulty_step_loses_one_env_alone():
+    def make_env(broken: bool) -> Any:  # noqa: FBT001
+        simulator = simulators.Counter()
+        if broken:
+            simulator.step = lambda _action: (_ for _ in ()).throw(ValueError("it broke"))  # type: ignore[assignment, method-assign]
+        return simulator
+
+    with SerialEnv(2, make_env, env_kwargs=[{"broken": False}, {"broken": True}], seed=0) as env:
+        env.reset()
+        with pytest.raises(EnvError, match="it broke") as caught:
+            env.step(batch_of(torch.rand(2, 4, 2)))
+        assert caught.value.env_ids == (1,)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch finds none here")
+def test_on_a_gpu_actions_stay_where_they_are():
+    make_env, built = recorded(simulators.Counter, 4, "cuda:0")
+    with SerialEnv(1, make_env, seed=0, device="cuda:0", options=ExecutorOptions(check_actions="off")) as env:
+        env.reset()
+        action = torch.rand(1, 4, 2, device="cuda:0")
+        following = env.step(batch_of(action))["next"]
+        assert built[0].given.data_ptr() == action.data_ptr()
+        assert following["observation"].device == torch.device("cuda:0")
+        assert torch.equal(following["observation"][0], built[0].state)
+
+
+@pytest.fixture
+def through_slab(monkeypatch):
+    """Return a function: executors that are made after its call have the rows of simulators in a slab."""
+    return lambda: monkeypatch.setattr("envherd.executor.serial.is_simulator", lambda _pool: False)
+
+
+def traced(make_env: Any, **settings: Any) -> Iterator[tuple[TensorDictBase, str]]:
+    """Yield the data of an executor from every method, for the same seed, and the name of the method."""
+    options = ExecutorOptions(check_finite=True, ring_frames=2)
+    with SerialEnv(1, make_env, seed=3, options=options, **settings) as env:
+        yield env.current(), "current before a reset"
+        yield env.reset(), "reset"
+        for _ in range(9):
+            td, root = env.step_and_maybe_reset(env.rand_action())
+            own = root.clone()  # a root may share the leaves of `next`
+            yield td, "step_and_maybe_reset"
+            yield own, "step_and_maybe_reset"
+            yield env.current(), "current"
+        for _ in range(6):
+            td = env.step(env.rand_action())
+            mask = td["next", "done"].clone()
+            mask[0, 0] |= make_env is simulators.Counter  # it can reset rows that have not ended
+            yield td, "step"
+            half = torch.zeros_like(mask)
+            half[:, ::2] = mask[:, ::2]
+            yield env.reset(TensorDict({"_reset": half}, env.batch_size)), "reset of rows"
+            yield env.reset(TensorDict({"_reset": mask & ~half}, env.batch_size)), "reset of rows"
+        for _ in range(5):
+            env.send(env.rand_action(env.current()), env_ids=[0])
+            yield env.recv(), "recv"
+            yield env.current(), "current"
+        yield env.rollout(8, break_when_any_done=False), "rollout"
+        yield env.rollout(8, auto_reset=False), "rollout until an end"
+        yield env.current(), "current"
+
+
+def write_everywhere(td: TensorDictBase) -> None:
+    """Write to every tensor of a batch, by torch and by numpy."""
+    for key in td.keys(include_nested=True, leaves_only=True):
+        td[key].zero_()
+        td[key].numpy()[...] = 1
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("make_env", [simulators.Counter, simulators.SameStep])
+def test_rows_are_those_that_go_through_a_slab_whatever_the_caller_writes(make_env, writes, through_slab):
+    expected, kept = [], []
+    for td, name in traced(make_env):
+        expected.append((td.clone(), name))
+        if writes:
+            write_everywhere(td)
+        else:
+            kept.append(td)
+    for td, (before, name) in zip(kept, expected, strict=False):
+        assert (td == before).all(), name
+    through_slab()
+    for (td, name), (other, _) in zip(expected, traced(make_env), strict=True):
+        keys = set(td.keys(include_nested=True, leaves_only=True))
+        assert keys == set(other.keys(include_nested=True, leaves_only=True)), name
+        for key in keys:
+            assert torch.equal(td[key], other[key]), (name, key)
+
+
+def test_without_copies_a_step_holds_the_tensors_of_the_simulator():
+    make_env, built = recorded(simulators.SameStep)
+    with SerialEnv(1, make_env, seed=0, copy=False) as env:
+        env.reset()
+        following = env.step(batch_of(torch.rand(1, 4, 2)))["next"]
+        assert following["observation"].data_ptr() == built[0].state.data_ptr()
+        for _ in range(2):
+            td, root = env.step_and_maybe_reset(batch_of(torch.rand(1, 4, 2)))
+        assert td["next", "done"][0, 0].all()
+        assert td["next", "observation"][0, 0, 1] == 3
+        assert root["observation"][0, 0, 1] == 0
+
+
+class Breaking(simulators.SameStep):
+    """Overwrites its tensors, and then raises, in step 3."""
+
+    error: type[BaseException] = ValueError
+
+    def step(self, action: torch.Tensor) -> Any:
+        if self.num_steps == 2:
+            self.state.fill_(77)
+            raise self.error("it broke")
+        return super().step(action)
+
+
+class Interrupted(Breaking):
+    """The same, as by Ctrl-C."""
+
+    error = KeyboardInterrupt
+
+
+@pytest.mark.parametrize("make_env", [Breaking, Interrupted])
+def test_after_a_failure_the_root_is_the_last_true_observation(make_env):
+    make_env, built = recorded(make_env)
+    with SerialEnv(1, make_env, seed=0) as env:
+        env.reset()
+        env.step(batch_of(torch.rand(1, 4, 2)))
+        before = env.step(batch_of(torch.rand(1, 4, 2)))["next", "observation"].clone()
+        with pytest.raises((EnvError, KeyboardInterrupt), match="it broke") as caught:
+            env.step(batch_of(torch.rand(1, 4, 2)))
+        root = env.current()
+        assert torch.equal(root["observation"], before)
+        assert root["truncated"].all()
+        if isinstance(caught.value, EnvError):
+            partial = caught.value.partial
+            assert torch.equal(partial["observation"], before)
+            assert not partial["reward"].any()
+        with pytest.raises(ResetNeeded):
+            env.step(batch_of(torch.rand(1, 4, 2)))
+        built[0].num_steps = 10
+        one = TensorDict({"_reset": torch.tensor([[True, False, False, False]])}, [1, 4])
+        assert not env.reset(one)["done"].any(), "all rows are reset"
+        env.step(batch_of(torch.rand(1, 4, 2)))
+
+
+def test_the_root_of_a_simulator_that_was_never_reset_shows_it():
+    with SerialEnv(1, simulators.Counter, seed=0) as env:
+        assert env.current()["done"].all()
+        assert not env.reset()["done"].any()
+
+
+def test_several_simulators_share_a_slab():
+    make_env, built = recorded(simulators.Counter)
+    with SerialEnv(2, make_env, seed=0) as env:
+        data = env.rollout(5, break_when_any_done=False)
+        assert data["next", "observation"].shape == (2, 5, 4, 2)
+        assert len(built) == 2
+
+
+def test_a_simulator_between_send_and_recv():
+    with SerialEnv(1, simulators.Counter, seed=0) as env:
+        env.send(env.rand_action(env.reset()))
+        with pytest.raises(Busy, match=r"envs \[0\] still owe an answer. recv\(\) them first"):
+            env.reset()
+        assert env.get("num_envs") == [4]
+        assert env.recv()["next", "observation"].shape == (1, 4, 2)

@@ -1,0 +1,118 @@
+"""Sizing on real executors: the choice for envs with known costs, and failing envs."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from envherd.executor import ParallelEnv
+from envherd.executor.sizing import confirming, probe
+from envherd.executor.sizing.driving import Driver
+from envherd.executor.sizing.recommending import recommend
+from envherd.executor.sizing.settings import Goal
+from envherd.workers.errors import EnvherdError
+from envherd.workers.testing import CountingEnv
+from tests.envs import sized_envs
+from tests.extras import needs
+
+pytestmark = pytest.mark.slow
+CORES = len(os.sched_getaffinity(0))
+
+
+def sized(make_env, budget_s=30.0, progress=lambda _text, _share: None, **goal):
+    return recommend(make_env, goal=Goal(**goal), budget_s=budget_s, progress=progress)
+
+
+def test_envs_that_wait_get_more_workers_than_cores():
+    done = sized(sized_envs.SleepingEnv, budget_s=12.0, num_envs=8 * CORES, workers_only=True)
+    assert done.setting.num_workers > CORES
+    assert {one.setting.mode for one in done.runs} == {"sync"}
+
+
+def test_heavy_tailed_envs_get_first_k():
+    done = sized(sized_envs.TailedEnv, budget_s=12.0, num_envs=8, num_workers=8)
+    assert done.setting.mode == "first-k"
+    assert any("recv(min_envs=num_envs // 2)" in line for line in done.why)
+
+
+def test_a_budget_is_kept():
+    shares = []
+    done = sized(CountingEnv, budget_s=0.05, num_envs=4, progress=lambda _text, share: shares.append(share))
+    assert all(0 <= share <= 1 for share in shares)
+    # The probe uses up all of the budget: the rule's choice runs once, in both modes if some steps took long.
+    ran = [one for one in done.runs if one.rounds]
+    assert {one.rounds for one in ran} == {1}
+    assert len({one.setting.num_workers for one in ran}) == 1
+    assert {one.refusal.kind for one in done.runs if one.refusal is not None} <= {"budget"}
+
+
+def test_an_interrupt_leaves_nothing_behind():
+    def press(text, _share):
+        if text.startswith("round 1"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sized(CountingEnv, budget_s=10.0, num_envs=4, progress=press)
+
+
+@pytest.mark.broken_pool
+def test_a_setting_that_fails_is_struck_out_with_its_reason():
+    done = sized(sized_envs.LonelyEnv, budget_s=300.0, num_envs=2)
+    failed = {one.setting.num_workers: one.refusal for one in done.runs if one.refusal is not None}
+    assert 2 in failed
+    assert 1 not in failed
+    assert all("Address already in use" in refusal.text for refusal in failed.values())
+
+
+def test_an_alarm_of_the_program_ends_the_search(monkeypatch):
+    def interrupted(*_):
+        raise TimeoutError("alarm")
+
+    monkeypatch.setattr(confirming.Confirmation, "_turn", interrupted)
+    with pytest.raises(TimeoutError, match=r"^alarm$"):
+        sized(sized_envs.SleepingEnv, num_envs=2)
+
+
+@pytest.mark.broken_pool
+@pytest.mark.parametrize(
+    ("make_env", "said"),
+    [
+        (sized_envs.CrowdedEnv, "exit code 7"),
+        (sized_envs.CrowdedHangingEnv, "hung: a call took longer than "),  # 5 s and ten times a call's usual time
+    ],
+)
+def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(make_env, said, monkeypatch):
+    monkeypatch.setattr(confirming, "_PATIENCE_S", 5.0)
+    monkeypatch.setattr(probe, "_SHORT_ENVS", 2)
+    done = sized(make_env, budget_s=300.0, num_envs=4)
+    failed = {one.setting.num_workers: one.refusal for one in done.runs if one.refusal is not None}
+    assert set(failed) == {0, 1}
+    assert all(refusal.kind == "failure" and said in refusal.text for refusal in failed.values()), failed
+    assert done.setting.num_workers >= 2
+
+
+@pytest.mark.broken_pool
+def test_if_every_setting_fails_the_command_fails_with_the_last_error(monkeypatch):
+    monkeypatch.setattr(probe, "_SHORT_ENVS", 2)
+    with pytest.raises(EnvherdError, match="exit code 7"):
+        sized(sized_envs.CrowdedEnv, num_envs=4, num_workers=1)
+
+
+def test_a_driver_goes_on_in_another_mode_from_where_the_envs_are():
+    with ParallelEnv(4, CountingEnv, num_workers=2, seed=0) as env:
+        driver = Driver(env, 0.01)
+        turns = [driver.turn(mode) for mode in ("sync", "first-k", "first-k", "sync")]
+        made = env.statistics().env_steps
+    assert all(turn.steps >= 4 for turn in turns)
+    assert made > sum(turn.steps for turn in turns)
+    assert made - sum(turn.steps for turn in turns) <= 4 * (2 * 4 + 4)  # warm-up, and what was under way at the end
+    assert all(0 < turn.busy_share <= 1 for turn in turns)
+
+
+@needs("torchrl")
+@pytest.mark.parametrize("name", ["torchrl:torchrl.envs:PendulumEnv", "gymnasium_vec:CartPole-v1:3"])
+def test_a_driver_steps_envs_that_take_their_state_and_envs_that_are_batches(name):
+    with ParallelEnv(2, name, num_workers=1, seed=0) as env:
+        driver = Driver(env, 0.01)
+        assert all(driver.turn(mode).steps >= 2 for mode in ("sync", "first-k"))

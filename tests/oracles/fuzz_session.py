@@ -1,0 +1,917 @@
+"""A session of a fuzzer with one executor: random operations and faults; every row is checked against the oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict
+
+from envherd.executor import Busy, EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
+from envherd.executor.collector import Collector
+from envherd.workers.errors import WorkerTimeout
+from tests.oracles.fuzz_envs import NUM_ACTIONS, WIDTH, FuzzEnv, How, Kind, Traps, When
+from tests.oracles.fuzzing import NOTHING, Given, Oracle, Row, Transition, Violation, Watch
+
+
+@dataclass
+class Setting:
+    """The arguments of an executor."""
+
+    num_envs: int
+    num_workers: int
+    kinds: tuple[str, ...]
+    lanes: int
+    lengths: tuple[int | None, ...]
+    is_serial: bool
+    copy: bool
+    root_seed: int
+    options: dict[str, Any] = field(default_factory=dict)
+    facade: str = ""
+
+    @property
+    def restarts(self) -> bool:
+        """Whether lost workers are replaced."""
+        return self.options.get("on_worker_loss") == "restart"
+
+    @property
+    def mends(self) -> bool:
+        """Whether exceptions of envs end only their episodes."""
+        return self.options.get("on_env_error") == "interrupt"
+
+
+#: Operations that break workers.
+DEADLY = ("trap", "kill", "kill_soon")
+
+
+class Session:
+    """One executor, from its opening to its closing.
+
+    Args:
+        rng: of the case.
+        setting: of the executor.
+        folder: an empty one, for diary and traps.
+        watch: notified of every operation; ends the process when one hangs.
+    """
+
+    #: Operation -> its weight.
+    WEIGHTS: ClassVar[dict[str, int]] = {
+        "reset": 4,
+        "reset_some": 5,
+        "step": 6,
+        "fused": 10,
+        "send": 10,
+        "recv": 10,
+        "current": 3,
+        "rollout": 6,
+        "collect": 5,
+        "get": 3,
+        "echo": 2,
+        "mark": 1,
+        "set_seed": 1,
+        "state": 1,
+        "infos": 2,
+        "statistics": 1,
+        "trap": 10,
+        "kill": 4,
+        "kill_soon": 4,
+        "early": 2,
+    }
+
+    def __init__(self, rng: random.Random, setting: Setting, folder: str, watch: Watch) -> None:
+        self.rng, self.setting, self.watch = rng, setting, watch
+        self.num_envs, self.lanes = setting.num_envs, max(1, setting.lanes)
+        self.places = [(i, lane) for i in range(self.num_envs) for lane in range(self.lanes)]
+        self.oracle = Oracle(folder, self.places)
+        self.oracle.root_seed = setting.root_seed
+        self.traps = Traps(folder, self.num_envs)
+        self.pending: dict[int, tuple[bool, list[int]]] = {}  # env id -> maybe_reset, actions
+        self.doubt: set[int] = set(range(self.num_envs))  # envs that may be refused unexpectedly
+        self.dead: set[int] = set()  # envs whose worker was lost, and is not replaced
+        self.sending: dict[int, tuple[bool, list[int]]] = {}  # what a send in progress will add to `pending`
+        self.weights = dict(self.WEIGHTS)
+        self.saved: tuple[Any, Any, Any] | None = None
+        self.is_calm = True  # nothing has been broken off, raised or lost
+        self.kept: list[tuple[Any, Any]] = []
+        self.view: tuple[Any, Any] | None = None
+        self.collector: Collector | None = None
+        self.has_collected = False
+        self.num_kills = self.num_errors = self.num_asked = 0
+        self.mark: Any = None
+        self.timers: list[threading.Timer] = []
+        self.env = self._open(folder)
+
+    def _open(self, folder: str) -> Any:
+        setting = self.setting
+        make = [
+            functools.partial(FuzzEnv, folder, self.num_envs, i, setting.lengths[i], setting.lanes, setting.kinds[i])
+            for i in range(self.num_envs)
+        ]
+        options = ExecutorOptions(**setting.options)
+        common: dict[str, Any] = {"seed": setting.root_seed, "options": options, "copy": setting.copy}
+        self.watch.begin(f"open {setting}")
+        if setting.is_serial:
+            return SerialEnv(self.num_envs, make, **common)
+        return ParallelEnv(self.num_envs, make, num_workers=setting.num_workers, **common)
+
+    # ---- running -----------------------------------------------------------------------------
+
+    def play(self, num_operations: int) -> None:
+        """Apply `num_operations` random operations, and close."""
+        if self.rng.random() < 0.15:  # without faults
+            self.weights = {name: one for name, one in self.weights.items() if name not in DEADLY}
+        names, weights = zip(*self.weights.items(), strict=True)
+        for _ in range(num_operations):
+            getattr(self, "_" + self.rng.choices(names, weights)[0])()
+        self._finish()
+
+    def _finish(self) -> None:
+        for timer in self.timers:
+            timer.join()
+        self._statistics()
+        if self.is_calm and not (self.pending or self.num_kills or self.num_sprung):
+            made = sum(self.oracle.steps.values())
+            if made != self.oracle.num_transitions:
+                raise Violation(f"{made} steps were made, {self.oracle.num_transitions} were handed out")
+        self.watch.begin("close")
+        self.close()
+
+    def close(self) -> None:
+        """Close the executor."""
+        self.env.close()
+        self.traps.close()
+
+    @property
+    def executor(self) -> Any:
+        """The executor, below a facade if there is one."""
+        return self.env
+
+    @property
+    def num_losses(self) -> int:
+        """Workers that the executor has seen die."""
+        return int(getattr(self.executor.engine.pool, "num_losses", 0))
+
+    def attempt(self, what: str, call: Callable[[], Any], env_ids: Any = None) -> Any:
+        """Make a call; return its result, or None if it raised an expected error.
+
+        Args:
+            what: text for the log.
+            call: the call.
+            env_ids: the envs that it concerns; None for all.
+        """
+        ids = list(range(self.num_envs)) if env_ids is None else list(env_ids)
+        self.watch.begin(what)
+        self.losses_before = self.num_losses
+        try:
+            return self.guard(what, call)
+        except ResetNeeded as error:
+            self._note_refused(error.env_ids)
+        except Busy:
+            if not self.pending:
+                raise
+        except EnvError as error:
+            self.num_errors += 1
+            if self.num_errors > self.max_errors:
+                raise
+            self._note_broken(ids, error.env_ids)
+        except (WorkerLost, WorkerTimeout) as error:
+            if not self._may_lose():
+                raise
+            if not self.setting.restarts:
+                self.dead |= set(error.env_ids)
+            self._note_broken(ids, error.env_ids)
+        finally:
+            self.oracle.read_diary()
+        self.is_calm = False
+        self.watch.note("  (refused or broken)")
+        return None
+
+    def guard(self, what: str, call: Callable[[], Any]) -> Any:
+        """Make a call; return its result, or None where it was broken off."""
+        return call()
+
+    def settle(self) -> None:
+        """Make an empty call, which recovers from a broken-off one."""
+        self.env.set("mark", self.mark, env_ids=[])
+
+    @property
+    def max_errors(self) -> int:
+        """Errors that envs may have raised."""
+        return self.num_sprung
+
+    @property
+    def num_sprung(self) -> int:
+        """Traps that were sprung."""
+        return int(self.traps.words[:, 3].sum())
+
+    def _may_lose(self) -> bool:
+        return self.num_kills > 0 or self.num_sprung > 0
+
+    def _has_lost(self) -> bool:
+        return self.num_losses > 0 or (self.setting.mends and self.num_sprung > 0)
+
+    def _note_refused(self, env_ids: Any) -> None:
+        for env_id in env_ids:
+            has_ended = any(self.oracle.ended[env_id, lane] for lane in range(self.lanes))
+            if not has_ended and env_id not in self.doubt and not self._has_lost():
+                raise Violation(f"env {env_id} was refused, though it is at {self.oracle.at[env_id, 0]}")
+            self.doubt.add(env_id)
+
+    def _note_broken(self, env_ids: list[int], concerned: Any) -> None:
+        """Record that a call raised: its envs' positions are unknown."""
+        under_way = self.executor.engine.states.under_way
+        for env_id in [i for i in self.pending if not under_way[i]]:
+            if env_id not in concerned and self.setting.restarts:
+                raise Violation(f"env {env_id} was sent and is dropped, the error names envs {concerned}")
+            del self.pending[env_id]
+            self.oracle.forget(self._places(env_id))
+            self.doubt.add(env_id)
+        for env_id in {*env_ids, *concerned}:
+            if env_id not in self.pending:
+                self.oracle.forget(self._places(env_id))
+            self.doubt.add(env_id)
+
+    def _places(self, env_id: int) -> list[tuple[int, int]]:
+        return [(env_id, lane) for lane in range(self.lanes)]
+
+    # ---- reading batches ---------------------------------------------------------------------
+
+    def _parts(self, td: Any, env_ids: list[int]) -> list[Any]:
+        """Return a batch as one TensorDict per env."""
+        if td.batch_size[0] != len(env_ids):
+            raise Violation(f"expected a batch of {len(env_ids)} envs, got {td.batch_size}")
+        return list(td.unbind(0))
+
+    def _observed(self, part: Any, env_id: int) -> np.ndarray:
+        key: Any = ("place", "row") if self.setting.kinds[env_id] == "other" else "observation"
+        rows: np.ndarray = part.get(key).cpu().numpy().reshape(-1, self.lanes, WIDTH)
+        if self.setting.kinds[env_id] == "text":
+            said = part.get("text")
+            said = said.tolist() if hasattr(said, "tolist") else said
+            said = [said] if isinstance(said, str) else said
+            expected = [f"{row[2]}:{row[3]}:{row[4]}" for row in rows[:, 0].tolist()]
+            if said != expected and any(rows.flatten()):
+                raise Violation(f"env {env_id}: torn row, text {said}, expected {expected}")
+        if self.setting.kinds[env_id] == "other":
+            pixels = part.get("pixels").cpu().numpy().reshape(-1, 4)
+            if (pixels != (rows[:, 0, 4] % 256).astype(np.uint8)[:, None]).any():
+                raise Violation(f"env {env_id}: torn row, pixels {pixels.tolist()}, {rows.tolist()}")
+        return rows
+
+    def _flags(self, part: Any, key: str) -> np.ndarray:
+        flags: np.ndarray = part.get(key).cpu().numpy().reshape(-1, self.lanes)
+        return flags
+
+    def take_roots(self, td: Any, env_ids: list[int], **how: Any) -> None:
+        """Check a root batch against the oracle."""
+        for env_id, part in zip(env_ids, self._parts(td, env_ids), strict=True):
+            rows, done = self._observed(part, env_id), self._flags(part, "done")
+            for lane in range(self.lanes):
+                row = Row(*map(int, rows[0, lane]))
+                self.oracle.root((env_id, lane), row, done=bool(done[0, lane]), **how)
+
+    def take_steps(
+        self,
+        td: Any,
+        env_ids: list[int],
+        *,
+        after: Any = None,
+        resets: bool = False,
+        may_begin: bool = False,
+        is_cut: bool = False,
+        has_root: bool = True,
+    ) -> None:
+        """Check transitions, batch `[k]` or `[k, T]`, against the oracle.
+
+        Args:
+            td: root, action and `next`.
+            env_ids: of its rows.
+            after: the root batch after the step.
+            resets: whether envs that end in the midst of T steps begin a new episode.
+            may_begin: whether the first root may begin an episode.
+            is_cut: whether the last step was marked truncated independently of the env.
+            has_root: whether the batch has roots and actions.
+        """
+        following = [None] * len(env_ids) if after is None else self._parts(after, env_ids)
+        for env_id, part, root_after in zip(env_ids, self._parts(td, env_ids), following, strict=True):
+            self._take_env(env_id, part, root_after, resets, may_begin, is_cut, has_root)
+
+    def _marks(self) -> bool:
+        return self.setting.restarts or self.setting.mends
+
+    def _take_env(self, env_id, part, root_after, resets, may_begin, is_cut, has_root):  # noqa: PLR0917
+        nexts = part.get("next")
+        roots = self._observed(part, env_id) if has_root else None
+        observed = self._observed(nexts, env_id)
+        flags = {key: self._flags(nexts, key) for key in ("done", "terminated", "truncated")}
+        rewards = nexts.get("reward").cpu().numpy().reshape(-1, self.lanes)
+        is_lost = self._flags(nexts, "interrupted") if self._marks() else np.zeros_like(flags["done"])
+        given = part.get("action", None)
+        actions = (
+            given.cpu().numpy().reshape(-1, self.lanes) if given is not None else np.array([self.pending[env_id][1]])
+        )
+        num_steps = len(observed)
+        for lane in range(self.lanes):
+            place = (env_id, lane)
+            for t in range(num_steps):
+                root = None if roots is None else Row(*map(int, roots[t, lane]))
+                if root is not None and self._begins(place, root, may=may_begin if t == 0 else resets, is_first=t == 0):
+                    self.oracle.begin(place, root)
+                done, terminated, truncated = (bool(flags[k][t, lane]) for k in flags)
+                if is_cut and t == num_steps - 1 and not is_lost[t, lane]:
+                    if not (done and truncated):
+                        raise Violation(f"{place}: the last step of a cut rollout says done {done}, {truncated}")
+                    truncated = self._was_truncated(observed[t, lane])
+                    done = terminated or truncated
+                one = Transition(
+                    root=root,
+                    action=int(actions[t, lane]),
+                    next=Row(*map(int, observed[t, lane])),
+                    reward=float(rewards[t, lane]),
+                    done=done,
+                    terminated=terminated,
+                    truncated=truncated,
+                    interrupted=bool(is_lost[t, lane]),
+                )
+                self.oracle.follow(place, one)
+        self.doubt.discard(env_id)
+        if root_after is None:
+            return
+        rows, done = self._observed(root_after, env_id), self._flags(root_after, "done")
+        for lane in range(self.lanes):
+            row = Row(*map(int, rows[0, lane]))
+            if self.oracle.ended[env_id, lane]:
+                self.oracle.begin((env_id, lane), row)
+            self.oracle.root((env_id, lane), row, done=bool(done[0, lane]))
+
+    def _begins(self, place: tuple[int, int], root: Row, *, may: bool, is_first: bool) -> bool:
+        """Return whether a root must be the first of an episode."""
+        before = self.oracle.at[place]
+        if before is None:  # unknown after a broken-off call: the episode may continue
+            return may and root.t == 0 and (root.nonce, root.episode) not in self.oracle.begun
+        return may and (root != before if is_first else self.oracle.ended[place])
+
+    def _was_truncated(self, row: np.ndarray) -> bool:
+        """Return whether the env itself has truncated its episode with the step that made a row."""
+        made = self.oracle.made.get((int(row[2]), int(row[3]), int(row[4])))
+        return made is not None and made[0] == Kind.TRUNCATED
+
+    # ---- what operations need ----------------------------------------------------------------
+
+    def _actions(self, num_envs: int) -> torch.Tensor:
+        shape = (num_envs, self.lanes) if self.setting.lanes else (num_envs,)
+        count = num_envs * self.lanes
+        return torch.tensor([self.rng.randrange(NUM_ACTIONS) for _ in range(count)]).reshape(shape)
+
+    def _acted(self, env_ids: list[int]) -> TensorDict:
+        actions = self._actions(len(env_ids))
+        return TensorDict({"action": actions}, actions.shape)
+
+    def _idle(self) -> list[int]:
+        return [i for i in range(self.num_envs) if i not in self.pending]
+
+    def _drain(self) -> None:
+        """Usually receive all sent envs; otherwise an operation on all envs is refused."""
+        while self.pending and self.rng.random() < 0.95:
+            self._recv(everything=True)
+
+    def _learn(self, env_ids: list[int]) -> None:
+        """Read the envs' positions."""
+        td = self.attempt(f"current {env_ids}", lambda: self.env.current(env_ids), env_ids)
+        if td is not None:
+            self.take_roots(td, env_ids, may_end=self._has_lost(), may_begin=self._has_lost())
+
+    def _begin_all(self, env_ids: list[int] | None = None) -> list[int]:
+        """Reset ended envs until none has ended or a reset fails; return the running ones."""
+        ids = self._idle() if env_ids is None else env_ids
+        for _ in range(4):
+            if unknown := [i for i in ids if any(self.oracle.at[p] is None for p in self._places(i))]:
+                self._learn(unknown)
+            due = [i for i in ids if i in self.doubt or any(self.oracle.ended[p] for p in self._places(i))]
+            due = [i for i in due if i not in self.dead]
+            if not due:
+                break
+            self._reset_ids(due, whole=True)
+        return [i for i in ids if i not in self.dead and not any(self.oracle.ended[p] for p in self._places(i))]
+
+    # ---- operations --------------------------------------------------------------------------
+
+    def _given(self) -> tuple[dict[str, Any], Given, int | None]:
+        """Draw arguments of a reset: the arguments, what envs get of them, a new root seed."""
+        kind = self.rng.choice(["", "", "", "seed", "seeds", "level", "list", "seeds and level"])
+        seeds = tuple(self.rng.choice([None, self.rng.randrange(2**31)]) for _ in range(self.num_envs))
+        level = self.rng.randint(1, 9)
+        levels = tuple(self.rng.randint(1, 9) for _ in range(self.num_envs))
+        if kind == "seed":
+            root_seed = self.rng.randrange(1000)
+            return {"seed": root_seed}, NOTHING, root_seed
+        if kind == "seeds":
+            return {"seed": list(seeds)}, Given(seeds=seeds), None
+        if kind == "level":
+            return {"level": level}, Given(levels=(level,) * self.num_envs), None
+        if kind == "list":
+            return {"list_of_kwargs": [{"level": one} for one in levels]}, Given(levels=levels), None
+        if kind:
+            return {"seed": list(seeds), "level": level}, Given(seeds, (level,) * self.num_envs), None
+        return {}, NOTHING, None
+
+    def _reset(self) -> None:
+        self._drain()
+        arguments, given, root_seed = self._given()
+        if root_seed is not None:
+            self.oracle.reseeded(None if self.pending else root_seed)
+        before = dict(self.oracle.resets)
+        td = self.attempt(f"reset {arguments}", lambda: self.env.reset(**arguments))
+        if td is None:
+            if root_seed is not None:
+                self.oracle.reseeded(None)
+            return
+        self._count_resets(before, set(self.places))
+        for env_id, part in zip(range(self.num_envs), self._parts(td, list(range(self.num_envs))), strict=True):
+            rows, done = self._observed(part, env_id), self._flags(part, "done")
+            for lane in range(self.lanes):
+                self.oracle.begin((env_id, lane), Row(*map(int, rows[0, lane])), given)
+                if done[0, lane]:
+                    raise Violation(f"env {env_id} was reset and is done")
+        self.doubt.clear()
+
+    def _count_resets(self, before: dict[tuple[int, int], int], asked: set[tuple[int, int]]) -> None:
+        """Require that a reset has reset exactly the requested rows."""
+        if self.num_losses > self.losses_before or self._has_lost():
+            return
+        for place in self.places:
+            made = self.oracle.resets.get(place, 0) - before.get(place, 0)
+            if made != (place in asked):
+                raise Violation(f"{place} was reset {made} times, asked were {sorted(asked)}")
+
+    def _reset_some(self) -> None:
+        idle = [i for i in self._idle() if i not in self.dead]
+        self._reset_ids(self.rng.sample(idle, self.rng.randint(0, len(idle))), whole=self.rng.random() < 0.5)
+
+    def _reset_ids(self, env_ids: list[int], *, whole: bool) -> None:
+        """Reset some envs; of envs that are batches, some of their rows."""
+        mask = self._draw_mask(env_ids, whole=whole)
+        arguments, given, root_seed = self._given()
+        if root_seed is not None and self.pending:
+            arguments, given, root_seed = {}, NOTHING, None
+        if root_seed is not None:
+            self.oracle.reseeded(root_seed)
+        td = self._as_request(mask)
+        before = dict(self.oracle.resets)
+        asked = {place for place in self.places if mask[place]}
+        what = f"reset {np.argwhere(mask).tolist()} {arguments}"
+        root = self.attempt(what, lambda: self.env.reset(td, **arguments), sorted({i for i, _ in asked}))
+        if root is None:
+            if root_seed is not None:
+                self.oracle.reseeded(None)
+            return
+        if not self.pending:
+            self._count_resets(before, asked)
+        for env_id, part in enumerate(self._parts(root, list(range(self.num_envs)))):
+            if env_id not in self.pending:
+                self._take_masked(env_id, part, mask[env_id], given)
+        self.doubt -= {i for i, _ in asked}
+
+    def _draw_mask(self, env_ids: list[int], *, whole: bool) -> np.ndarray:
+        """Return the rows to reset, bool `[N, lanes]`: all or some of these envs', with those that must be reset."""
+        mask = np.zeros((self.num_envs, self.lanes), bool)
+        for env_id in env_ids:
+            mask[env_id] = [whole or self.rng.random() < 0.6 for _ in range(self.lanes)]
+        for env_id, lane in self.places:
+            if mask[env_id].any() and (env_id in self.doubt or self.oracle.at[env_id, lane] is None):
+                mask[env_id, lane] = True
+        return mask
+
+    def _as_request(self, mask: np.ndarray) -> TensorDict:
+        """Return a mask in one of the shapes that a reset takes."""
+        shaped = torch.tensor(mask)
+        is_plain = self.rng.random() < 0.5
+        if self.setting.lanes:
+            return TensorDict({"_reset": shaped if is_plain else shaped[..., None]}, [self.num_envs, self.lanes])
+        return TensorDict({"_reset": shaped[:, 0] if is_plain else shaped}, [self.num_envs])
+
+    def _take_masked(self, env_id: int, part: Any, mask: np.ndarray, given: Given) -> None:
+        """Check the rows of one env, after a reset of some, against the oracle."""
+        rows, done = self._observed(part, env_id), self._flags(part, "done")
+        for lane in range(self.lanes):
+            place, row = (env_id, lane), Row(*map(int, rows[0, lane]))
+            if mask[lane] or (mask.any() and self._has_lost() and row != self.oracle.at[place]):
+                self.oracle.begin(place, row, given)  # one that was asked, or all rows of an env that was lost
+                if done[0, lane]:
+                    raise Violation(f"{place} was reset and is done")
+            else:
+                self.oracle.root(place, row, done=bool(done[0, lane]), may_end=self._has_lost())
+
+    def _ready(self) -> bool:
+        """Usually make all envs ready to be stepped; return whether to step."""
+        self._drain()
+        if self.pending or self.dead:
+            return self.rng.random() < 0.1  # it is to be refused
+        running = self._begin_all()
+        return len(running) == self.num_envs or self.rng.random() < 0.1
+
+    def _step(self) -> None:
+        if not self._ready():
+            return
+        td = self._acted(list(range(self.num_envs)))
+        made = self.attempt("step", lambda: self.env.step(td))
+        if made is not None:
+            self._check_view()
+            self.take_steps(made, list(range(self.num_envs)), has_root=False)
+            self._keep_view(made)
+
+    def _fused(self) -> None:
+        if not self._ready():
+            return
+        for _ in range(self.rng.randint(1, 4)):
+            td = self._acted(list(range(self.num_envs)))
+            made = self.attempt("step_and_maybe_reset", lambda td=td: self.env.step_and_maybe_reset(td))  # type: ignore[misc]
+            if made is None:
+                return
+            self._check_view()
+            self.take_steps(made[0], list(range(self.num_envs)), after=made[1], has_root=False)
+            self._keep_view(made[0])
+
+    def _keep_view(self, td: Any) -> None:
+        if not self.setting.copy:
+            self.view = (td.get("next"), td.get("next").clone())
+
+    def _check_view(self) -> None:
+        """Require that the previous step's batch is unchanged: it is still valid one step later."""
+        if self.view is not None:
+            was_same = _is_equal(*self.view)
+            self.view = None
+            if not was_same:
+                raise Violation("a batch of `copy=False` has changed after one further step")
+
+    def _send(self) -> None:
+        idle = [i for i in self._idle() if i not in self.dead]
+        ids = self._begin_all(self.rng.sample(idle, self.rng.randint(0, len(idle))))
+        self.rng.shuffle(ids)
+        if not ids:
+            return
+        maybe_reset = self.rng.random() < 0.8
+        td = self._acted(ids)
+        actions = td["action"].reshape(len(ids), -1).tolist()
+
+        def send() -> bool:
+            self.env.send(td, ids, maybe_reset=maybe_reset)
+            return True
+
+        self.sending = {env_id: (maybe_reset, acted) for env_id, acted in zip(ids, actions, strict=True)}
+        if self.attempt(f"send {ids} maybe_reset={maybe_reset}", send, ids):
+            self.pending |= self.sending
+        self.sending = {}
+
+    def _recv(self, *, everything: bool = False) -> None:
+        if not self.pending:
+            return
+        sent = list(self.pending)
+        arguments = self._draw_recv(sent, "all" if everything else self.rng.choice(["all", "some", "these", "soon"]))
+        try:
+            td = self.attempt(f"recv {arguments}", lambda: self.env.recv(**arguments), [])
+        except WorkerTimeout:
+            raise
+        except TimeoutError:
+            return
+        except ValueError:
+            if self.is_calm:
+                raise
+            return  # those that an error has dropped
+        if td is not None:
+            ids = td["env_ids"].reshape(len(td), -1)[:, 0].tolist()
+            least = arguments.get("min_envs", len(arguments.get("env_ids", sent)))
+            if not set(ids) <= set(sent) or not least <= len(ids) <= arguments.get("max_envs", least):
+                raise Violation(f"received {ids} with {arguments}, sent were {sent}")
+            self.take_steps(td, ids, has_root=arguments["with_root"])
+            self._take_current(td, ids)
+
+    def _draw_recv(self, sent: list[int], how: str) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"with_root": self.rng.random() < 0.7}
+        if how in ("some", "soon"):
+            arguments["min_envs"] = self.rng.randint(1, len(sent))
+            if self.rng.random() < 0.4:
+                arguments["max_envs"] = self.rng.randint(arguments["min_envs"], len(sent) + 1)
+        if how == "soon":
+            arguments["timeout_s"] = self.rng.choice([0.0, 0.001, 0.05])
+        if how == "these":
+            arguments["env_ids"] = self.rng.sample(sent, self.rng.randint(1, len(sent)))
+        return arguments
+
+    def _take_current(self, received: Any, ids: list[int]) -> None:
+        """Read the received envs' roots, and check them against the oracle."""
+        ended = {i: [self.oracle.ended[p] for p in self._places(i)] for i in ids}
+        was_sent = {i: self.pending.pop(i) for i in ids}
+        given_ids = received["env_ids"] if self.rng.random() < 0.5 and not self.setting.lanes else ids
+        root = self.attempt(f"current {ids} after recv", lambda: self.env.current(given_ids), ids)
+        if root is None:
+            return
+        for env_id, part in zip(ids, self._parts(root, ids), strict=True):
+            rows, done = self._observed(part, env_id), self._flags(part, "done")
+            for lane in range(self.lanes):
+                row = Row(*map(int, rows[0, lane]))
+                if ended[env_id][lane] and was_sent[env_id][0]:
+                    self.oracle.begin((env_id, lane), row)
+                self.oracle.root((env_id, lane), row, done=bool(done[0, lane]))
+
+    def _current(self) -> None:
+        if idle := self._idle():
+            self._learn(idle)
+
+    def _policy(self, seen: list[Any]) -> Any:
+        def policy(td: Any) -> Any:
+            actions = self._actions(self.num_envs)
+            if isinstance(td, LazyStackedTensorDict):
+                for part, action in zip(td.unbind(0), actions, strict=True):
+                    part.set("action", action)
+                return td
+            seen.append(actions)
+            return td.set("action", actions).set("drawn", actions.clone())
+
+        return policy
+
+    def _rollout(self) -> None:
+        self._drain()
+        auto_reset = self.rng.random() < 0.4
+        if not auto_reset:
+            self._current()
+        breaks = self.rng.random() < 0.4
+        is_cut = self.rng.random() < 0.15
+        num_steps = self.rng.randint(1, 8)
+        arguments: dict[str, Any] = {"auto_reset": auto_reset, "break_when_any_done": breaks, "set_truncated": is_cut}
+        if self.kept and self.rng.random() < 0.3:
+            arguments["out"] = self.kept.pop(self.rng.randrange(len(self.kept)))[0]
+            num_steps = min(num_steps, arguments["out"].batch_size[1])
+        shown = {name: value for name, value in arguments.items() if name != "out"} | {"out": "out" in arguments}
+        seen: list[Any] = []
+        data = self.attempt(
+            f"rollout {num_steps} {shown}", lambda: self.env.rollout(num_steps, self._policy(seen), **arguments)
+        )
+        if data is not None:
+            self._take_rollout(data, num_steps, auto_reset=auto_reset, breaks=breaks, is_cut=is_cut)
+            if seen and not torch.equal(data["drawn"], data["action"]):
+                raise Violation("what the policy kept is not of the steps that it was kept of")
+
+    def _take_rollout(self, data: Any, num_steps: int, *, auto_reset: bool, breaks: bool, is_cut: bool = False) -> None:
+        if not breaks and data.batch_size[1] != num_steps:
+            raise Violation(f"expected {num_steps} steps, got {data.batch_size}")
+        may_begin = [
+            auto_reset
+            or i in self.doubt
+            or self._has_lost()
+            or any(self.oracle.ended[p] or self.oracle.at[p] is None for p in self._places(i))
+            for i in range(self.num_envs)
+        ]
+        before = {p: row for p, row in self.oracle.at.items() if not self.oracle.ended[p]}
+        for env_id, part in enumerate(self._parts(data, list(range(self.num_envs)))):
+            self._take_env(env_id, part, None, not breaks, may_begin[env_id], is_cut, True)  # noqa: FBT003
+        if auto_reset:
+            first = [self._observed(part, i)[0] for i, part in enumerate(data.unbind(0))]
+            for place, row in before.items():
+                if (
+                    row is not None
+                    and int(first[place[0]][place[1], 2]) == row.nonce
+                    and row.episode == int(first[place[0]][place[1], 3])
+                ):
+                    raise Violation(f"{place} was not reset at the begin of a rollout")
+        self.kept.append((data, data.clone()))
+        self._check_kept()
+
+    def _check_kept(self) -> None:
+        for data, copied in self.kept:
+            if not _is_equal(data, copied):
+                raise Violation("a rollout has changed after it was handed out")
+        del self.kept[:-2]
+
+    def _collect(self) -> None:
+        self._drain()
+        num_steps = self.rng.randint(1, 6)
+        is_new = self.collector is None or self.rng.random() < 0.2
+        if is_new:
+            frames = num_steps * self.num_envs
+            always = self.rng.random() < 0.2
+            self.collector = Collector(
+                self.env, self._policy([]), frames_per_batch=frames, close_env=False, reset_at_each_iter=always
+            )
+            self.always, self.has_collected = always, False
+        collector = self.collector
+        assert collector is not None
+        auto_reset = self.always or not (self.has_collected or self.env.is_resumed)
+        if not auto_reset:
+            self._current()
+        data = self.attempt(f"collect {collector.num_steps} auto_reset={auto_reset}", collector.collect)
+        if data is not None:
+            self.has_collected = True
+            self._take_rollout(data, collector.num_steps, auto_reset=auto_reset, breaks=False)
+
+    def _get(self) -> None:
+        ids = [i for i in self._idle() if i not in self.dead]
+        ids = self.rng.sample(ids, self.rng.randint(0, len(ids)))
+        if not ids:
+            return
+        found = self.attempt(f"get where {ids}", lambda: self.env.call("where", env_ids=ids), [])
+        if found is None:
+            return
+        for env_id, where in zip(ids, found, strict=True):
+            for lane in range(self.lanes):
+                row = self.oracle.at[env_id, lane]
+                said = tuple(where[3 * lane : 3 * lane + 3])
+                if row is not None and env_id not in self.doubt and said != (row.nonce, row.episode, row.t):
+                    if self.oracle.ended[env_id, lane] or self._has_lost():
+                        continue
+                    raise Violation(f"env {env_id}.{lane} is at {said}, its row said {row}")
+
+    def _echo(self) -> None:
+        ids = [i for i in range(self.num_envs) if i not in self.dead]
+        self.num_asked += 1
+        if ids:
+            self.attempt(f"echo {self.num_asked}", lambda: self.ask_echo(self.num_asked, ids), [])
+
+    def ask_echo(self, number: int, env_ids: list[int] | None = None) -> None:
+        """Call the envs' `echo` with a number."""
+        answers = self.env.call("echo", number, env_ids=env_ids)
+        if answers != [[[number], {}]] * (self.num_envs if env_ids is None else len(env_ids)):
+            raise Violation(f"asked {number}, got {answers}")
+
+    def _mark(self) -> None:
+        if self.dead:
+            return
+        marks = [self.rng.randrange(100) for _ in range(self.num_envs)]
+
+        def mark() -> bool:
+            self.env.set("mark", marks)
+            return True
+
+        if self.attempt(f"set mark {marks}", mark, []):
+            losses = self.num_losses
+            found = self.attempt("get mark", lambda: self.env.get("mark"), [])
+            if found is not None and found != marks and losses == self.num_losses and not self.num_kills:
+                raise Violation(f"set {marks}, got {found}")
+
+    def _set_seed(self) -> None:
+        self._drain()
+        if self.pending:
+            return
+        seed = self.rng.randrange(1000)
+        if self.attempt(f"set_seed {seed}", lambda: self.env.set_seed(seed), []) is None:
+            self.oracle.reseeded(None)
+        else:
+            self.oracle.reseeded(seed)
+
+    def _state(self) -> None:
+        """Save the envs' state, or load a saved one."""
+        self._drain()
+        if self.pending or self.dead or len(self._begin_all()) < self.num_envs:
+            return
+        if self.saved is None:
+            losses = self.num_losses
+            state = self.attempt("state_dict", self.env.state_dict, [])
+            if state is not None and losses == self.num_losses:
+                self.saved = (state, dict(self.oracle.at), dict(self.oracle.ended))
+            return
+        (state, at, ended), self.saved = self.saved, None
+
+        def load() -> bool:
+            self.env.load_state_dict(state)
+            return True
+
+        self.oracle.reseeded(None)  # should the call be broken off
+        if self.attempt("load_state_dict", load):
+            kept = state["executor"]
+            self.oracle.load(at, ended, kept["seed"], kept["episodes"])
+            self.doubt.clear()
+            self._learn(self._idle())
+
+    def _infos(self) -> None:
+        """Step, and compare the infos with the rows."""
+        if self.setting.options.get("infos") != "plain" or not self._ready():
+            return
+        td = self._acted(list(range(self.num_envs)))
+        made = self.attempt("step_and_maybe_reset with infos", lambda: self.env.step_and_maybe_reset(td))
+        if made is None:
+            return
+        self.take_steps(made[0], list(range(self.num_envs)), after=made[1], has_root=False)
+        lost = made[0]["next", "interrupted"].flatten().tolist()
+        for section, batch in (("next", made[0]["next"]), ("root", made[1])):
+            infos = self.env.infos(section)
+            for env_id, part in enumerate(self._parts(batch, list(range(self.num_envs)))):
+                said = infos[env_id].get("where")
+                if said is None and (section == "root" or lost[env_id]):
+                    continue
+                row = Row(*map(int, self._observed(part, env_id)[0, 0]))
+                if not lost[env_id] and said != [row.nonce, row.episode, row.t]:
+                    raise Violation(f"the info of env {env_id} ({section}) is of {said}, its row of {row}")
+
+    @property
+    def slack(self) -> int:
+        """Number of steps that may be uncounted, because their worker died in between or is still busy."""
+        return (self.num_kills + self.num_sprung) * self.num_envs + len(self.pending)
+
+    def _statistics(self) -> None:
+        self.watch.begin("statistics")
+        said = self.executor.statistics()
+        self.oracle.read_diary()
+        made = sum(count for (_, lane), count in self.oracle.steps.items() if lane == 0)
+        if not made - self.slack <= said.env_steps <= made:
+            raise Violation(f"statistics() says {said.env_steps} steps, made were {made} ({self.slack} may be missing)")
+        if said.interrupted * self.lanes < self.oracle.num_interrupted:
+            raise Violation(
+                f"statistics() says {said.interrupted} interrupted rows, handed out were {self.oracle.num_interrupted}"
+            )
+        if said.env_errors > self.max_errors or said.env_errors < self.num_errors:
+            raise Violation(f"statistics() says {said.env_errors} env errors, raised were {self.num_errors}")
+
+    # ---- faults ------------------------------------------------------------------------------
+
+    def _trap(self) -> None:
+        env_id = self.rng.randrange(self.num_envs)
+        hows = [How.RAISE, How.SLOW] if self.setting.is_serial else [How.KILL, How.KILL, How.EXIT, How.RAISE, How.SLOW]
+        if "step_timeout_s" in self.setting.options:
+            hows += [How.HANG, How.STOP]
+        how = self.rng.choice([*hows, *[How.RAISE] * (4 * self.setting.mends)])
+        whens = [When.RESET, When.STEP, When.STEP, When.RESET_DONE, When.STEP_DONE]
+        if how in (How.KILL, How.EXIT) and self.setting.restarts:
+            whens.append(When.BUILD)
+        when, countdown = self.rng.choice(whens), self.rng.randint(1, 4)
+        if when == When.BUILD:
+            countdown = 1
+        self.watch.note(f"trap: env {env_id} {how.name} at {when.name} {countdown}")
+        words = self.traps.words[env_id]
+        words[0] = When.NEVER
+        words[1], words[2] = how, countdown
+        words[0] = when
+
+    def _pid(self) -> int:
+        pool = self.executor.engine.pool
+        worker_id = self.rng.randrange(len(getattr(pool, "worker_ids", range(1))))
+        self.victim = worker_id
+        return int(pool.pid_of(worker_id))
+
+    def _kill(self) -> None:
+        if self.setting.is_serial:
+            return
+        pid = self._pid()
+        self.num_kills += 1
+        self.watch.note(f"kill worker {self.victim}")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        if self.rng.random() < 0.6:
+            _await_death(pid)
+
+    def _kill_soon(self) -> None:
+        if self.setting.is_serial:
+            return
+        pid, delay = self._pid(), self.rng.random() * 0.01
+        self.num_kills += 1
+        self.watch.note(f"kill worker {self.victim} in {1000 * delay:.1f} ms")
+
+        def kill() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+        timer = threading.Timer(delay, kill)
+        timer.start()
+        self.timers = [one for one in self.timers if one.is_alive()] + [timer]
+
+    def _early(self) -> None:
+        """Make calls that must be refused."""
+        if self.pending and not self.setting.is_serial:
+            before = dict(self.oracle.steps)
+            try:
+                self.watch.begin("step of pending envs")
+                self.env.step(self._acted(list(range(self.num_envs))))
+            except Busy:
+                return
+            except (WorkerLost, WorkerTimeout, ResetNeeded):
+                if not self._may_lose():
+                    raise
+                return
+            raise Violation(f"envs {list(self.pending)} were sent, and stepped: {before}")
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, LazyStackedTensorDict):
+        return all(_is_equal(a, b) for a, b in zip(one.unbind(0), other.unbind(0), strict=True))
+    for key in other.keys(include_nested=True, leaves_only=True):
+        value = one.get(key)
+        if isinstance(value, torch.Tensor) and not torch.equal(value, other.get(key)):
+            return False
+    return True
+
+
+def _await_death(pid: int) -> None:
+    end = time.monotonic() + 5
+    with contextlib.suppress(OSError):
+        while Path(f"/proc/{pid}/cmdline").read_bytes() and time.monotonic() < end:
+            time.sleep(0.002)

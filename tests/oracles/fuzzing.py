@@ -1,0 +1,376 @@
+"""Shared parts of the fuzzers: the oracle, which knows what the envs have done, and the running of cases.
+
+A case is a function of one seed: it opens executors with random options, applies random operations, breaks workers on
+purpose, and compares every row with the envs' diary (see `tests.oracles.fuzz_envs`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import gc
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+
+from envherd.executor.pools.zygote import end_idle
+from envherd.workers.seeding import episode_seed
+from tests.oracles.fuzz_envs import FIELDS, RECORD, Kind, checksum
+
+#: Number of episodes per root seed whose seeds are known.
+_MANY = 400
+
+
+class Violation(AssertionError):
+    """A broken promise of the executor."""
+
+
+class Row(NamedTuple):
+    """One observation; see `FIELDS`."""
+
+    env_id: int
+    lane: int
+    nonce: int
+    episode: int
+    t: int
+    action: int
+    seed: int
+    level: int
+    checksum: int
+
+    def __str__(self) -> str:
+        return f"[env {self.env_id}.{self.lane} instance {self.nonce:x} episode {self.episode} t {self.t}]"
+
+
+class Transition(NamedTuple):
+    """One step of one row of one env, as handed out."""
+
+    root: Row | None  # None: not in the batch
+    action: int
+    next: Row
+    reward: float
+    done: bool
+    terminated: bool
+    truncated: bool
+    interrupted: bool
+
+
+class Given(NamedTuple):
+    """The arguments of a reset: a seed for each env (None: none), and the option `level`."""
+
+    seeds: tuple[int | None, ...] | None = None
+    levels: tuple[int, ...] | None = None
+
+    def seed_of(self, env_id: int) -> int | None:
+        return None if self.seeds is None else self.seeds[env_id]
+
+    def level_of(self, env_id: int) -> int:
+        return 0 if self.levels is None else self.levels[env_id]
+
+
+NOTHING = Given()
+Place = tuple[int, int]
+
+
+@functools.lru_cache(maxsize=64)
+def _episodes(root_seed: int, env_id: int) -> dict[int, int]:
+    return {episode_seed(root_seed, env_id, episode): episode for episode in range(_MANY)}
+
+
+class Oracle:
+    """Tracks each row's position, the envs' diary, and the data handed out.
+
+    Attributes:
+        at: (env, lane) -> its latest row; None if unknown after a broken-off call.
+        ended: (env, lane) -> whether its episode has ended.
+        root_seed: in use; None if unknown.
+        checks_seeds: whether the executor seeds the episodes.
+    """
+
+    def __init__(self, folder: str, places: list[Place], *, checks_seeds: bool = True) -> None:
+        self._path = Path(folder, "diary")
+        self._path.touch()
+        self._read = 0
+        self.made: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {}
+        self.resets: dict[Place, int] = {}
+        self.steps: dict[Place, int] = {}
+        self.begun: set[tuple[int, int]] = set()
+        self.handed_out: set[tuple[int, int, int]] = set()
+        self.at: dict[Place, Row | None] = dict.fromkeys(places)
+        self.ended: dict[Place, bool] = dict.fromkeys(places, True)
+        self.root_seed: int | None = None
+        self.checks_seeds = checks_seeds
+        self._latest: dict[Place, int] = {}
+        self.num_transitions = self.num_interrupted = 0
+
+    # ---- the diary ---------------------------------------------------------------------------
+
+    def read_diary(self) -> None:
+        """Read new records."""
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        whole = len(data) // RECORD.itemsize * RECORD.itemsize
+        self._read += whole
+        for kind, lane, env_id, episode, t, action, nonce, seed in np.frombuffer(data[:whole], RECORD).tolist():
+            place = (env_id, lane)
+            if kind == Kind.WRONG:
+                raise Violation(
+                    f"env {env_id}.{lane} instance {nonce:x} was stepped (episode {episode}, t {t}) "
+                    f"{'without a reset' if episode < 0 else 'after its end'}"
+                )
+            if kind == Kind.BUILD:
+                continue
+            counts = self.resets if kind == Kind.RESET else self.steps
+            counts[place] = counts.get(place, 0) + 1
+            self.made[nonce, episode, t] = (kind, env_id, lane, action, seed)
+
+    def _check_made(self, row: Row, what: str) -> None:
+        if row.checksum != checksum(row[:-1]):
+            raise Violation(f"{what}: torn row {dict(zip(FIELDS, row, strict=True))}")
+        made = self.made.get((row.nonce, row.episode, row.t))
+        if made is None or made[1:] != (row.env_id, row.lane, row.action, row.seed):
+            raise Violation(f"{what}: {row} {tuple(row)} was never made (the diary has {made})")
+
+    # ---- rows --------------------------------------------------------------------------------
+
+    def forget(self, places: Any) -> None:
+        """Mark some rows' positions as unknown."""
+        for place in places:
+            self.at[place] = None
+
+    def root(
+        self,
+        place: Place,
+        row: Row,
+        *,
+        done: bool,
+        given: Given = NOTHING,
+        may_end: bool = False,
+        may_begin: bool = False,
+    ) -> None:
+        """Check a root that was handed out.
+
+        Args:
+            place: of the expected row.
+            row: the root.
+            done: likewise.
+            given: arguments of the reset that has made it.
+            may_end: it may say that the episode has ended: its worker was lost.
+            may_begin: it may begin an episode though none has ended, likewise.
+        """
+        if not any(row) and self.at[place] is None:
+            self.ended[place] = True  # never reset
+            return
+        if (row.env_id, row.lane) != place:
+            raise Violation(f"root of {place}: got a row of {row}")
+        self._check_made(row, f"root of {place}")
+        before = self.at[place]
+        if before is not None and row == before:
+            if done != self.ended[place] and not (done and may_end):
+                raise Violation(f"root of {place}: {row} done={done}, it was {self.ended[place]}")
+        elif before is not None and not self.ended[place] and not may_begin:
+            raise Violation(f"root of {place}: was at {before}, which had not ended, and is at {row}")
+        elif before is None:
+            self.begun.add((row.nonce, row.episode))  # after a broken-off call it continues, or must be reset
+        else:
+            self.begin(place, row, given)
+            if done:
+                raise Violation(f"root of {place}: {row} begins an episode with done=True")
+        self.at[place], self.ended[place] = row, done
+
+    def begin(self, place: Place, row: Row, given: Given = NOTHING) -> None:
+        """Check the first row of an episode."""
+        what = f"first row of {place}"
+        if (row.env_id, row.lane) != place:
+            raise Violation(f"{what}: got a row of {row}")
+        self._check_made(row, what)
+        if row.t != 0 or row.action != -1:
+            raise Violation(f"{what}: expected t 0, got {row} (it was at {self.at[place]})")
+        if (row.nonce, row.episode) in self.begun:
+            raise Violation(f"{what}: {row} had begun before (it was at {self.at[place]})")
+        self.begun.add((row.nonce, row.episode))
+        env_id, lane = place
+        if row.level != given.level_of(env_id):
+            raise Violation(f"{what}: expected level {given.level_of(env_id)}, got {row.level}")
+        seed = given.seed_of(env_id)
+        if seed is not None and row.seed != seed + lane:
+            raise Violation(f"{what}: expected seed {seed + lane}, got {row.seed}")
+        if seed is None and self.checks_seeds and self.root_seed is not None and given.seeds is None:
+            episode = _episodes(self.root_seed, env_id).get(row.seed - lane)
+            if episode is None:
+                raise Violation(f"{what}: seed {row.seed} is none of root seed {self.root_seed}")
+            if episode <= self._latest.get(place, -1):
+                raise Violation(f"{what}: repeats episode {episode} of root seed {self.root_seed}")
+            self._latest[place] = episode
+        self.at[place], self.ended[place] = row, False
+
+    def reseeded(self, root_seed: int | None) -> None:
+        """Record a new root seed; None if unknown after a broken-off call."""
+        self.root_seed = root_seed
+        self._latest = {}
+
+    def load(
+        self, at: dict[Place, Row | None], ended: dict[Place, bool], root_seed: int, episodes: Sequence[int]
+    ) -> None:
+        """Record that a state of all envs was loaded: they repeat what they did after it was saved.
+
+        Args:
+            at: where they were.
+            ended: whether they had ended.
+            root_seed: of their next episodes.
+            episodes: which episode the next reset of each env begins.
+        """
+        self.at, self.ended = dict(at), dict(ended)
+        self.root_seed, self._latest = root_seed, {place: episodes[place[0]] - 1 for place in at}
+        latest = {(row.nonce, row.episode): row.t for row in at.values() if row is not None}
+        self.handed_out = {key for key in self.handed_out if key[2] <= latest.get(key[:2], key[2])}
+
+    def follow(self, place: Place, one: Transition) -> None:
+        """Check a transition that was handed out."""
+        before, after = self.at[place], one.next
+        what = f"step of {place}"
+        if one.root is not None:
+            if before is not None and one.root != before:
+                raise Violation(f"{what}: was at {before}, the root says {one.root}")
+            if before is None:
+                self._check_made(one.root, f"root of {what}")
+                self.begun.add((one.root.nonce, one.root.episode))
+            before = one.root
+        if self.at[place] is not None and self.ended[place]:
+            raise Violation(f"{what}: stepped after its end, from {before} to {after}")
+        if one.done != (one.terminated or one.truncated):
+            raise Violation(f"{what}: done {one.done}, terminated {one.terminated}, truncated {one.truncated}")
+        self._check_made(after, what)
+        if one.interrupted:
+            self.num_interrupted += 1
+            if (before is not None and after != before) or one.reward != 0 or one.terminated or not one.truncated:
+                raise Violation(f"{what}: interrupted after {before} and says {one}")
+        else:
+            self._follow_step(place, before, one, what)
+        self.at[place], self.ended[place] = after, one.done
+
+    def _follow_step(self, place: Place, before: Row | None, one: Transition, what: str) -> None:
+        after = one.next
+        if (after.env_id, after.lane) != place:
+            raise Violation(f"{what}: got a row of {after}")
+        if before is not None and after[:4] != before[:4]:
+            raise Violation(f"{what}: from {before} to {after}")
+        if before is not None and after.t != before.t + 1:
+            raise Violation(f"{what}: from {before} to {after}")
+        key = (after.nonce, after.episode, after.t)
+        if key in self.handed_out:
+            raise Violation(f"{what}: {after} was handed out before")
+        self.handed_out.add(key)
+        if after.action != one.action:
+            raise Violation(f"{what}: action {one.action}, the env got {after.action}: {after}")
+        kind = self.made[key][0]
+        if (one.terminated, one.truncated) != (kind == Kind.TERMINATED, kind == Kind.TRUNCATED):
+            raise Violation(f"{what}: {after} terminated {one.terminated}, truncated {one.truncated}: it was {kind!r}")
+        if one.reward != after.t + after.action / 8:
+            raise Violation(f"{what}: reward {one.reward}, expected that of {after}")
+        self.num_transitions += 1
+
+
+def rows_of(observation: Any) -> list[Any]:
+    """Return an observation `[..., WIDTH]` as nested lists whose innermost are `Row`."""
+    values = np.asarray(observation)
+    if values.ndim == 1:
+        return Row(*(int(value) for value in values.tolist()))  # type: ignore[return-value]
+    return [rows_of(one) for one in values]
+
+
+# ---- cases -------------------------------------------------------------------------------------
+
+#: Seconds that any one operation may take (more on a busy machine); then the process ends with its threads' stacks.
+HANG_S = float(os.environ.get("ENVHERD_FUZZ_HANG_S", "30"))
+
+
+class Watch:
+    """Prints every operation, ends the process when one hangs, and checks for leaks."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._before: tuple[set[int], set[str]] | None = None
+
+    def begin(self, what: str) -> None:
+        """Print the next operation; it has `HANG_S` seconds from now."""
+        self.note(what)
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
+
+    def note(self, what: str) -> None:
+        """Say something."""
+        print(f"{time.monotonic() - self._began:8.3f} {what}", flush=True)
+
+    def stop(self) -> None:
+        """No longer watch."""
+        faulthandler.cancel_dump_traceback_later()
+
+    def look(self) -> None:
+        """Record this process's resources before a case."""
+        resource_tracker.ensure_running()  # it lives as long as the process
+        self._before = self._held()
+
+    def _held(self) -> tuple[set[int], set[str]]:
+        children = {child.pid for child in psutil.Process().children(recursive=True)}
+        descriptors = set()
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                descriptors.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+        return children, descriptors
+
+    def check_leftovers(self) -> None:
+        """Require that this process holds no more resources than before; end a helper that is kept."""
+        gc.collect()
+        end_idle()
+        if self._before is None:
+            return
+        end = time.monotonic() + 8
+        while True:
+            children, descriptors = self._held()
+            gained = {*children - self._before[0], *descriptors - self._before[1]}
+            if not gained:
+                return
+            if time.monotonic() > end:
+                raise Violation(f"left behind: {gained}")
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def new_folder() -> Iterator[str]:
+    """Make a folder for one executor's diary and traps."""
+    folder = tempfile.mkdtemp(prefix="envherd-fuzz-")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+Run = Callable[[int, str, Watch, int], None]
+
+
+def run_case(run: Run, seed: int, variant: str, num_operations: int) -> int:
+    """Run one case in this process; return its exit code."""
+    watch = Watch()
+    watch.look()
+    try:
+        run(seed, variant, watch, num_operations)
+    except BaseException:
+        watch.stop()
+        traceback.print_exc(file=sys.stdout)
+        watch.note("FAILED")
+        return 1
+    watch.stop()
+    watch.note("passed")
+    return 0

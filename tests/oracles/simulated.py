@@ -1,0 +1,341 @@
+"""An executor whose worker processes are simulated in this process: real words, doorbells, blocks and loops.
+
+A test decides when each worker carries out its commands, and when it dies, so every order of events can be repeated.
+The caller's side is the real one, with the C extension if that was built.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from envherd.executor import ExecutorOptions
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.pools import fast_commands, worker_pool
+from envherd.executor.pools.crew import Blueprint
+from envherd.executor.pools.portable import PortablePool
+from envherd.executor.pools.worker_pool import WorkerPool
+from envherd.shm.segment import Segment
+from envherd.shm.slab import Slab, SlabPlan, Storage, StoragePlan
+from envherd.shm.socket_bells import Bell
+from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
+from envherd.shm.sync import Doorbell
+from envherd.workers import messages
+from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.block.block import Block
+from envherd.workers.process.loop import Loop
+from envherd.workers.process.native_loop import loop_class
+from envherd.workers.testing.envs import PlainAdapter, PlainEnv
+
+LEAF = LeafSpec(("observation",), (1,), "int64")
+GOES_ON, ENDS, RAISES, RESET_RAISES = range(4)  # actions
+
+
+class Fate(Enum):
+    """What a worker does with the commands of one call: at once, or when the waiting caller looks at the workers."""
+
+    PROMPT = "at once"
+    LATE = "late"
+    DIES_BEFORE = "dies before it carries them out"
+    DIES_AFTER = "carries them out, and dies"
+
+
+class Scripted(PlainEnv):
+    """Observes a number that no other row has; its actions say what it does.
+
+    Attributes:
+        latest: the number of its latest row; None before the first.
+        is_in_episode: whether it was reset, and has neither ended nor raised since.
+        has_ended: whether its latest row is done.
+        stepped: the number of its latest step's row; None if it raised, or was handed out.
+        faults: calls that it must not get, but got.
+    """
+
+    spec = EnvSpec(observation=(LEAF,), action=(LeafSpec(("action",), (), "int64", Discrete(4)),), family="plain")
+    num_rows = 0
+    #: Rows of steps after which the reset raised. The worker may have died then, and a new instance knows no step.
+    unreset: ClassVar[set[int | None]] = set()
+
+    def __init__(self) -> None:
+        self.latest: int | None = None
+        self.stepped: int | None = None
+        self.is_in_episode = self.has_ended = self._reset_raises = False
+        self.faults: list[str] = []
+
+    def _row(self) -> list[Any]:
+        Scripted.num_rows += 1
+        self.latest = Scripted.num_rows
+        return [np.array([self.latest])]
+
+    def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> list[Any]:
+        self.is_in_episode = False
+        if self._reset_raises:
+            self._reset_raises = False
+            Scripted.unreset.add(self.stepped)
+            raise ValueError("a reset that raises")
+        self.is_in_episode, self.has_ended = True, False
+        return self._row()
+
+    def step(self, action: list[Any]) -> StepValues:
+        if not self.is_in_episode:
+            self.faults.append("a step of an instance that is not in an episode")
+        self._reset_raises = action[0] == RESET_RAISES
+        if action[0] == RAISES:
+            self.is_in_episode, self.stepped = False, None  # an earlier step may not have been handed out
+            raise ValueError("a step that raises")
+        self.has_ended = bool(action[0] in (ENDS, RESET_RAISES))
+        self.is_in_episode = not self.has_ended
+        row = self._row()
+        self.stepped = self.latest
+        return row, [0.0], self.has_ended, False
+
+
+class _Channel:
+    is_in_frame = has_unsent = False
+    num_queued = 0
+
+
+class SimulatedWorker:
+    """In place of a `WorkerProcess`, and the process.
+
+    Attributes:
+        envs: env id -> env.
+        is_alive: whether it has not died.
+    """
+
+    root_seed: int | None = None
+    is_attached = False
+    pid = 0
+    gpu: str | None = None
+
+    def __init__(self, worker_id: int, generation: int, env_ids: Sequence[int], options: ExecutorOptions) -> None:
+        self.worker_id, self.generation, self.channel, self.is_alive = worker_id, generation, _Channel(), True
+        self.envs = {env_id: Scripted() for env_id in env_ids}
+        self.frames: deque[dict[str, Any]] = deque()
+        self.inbox: deque[Callable[[Block], None]] = deque()
+        self._num_read = 0
+        adapters = {env_id: PlainAdapter(env) for env_id, env in self.envs.items()}
+        self._block = Block(worker_id, adapters, 0, self.frames.append, options.for_block())
+        self._block.build_again = self._build_again
+
+    def _build_again(self, env_id: int, _: Adapter) -> Adapter:
+        before, rebuilt = self.envs[env_id], Scripted()
+        rebuilt.stepped, rebuilt.faults = before.stepped, before.faults  # the row of a step is not handed out yet
+        self.envs[env_id] = rebuilt
+        return PlainAdapter(rebuilt)
+
+    def attach(self, slab: Slab, plan: SlabPlan, bells: tuple[list[Bell], Bell] | None) -> None:
+        """Begin to serve; `bells` are those that are not in the slab."""
+        self._block.attach(slab)
+        self._go: Bell = (
+            bells[0][self.worker_id] if bells else Doorbell.attach(slab.buffer, plan.go_offset(self.worker_id))
+        )
+        done: Bell = bells[1] if bells else Doorbell.attach(slab.buffer, plan.bells_offset)
+        kind = Loop if bells else loop_class()
+        self._serve = kind(self._block, slab, (self._go, done), self._read, lambda: None, 0).server()
+        self.is_attached = True
+
+    def _read(self) -> int:
+        self.inbox.popleft()(self._block)
+        self._num_read += 1
+        return self._num_read
+
+    def serve(self) -> None:
+        """Carry out what its doorbell has announced."""
+        while self.is_alive and self.is_attached and self._go.try_wait():
+            self._serve()
+
+    def kill(self) -> None:
+        self.is_alive = False
+
+    def has_exited(self) -> bool:
+        return not self.is_alive
+
+    def exit_description(self) -> str:
+        return "exit code 3"
+
+    def exit_code(self) -> int:
+        return 3
+
+    def last_lines(self) -> str:
+        return ""
+
+    def stack(self) -> str:
+        """Raise: the caller waits for an answer that nobody will give."""
+        raise AssertionError(f"worker {self.worker_id} does not answer")
+
+    def release(self) -> None:
+        """Do nothing: it has no descriptors."""
+
+
+class SimulatedCrew:
+    """In place of a `Crew`."""
+
+    is_closing = False
+    root_seed = 0
+    bells: Any = None  # of the portable pool: those of the workers, and the caller's
+
+    def __init__(self, blueprint: Blueprint, options: ExecutorOptions, on_row_frame: Callable[[Any], None]) -> None:
+        self.blueprint, self._options, self._on_row_frame = blueprint, options, on_row_frame
+        self.workers = [self._launch(worker_id, 0) for worker_id in range(len(blueprint.blocks))]
+        self.envs_in_python: list[str] = []
+
+    def _launch(self, worker_id: int, generation: int) -> SimulatedWorker:
+        return SimulatedWorker(worker_id, generation, self.blueprint.blocks[worker_id], self._options)
+
+    def start(self) -> list[EnvSpec]:
+        return [Scripted.spec for block in self.blueprint.blocks for _ in block]
+
+    def hand_over(self, plan: SlabPlan, segment: Segment, wake_worker: Callable[[int], None]) -> None:
+        self._wake_worker = wake_worker
+        self._segment, self._plan = segment, plan
+        self._storages: dict[int, tuple[StoragePlan, Segment]] = {}
+        self._slab = Slab(plan, segment.array())
+        for worker in self.workers:
+            worker.attach(self._slab, plan, self.bells)
+
+    def collect_specs(self, worker_id: int) -> list[EnvSpec]:
+        return [Scripted.spec for _ in self.blueprint.blocks[worker_id]]
+
+    def attach(self, worker_id: int) -> None:
+        worker = self.workers[worker_id]
+        worker.attach(self._slab, self._plan, self.bells)
+        for target, (plan, segment) in self._storages.items():
+            self._mail(worker, _attaching(target, plan, segment))
+
+    def has_answered(self, _: int) -> bool:
+        return True
+
+    def replace(self, worker_id: int) -> None:
+        self.workers[worker_id] = self._launch(worker_id, self.workers[worker_id].generation + 1)
+
+    def mail(self, worker_id: int, message: messages.Message) -> None:
+        assert isinstance(message, messages.Prepare)
+        self._mail(self.workers[worker_id], lambda block: block.prepare(message))
+
+    def _mail(self, worker: SimulatedWorker, deed: Callable[[Block], None]) -> None:
+        worker.inbox.append(deed)
+        worker.channel.num_queued += 1
+        self._wake_worker(worker.worker_id)
+
+    def attach_storage(self, target: int, plan: StoragePlan, segment: Segment) -> None:
+        self._storages[target] = plan, segment
+        for worker in self.workers:
+            self._mail(worker, _attaching(target, plan, segment))
+
+    def detach_storage(self, target: int) -> None:
+        for worker in self.workers:
+            self._mail(worker, lambda block: block.detach_storage(target))
+        if target in self._storages:
+            self._storages.pop(target)[1].close()
+
+    def drain(self, worker_id: int) -> None:
+        frames = self.workers[worker_id].frames
+        while frames:
+            self._on_row_frame(frames[0])
+            frames.popleft()
+
+    def seed(self, root_seed: int, episodes: Any = None) -> None:
+        self.root_seed = root_seed
+
+    def close(self, timeout_s: float) -> None:
+        for _, segment in self._storages.values():
+            segment.close()
+        self._segment.close()
+        for bell in () if self.bells is None else (*self.bells[0], self.bells[1]):
+            bell.close()
+
+
+def _attaching(target: int, plan: StoragePlan, segment: Segment) -> Callable[[Block], None]:
+    array = segment.array()  # now: as a process keeps what it has mapped
+    return lambda block: block.attach_storage(target, Storage(plan, array))
+
+
+class SimulatedPool(WorkerPool):
+    """A `WorkerPool` over a `SimulatedCrew`.
+
+    Attributes:
+        fates: worker id -> what it does with the commands of the next calls; PROMPT unless it has an entry.
+    """
+
+    crew: Any
+
+    def __init__(self, blocks: Sequence[Sequence[int]], options: ExecutorOptions) -> None:
+        num_envs = sum(map(len, blocks))
+        blueprint = Blueprint((b"",) * num_envs, ({},) * num_envs, tuple(map(tuple, blocks)), 0)
+        super().__init__(blueprint, options)
+        bells = getattr(self.crew, "bells", None)
+        self.crew = SimulatedCrew(blueprint, options, self.outcome.take)
+        self.crew.bells = bells
+        self.fates: dict[int, Fate] = {}
+        self.start()
+        restarts: Any = self.supervisor._restarts
+        restarts.next_delay_s = lambda _: 0.0
+
+    def run_prompt(self) -> None:
+        """Let the workers that answer at once carry out their commands."""
+        for worker in self.crew.workers:
+            if self.fates.get(worker.worker_id, Fate.PROMPT) is Fate.PROMPT:
+                worker.serve()
+
+    def _run_late(self) -> None:
+        for worker in list(self.crew.workers):
+            fate = self.fates.pop(worker.worker_id, Fate.PROMPT)
+            if fate is not Fate.DIES_BEFORE:
+                worker.serve()
+            if fate in (Fate.DIES_BEFORE, Fate.DIES_AFTER):
+                worker.kill()
+
+    def _look_around(self) -> None:
+        self._run_late()
+        super()._look_around()
+
+    def _after(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that makes a call, and lets workers answer it."""
+
+        def called(*args: Any) -> Any:
+            result = call(*args)
+            self.run_prompt()
+            return result
+
+        return called
+
+    def submit(self, *args: Any) -> None:
+        self._after(super().submit)(*args)
+
+    def compile(self, facts: Mapping[str, Any]) -> Any:
+        exchange = super().compile(facts)
+
+        def step(op: int, target: Any, column: int, serve: None, draft: Callable[[int], Any] | None) -> tuple[Any, int]:
+            found: tuple[Any, int] = exchange.step(op, target, column, serve, self._after(draft or (lambda _: None)))
+            return found
+
+        names = ("may_step", "land", "wait", "take", "roots")
+        own = {name: getattr(exchange, name) for name in names}
+        return SimpleNamespace(**own, step=step, give=self._after(exchange.give), send=self._after(exchange.send))
+
+    @property
+    def envs(self) -> list[Scripted]:
+        """The present instance of each env."""
+        return [env for worker in self.crew.workers for env in worker.envs.values()]
+
+
+class SimulatedPortablePool(SimulatedPool, PortablePool):
+    """A `PortablePool` over a `SimulatedCrew`."""
+
+
+def simulated(
+    monkeypatch: Any, blocks: Sequence[Sequence[int]], *, pool: type[SimulatedPool] = SimulatedPool, **options: Any
+) -> Any:
+    """Return an executor whose workers are simulated: those of `blocks`, the env ids of each."""
+    for module in (fast_commands, worker_pool):  # nobody else answers meanwhile
+        monkeypatch.setattr(module, "LOOK_S", 1e-6)
+    monkeypatch.setattr(worker_pool, "_LOOK_NS", 1000)
+    monkeypatch.setattr(worker_pool, "_LOOK_ANYWAY_S", 1e9)
+    settings = ExecutorOptions(stall_log_s=20.0, **options)  # far above any pause of a busy machine
+    return BatchedEnv(pool(blocks, settings), seed=0, device=None, copy=True, options=settings)

@@ -1,0 +1,40 @@
+/* Written from the constants in Python by `python -m tools.native_header --write`. */
+
+/* workers.protocol */
+#define OP_BITS 4
+#define FLAG_BITS 4
+#define TARGET_BITS 24
+#define RING 0
+#define OP_STEP 1
+#define OP_STEP_RESET 2
+#define OP_RESET 3
+#define FLAG_EACH 1
+#define FLAG_PREPARED 2
+#define STATUS_OK 0
+#define LEAVE 4611686018427387904LL
+
+/* shm.layout */
+#define ALIGNMENT 128
+
+/* shm.slab, workers.block.journal */
+#define KEPT_STEPS 0
+#define KEPT_EPISODE 1
+#define KEPT_SEED 2
+#define KEPT_FLAGS 3
+#define KEPT_FACTS 4
+#define JOURNAL_BEGUN 1
+#define JOURNAL_SEEDED 2
+
+/* workers.seeding */
+#define SEED_POOL 0x4u
+#define SEED_SHIFT 0x10u
+#define SEED_MULT_A 0x931E8875u
+#define SEED_INIT_B 0x8B51F9DDu
+#define SEED_MULT_B 0x58F38DEDu
+#define SEED_MIX_L 0xCA01F9DDu
+#define SEED_MIX_R 0x4973F715u
+
+/* executor.batches.step_data */
+#define CHECK_ANY 0
+#define CHECK_INDEX 1
+#define CHECK_FINITE 2
