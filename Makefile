@@ -80,7 +80,7 @@ try: $(SMALL_STAMP)
 	$(SMALL_BIN)/envherd rollout CartPole-v1 --envs 4 --steps 200
 
 test-small: $(SMALL_STAMP)
-	$(SMALL_BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder -m "not slow and not full"
+	$(SMALL_BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder -m "not slow and not full and not quiet"
 
 # On Linux, tests take away from a script what other systems lack. There the same script runs as it is.
 test-portable: $(SMALL_STAMP)
@@ -104,8 +104,10 @@ rollout: $(STAMP)
 	$(BIN)/envherd rollout $(ROLLOUT_ENV) --envs $(ROLLOUT_ENVS) --steps $(ROLLOUT_STEPS) --seed 0 \
 		--out $(ROLLOUT_NAME) --gif $(ROLLOUT_NAME).gif --png $(ROLLOUT_NAME).png
 
+# The tests marked `quiet` measure time, so they run last and alone.
 test: $(STAMP)
-	$(PYTEST)
+	$(PYTEST) -m "not quiet"
+	$(BIN)/python -m pytest -m quiet $$(grep -rl "mark\.quiet" --include="test_*.py" tests)
 
 # LONG= leaves out the files that take half of the time.
 LONG ?= tests/executor/protocol/test_property.py tests/faults/test_interrupts.py
@@ -124,7 +126,7 @@ golden: $(STAMP)
 	$(BIN)/python -m tools.golden "$(CASES)" $(WRITE)
 
 test-quick: $(STAMP)
-	$(PYTEST) -m "not slow and not full"
+	$(PYTEST) -m "not slow and not full and not quiet"
 
 test-full: $(STAMP)
 	ENVHERD_FULL=1 $(BIN)/python -m pytest

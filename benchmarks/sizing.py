@@ -1,202 +1,112 @@
-"""Check the choices of `envherd size` against an exhaustive sweep, for eight envs.
+"""Check the choices of `envherd size` against a sweep, for six kinds of envs.
 
-Each env is sized with a fixed number of envs. Then `SerialEnv`, every number of workers up to twice the cores, and
-first-K on the cores and on the chosen number run in rounds. The result is the choice's speed relative to the sweep's
-best (median and quartiles of the rounds), and the time of sizing.
+Each env is sized with a fixed number of envs. Then `SerialEnv`, several numbers of workers, and first-K run in turns,
+in random order within each round. The result is the choice's speed relative to the sweep's best: the median and the
+quartiles over rounds. If other programs use the machine, the time in which processes wait for a processor is left out.
 
-Run: python -m benchmarks.sizing [--quick] [--env NAME ...] [--rounds N] [--render] [--write]
-
-Start it with fewer processors (`taskset -c 0`), or in a control group with a CPU quota, to measure under that
-condition; the results of each condition are kept separately.
+Run: python -m benchmarks.sizing [--env NAME ...] [--rounds N] [--write]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
-import math
-import os
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
-from gymnasium.spaces import Box, Discrete
 from rich.console import Console
 
 from benchmarks import ROOT
 from benchmarks.parts import write_part
 from benchmarks.report import Sheet, to_markdown, to_rich
+from benchmarks.work import SteadyFactory
 from envherd.executor import ExecutorOptions, MeltingPotFactory, SerialEnv
-from envherd.executor.batched import BatchedEnv
-from envherd.executor.machine.machine import read_machine
+from envherd.executor.machine.machine import Others, read_machine
 from envherd.executor.sizing.driving import Driver, Subject
-from envherd.executor.sizing.measurement import Measurement
 from envherd.executor.sizing.recommending import recommend
-from envherd.executor.sizing.settings import Goal, Setting
+from envherd.executor.sizing.settings import Goal, Measurement, Setting
 from envherd.workers.adapters.env_names import factory_for
 
 RESULTS = Path(__file__).parent / "results" / "sizing.json"
 NUM_ENVS = 8
-#: Seconds that a call of an executor may take.
-_PATIENCE_S = 120.0
-
-
-class Synthetic(gymnasium.Env[np.ndarray, Any]):
-    """An env whose steps compute for a given time; an episode has 200 steps."""
-
-    observation_space = Box(-1.0, 1.0, (16,), np.float32)
-    action_space = Discrete(4)
-
-    def __init__(self, kind: str = "even") -> None:
-        self._kind = kind
-        self._steps = 0
-        self._own = np.ones((64 << 20) if kind == "hog" else 1, np.uint8)
-        self._large = np.ones((400, 400), np.float32)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:  # noqa: ARG002
-        """Start an episode."""
-        super().reset(seed=seed)
-        self._steps = 0
-        return np.zeros(16, np.float32), {}
-
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:  # noqa: ARG002  # not used
-        """Compute for a while."""
-        seconds = 1e-3
-        if self._kind == "tailed":
-            seconds = 20e-3 if self.np_random.random() < 0.03 else 0.5e-3
-        if self._kind == "threads":
-            self._large @ self._large
-        else:
-            end = time.thread_time() + seconds
-            while time.thread_time() < end:
-                pass
-        self._steps += 1
-        return np.zeros(16, np.float32), 0.0, self._steps >= 200, False, {}
-
-
-def even() -> Synthetic:
-    """Return an env whose steps take 1 ms."""
-    return Synthetic()
-
-
-def tailed() -> Synthetic:
-    """Return an env of which 3 % of the steps take 20 ms."""
-    return Synthetic("tailed")
-
-
-def hog() -> Synthetic:
-    """Return an env with 64 MiB of private memory."""
-    return Synthetic("hog")
-
-
-def threads() -> Synthetic:
-    """Return an env that multiplies matrices, with as many threads as it may use."""
-    return Synthetic("threads")
-
-
-#: Episode length for which a sweep sees many ends.
-_HORIZON = 200
+#: Seconds that a call of an executor may take, and of a turn.
+_PATIENCE_S, _SPAN_S = 300.0, 0.3
+#: Share of the processors' time that other programs take on a busy machine.
+_BUSY = 0.2
 ENVS: dict[str, Any] = {
+    "no-op": SteadyFactory(),
     "CartPole": factory_for("gymnasium:CartPole-v1"),
-    "1 ms": even,
-    "heavy-tailed": tailed,
-    "memory hog": hog,
-    "multi-threaded": threads,
-    **{
-        name: MeltingPotFactory(substrate, max_steps=_HORIZON)
-        for name, substrate in (
-            ("clean_up", "clean_up"),
-            ("commons_harvest", "commons_harvest__open"),
-            ("prisoners_dilemma", "prisoners_dilemma_in_the_matrix__arena"),
-        )
-    },
+    "HalfCheetah": factory_for("gymnasium:HalfCheetah-v5"),
+    "ALE Pong": factory_for("gymnasium:ALE/Pong-v5"),
+    "commons_harvest__open": MeltingPotFactory("commons_harvest__open"),
+    "10 ms sleep": SteadyFactory(sleep_s=0.01),
 }
-#: Figures of the probe that the rule uses.
-PROBE = (
-    *("step_mean_s", "step_median_s", "step_p99_s", "cpu_per_step_s"),
-    *("reset_median_s", "end_share", "episode_steps"),
+SETTINGS = (
+    *(Setting(num_envs=NUM_ENVS, num_workers=count) for count in (0, 1, 2, 4, 8)),
+    *(Setting(num_envs=NUM_ENVS, num_workers=count, mode="first-k") for count in (2, 8)),
 )
-QUICK = ("CartPole", "1 ms", "heavy-tailed")
+#: Figures of the probe that the rule uses.
+PROBE = ("step_mean_s", "step_median_s", "step_p99_s", "cpu_per_step_s", "reset_mean_s", "end_share")
 
 
-def condition() -> str:
-    """Return a text on the resources of this process."""
-    machine = read_machine()
-    allowed = f"{len(machine.cpus)} of {os.cpu_count()} processors"
-    return f"a CPU quota of {machine.cores:g}, {allowed}" if machine.is_throttled else allowed
-
-
-def run_one(name: str, num_rounds: int, span_s: float) -> dict[str, Any]:
+def run_one(name: str, num_rounds: int) -> dict[str, Any]:
     """Size an env and sweep it; return the figures."""
-    factory, began = ENVS[name], time.monotonic()
-    sizing = recommend(factory, goal=Goal(num_envs=NUM_ENVS))
-    took_s, chosen = time.monotonic() - began, sizing.advice.setting
-    cores = math.ceil(sizing.machine.cores)
-    grid = [Setting(num_envs=NUM_ENVS, num_workers=count) for count in range(min(NUM_ENVS, 2 * cores) + 1)]
-    first_k = [replace(one, mode="first-k") for one in grid if one.num_workers in (cores, max(1, chosen.num_workers))]
-    least_steps = 2 * _HORIZON * NUM_ENVS if isinstance(factory, MeltingPotFactory) else 0
-    settings = list(dict.fromkeys([*grid, *first_k, chosen]))
-    rates = sweep(factory, settings, sizing.measured, num_rounds, span_s, least_steps)
+    began, others = time.monotonic(), Others(read_machine().cpus)
+    sizing = recommend(ENVS[name], goal=Goal(num_envs=NUM_ENVS))
+    took_s, chosen = time.monotonic() - began, sizing.setting
+    settings = dict.fromkeys((*SETTINGS, chosen))
+    rates = sweep(ENVS[name], list(settings), sizing.measured, num_rounds, others)
     typical = {setting: float(np.median(values)) for setting, values in rates.items()}
+    best = max(typical, key=typical.__getitem__)
     return {
         "env": name,
+        "cores": sizing.machine.cores,
         "chosen": str(chosen),
-        "best": str(max(typical, key=typical.__getitem__)),
-        "sized_steps_per_s": sizing.advice.predicted.steps_per_s,
-        "measured_steps_per_s": typical[chosen],
+        "sized_steps_per_s": sizing.chosen.steps_per_s,
+        "best": str(best),
+        "steps_per_s": {str(one): rate for one, rate in typical.items()},
         "share_of_best": [float(share) for share in np.percentile(shares_of_best(rates, chosen), (25, 50, 75))],
         "took_s": took_s,
-        "contention": sizing.measured.contention,
-        "probe": {"cores": sizing.machine.cores, **{key: getattr(sizing.measured, key) for key in PROBE}},
+        "others": others.share(),
+        "date": time.strftime("%d %b %Y"),
+        "probe": {key: getattr(sizing.measured, key) for key in PROBE},
     }
 
 
 def sweep(
-    factory: Any,
-    settings: Sequence[Setting],
-    measured: Measurement,
-    num_rounds: int,
-    span_s: float,
-    least_steps: int = 0,
+    factory: Any, settings: Sequence[Setting], measured: Measurement, num_rounds: int, others: Others
 ) -> dict[Setting, list[float]]:
     """Run settings in rounds, all alive together; return the env-steps per second of each, by round.
 
     Args:
         factory: of the env.
         settings: to compare.
-        measured: of the env; converts the steps and resets of a turn of whole episodes to an amount of work.
+        measured: of the env; converts the steps and resets of a turn to an amount of work.
         num_rounds: in each, every setting has one turn.
-        span_s: seconds of a turn.
-        least_steps: least env-steps of a turn: two whole episodes, if resets are long and simultaneous.
+        others: measures how much of the machine other programs take.
     """
     subject, order = Subject(factory, {}, ExecutorOptions()), random.Random(0)
-    rates: dict[Setting, list[float]] = {setting: [] for setting in settings}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(subject.helper())
-        drivers: dict[int, Driver] = {}
-
-        def begin(one: Setting) -> BatchedEnv:
-            if not one.num_workers:
-                return SerialEnv(NUM_ENVS, factory, seed=0)
-            return subject.start(one, _PATIENCE_S)
-
-        for one in settings:
-            if one.num_workers not in drivers:
-                driver = Driver(functools.partial(begin, one), span_s)
-                drivers[one.num_workers] = stack.enter_context(contextlib.closing(driver))
+    turns: dict[Setting, list[Any]] = {setting: [] for setting in settings}
+    drivers: dict[int, Driver] = {}
+    with subject.helper(), contextlib.ExitStack() as stack:
+        for count in dict.fromkeys(one.num_workers for one in settings):
+            env = subject.start(NUM_ENVS, count, _PATIENCE_S) if count else SerialEnv(NUM_ENVS, factory, seed=0)
+            drivers[count] = Driver(stack.enter_context(env), _SPAN_S)
         for _ in range(num_rounds):
-            for setting in order.sample(list(settings), len(settings)):
-                turn = drivers[setting.num_workers].turn(setting.mode, least_steps)
-                steps = measured.whole_steps(turn.steps, turn.resets) if least_steps else turn.steps
-                rates[setting].append(steps / turn.seconds)
-    return rates
+            for setting in order.sample(settings, len(settings)):
+                turns[setting].append(drivers[setting.num_workers].turn(setting.mode))
+    is_busy, work = others.share() > _BUSY, measured.whole_steps
+    return {
+        setting: [
+            work(one.steps, one.resets) / (one.undisturbed_s(is_even=True) if is_busy else one.seconds) for one in made
+        ]
+        for setting, made in turns.items()
+    }
 
 
 def shares_of_best(rates: Mapping[Any, Sequence[float]], chosen: Any) -> list[float]:
@@ -216,51 +126,40 @@ def shares_of_best(rates: Mapping[Any, Sequence[float]], chosen: Any) -> list[fl
     return shares
 
 
-def as_sheet(where: str, rows: list[dict[str, Any]]) -> Sheet:
-    """Return the figures of all envs under one condition as a table."""
-    columns = ("env", "chosen", "sized/s", "measured/s", "best", "of best", "took", "contention")
+def as_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
+    """Return the figures of all envs as a table."""
+    columns = ("8 envs", "chosen", "best", "chosen / best", "sized/s", "measured/s", "took", "other programs")
     cells = [
         (
             row["env"],
             row["chosen"],
-            f"{row['sized_steps_per_s']:,.0f}",
-            f"{row['measured_steps_per_s']:,.0f}",
             row["best"],
-            "{1:.0%} ({0:.0%} to {2:.0%})".format(*row["share_of_best"]),
-            f"{row['took_s']:.1f} s",
-            f"{row['contention']:.0%}",
+            "{1:.2f} ({0:.2f} to {2:.2f})".format(*row["share_of_best"]),
+            f"{row['sized_steps_per_s']:,.0f}",
+            f"{row['steps_per_s'][row['chosen']]:,.0f}",
+            f"{row['took_s']:.0f} s",
+            f"{row['others']:.0%}",
         )
         for row in rows
     ]
-    return Sheet(f"The choice against a sweep: {where}", columns, cells)
+    return Sheet("The choice against a sweep", columns, cells)
 
 
 def main() -> None:
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three envs, few rounds; kept nowhere")
     parser.add_argument("--env", action="append", choices=ENVS, help="only these; results of the others stay")
-    parser.add_argument("--render", action="store_true", help="measure nothing: show what was measured before")
+    parser.add_argument("--rounds", type=int, default=20, help="of a sweep; 0 measures nothing")
     parser.add_argument("--write", action="store_true", help="write the table to docs/reports/sizing.md")
-    parser.add_argument("--rounds", type=int, default=8, help="of a sweep, a second for each setting")
     arguments = parser.parse_args()
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if not arguments.render:
-        names = arguments.env or (QUICK if arguments.quick else tuple(ENVS))
-        plan = (3, 0.3) if arguments.quick else (arguments.rounds, 1.0)
-        where = condition()
-        known = {row["env"]: row for row in kept.get(where, [])}
-        for name in names:
-            known[name] = run_one(name, *plan)
-            kept[where] = [known[name] for name in ENVS if name in known]
-            if not arguments.quick:
-                RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-    sheets = [as_sheet(where, rows) for where, rows in kept.items()]
-    for sheet in sheets:
-        Console(width=150).print(to_rich(sheet))
+    known = {row["env"]: row for row in json.loads(RESULTS.read_text())}
+    for name in (arguments.env or ENVS) if arguments.rounds else ():
+        known[name] = run_one(name, arguments.rounds)
+        RESULTS.write_text(json.dumps([known[one] for one in ENVS if one in known], indent=1) + "\n")
+    sheet = as_sheet([known[one] for one in ENVS if one in known])
+    Console(width=170).print(to_rich(sheet))
     if arguments.write:
-        lines = [line for sheet in sheets for line in (f"**{sheet.title}**", "", *to_markdown(sheet).split("\n"), "")]
-        write_part(ROOT / "docs" / "reports" / "sizing.md", "benchmarks/sizing.py", lines[:-1])
+        write_part(ROOT / "docs/reports/sizing.md", "benchmarks/sizing.py", to_markdown(sheet).split("\n"))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from envherd.executor.async_collector import AsyncCollector, AsyncStatistics
     from envherd.executor.batched import BatchedEnv
-    from envherd.executor.cluster import RayRollouts
-    from envherd.executor.cluster.errors import ClusterError
+    from envherd.executor.cluster.rollouts import RayRollouts
+    from envherd.executor.cluster.shares import ClusterError
     from envherd.executor.collector import Collector
     from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import Capsules, ExecutorOptions
@@ -82,7 +82,7 @@ _HOMES = {
     "Busy": _ERRORS,
     "Capsules": "envherd.executor.options",
     "Closed": _ERRORS,
-    "ClusterError": "envherd.executor.cluster.errors",
+    "ClusterError": "envherd.executor.cluster.shares",
     "Collector": "envherd.executor.collector",
     "Discrete": _SPECS,
     "EnvError": _ERRORS,
@@ -108,7 +108,7 @@ _HOMES = {
     "PrometheusCollector": "envherd.executor.show.exporting",
     "RandomPlayer": "envherd.executor.show.per_player",
     "Rate": "envherd.executor.show.results",
-    "RayRollouts": "envherd.executor.cluster",
+    "RayRollouts": "envherd.executor.cluster.rollouts",
     "ResetNeeded": _ERRORS,
     "SerialEnv": "envherd.executor.serial",
     "SmallPictures": "envherd.workers.block.pictures",

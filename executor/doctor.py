@@ -28,6 +28,7 @@ from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.shm import platforms
 from envherd.shm.segment import Segment
 from envherd.workers import native
+from envherd.workers.adapters.meltingpot import lua_edits, lua_tree
 from envherd.workers.adapters.meltingpot.factory import scenario_names, substrate_names
 from envherd.workers.build import Factory
 
@@ -58,9 +59,43 @@ class Finding:
     fix: str = ""
 
 
-def _judged(name: str, found: str, fix: str, *, is_ok: bool, otherwise: Level = "warn") -> Finding:
-    """Return the finding of a check that passed, or else one with a fix."""
-    return Finding(name, "ok", found) if is_ok else Finding(name, otherwise, found, fix)
+#: Name of a check, without a number at its end -> advice if it does not pass. The core packages have one advice.
+_FIXES = {
+    "worker pool": "faster with Linux, in a container that allows these calls (docs/portable.md)",
+    **dict.fromkeys(_CORE, "install the versions of constraints.txt: pip install -c constraints.txt -e '.[all]'"),
+    "plain steps": "install a C compiler, then envherd again; in a checkout: python setup.py build_ext --inplace",
+    "dmlab2d": "install the wheel for this Python: 3.11",
+    "meltingpot": "reinstall it",
+    "scenarios": (
+        "pip install --force-reinstall --no-deps --no-cache-dir dm-meltingpot, where its archive can be downloaded or "
+        "meltingpot-assets-2.3.0.tar.gz is in the temporary directory"
+    ),
+    "rendering": "export MUJOCO_GL=egl (a GPU or Mesa) or osmesa; `envherd rollout --gif` does so by itself",
+    "EGL device": "mount the GPU's devices into the container; allow its files for this user; update the driver",
+    "cores": "raise the quota (docker --cpus, limits.cpu, CPUQuota=), or use one worker",
+    "load": "stop what else runs, or measure later: timings made now say little",
+    "torch threads": (
+        "export OMP_NUM_THREADS=1, or torch.set_num_threads(1) in your script: threads that wait for a processor make "
+        "small networks up to 10 times slower"
+    ),
+    "memory": "ask `envherd size ENV` how many envs fit; raise the limit",
+    "killed for memory": "fewer envs (`envherd size ENV`), or a higher limit",
+    "open files": "ulimit -n 65536",
+    "processes": "ulimit -u, docker --pids-limit, TasksMax=",
+    "address space": "ulimit -v unlimited; limit memory with a control group instead",
+    "/dev/shm": (
+        "mount it, or docker --shm-size=1g; the portable pool and torch's DataLoader use it, forked workers do not"
+    ),
+}
+
+
+def _judged(name: str, found: str, fix: str = "", *, is_ok: bool, otherwise: Level = "warn") -> Finding:
+    """Return the finding of a check that passed, or else one with a fix, which is that of `_FIXES` by default."""
+    return (
+        Finding(name, "ok", found)
+        if is_ok
+        else Finding(name, otherwise, found, fix or _FIXES[name.rstrip(" 0123456789")])
+    )
 
 
 def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding]:
@@ -105,21 +140,18 @@ def _python() -> Iterator[Finding]:
     yield Finding("python", "ok", found)
     lacks = ", ".join(platforms.missing())
     found = f"the portable pool: this system lacks {lacks}" if lacks else "workers are forked; 'portable' is there too"
-    fix = "faster with Linux, in a container that allows these calls (docs/portable.md)"
-    yield _judged("worker pool", found, fix, is_ok=not lacks)
+    yield _judged("worker pool", found, is_ok=not lacks)
 
 
 def _packages() -> Iterator[Finding]:
     yield Finding("envherd", "ok", version_of("envherd") or "not installed as a package")
     for name in _CORE:
         installed = version_of(name)
-        if installed is None:
-            if name != "torchrl":
-                yield Finding(name, "fail", "not installed", f"pip install {name}")
-            continue
-        wrong = list(unmet(name, installed))
-        fix = "install the versions of constraints.txt: pip install -c constraints.txt -e '.[all]'"
-        yield _judged(name, "; ".join([installed, *wrong]), fix, is_ok=not wrong, otherwise="fail")
+        if installed is not None:
+            wrong = list(unmet(name, installed))
+            yield _judged(name, "; ".join([installed, *wrong]), is_ok=not wrong, otherwise="fail")
+        elif name != "torchrl":
+            yield Finding(name, "fail", "not installed", f"pip install {name}")
     families = [f"{name} {version}" for name in _OPTIONAL if (version := version_of(name)) is not None]
     yield Finding("env families", "ok", ", ".join(families) or "none installed")
 
@@ -127,8 +159,7 @@ def _packages() -> Iterator[Finding]:
 def plain_steps() -> Iterator[Finding]:
     """Report whether the C extension or Python makes plain steps, and why."""
     is_ok = native.load() is not None or os.environ.get(native.SWITCH, "1") == "0"
-    fix = "install a C compiler, then envherd again; in a checkout: python setup.py build_ext --inplace"
-    yield _judged("plain steps", native.describe(), fix, is_ok=is_ok)
+    yield _judged("plain steps", native.describe(), is_ok=is_ok)
 
 
 def steps_of(name: str, make_env: Factory) -> Iterator[Finding]:
@@ -165,11 +196,10 @@ def _dmlab2d() -> Iterator[Finding]:
         return
     command = [sys.executable, "-P", "-c", "import dmlab2d"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False)
-    if done.returncode == 0:
-        yield Finding("dmlab2d", "ok", version)
-        return
+    is_ok = done.returncode == 0
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    yield Finding("dmlab2d", "fail", f"{version} cannot be imported: {last}", "install the wheel for this Python: 3.11")
+    found = version if is_ok else f"{version} cannot be imported: {last}"
+    yield _judged("dmlab2d", found, is_ok=is_ok, otherwise="fail")
 
 
 def _meltingpot() -> Iterator[Finding]:
@@ -178,36 +208,32 @@ def _meltingpot() -> Iterator[Finding]:
         yield Finding("meltingpot", "ok", "not installed", 'pip install "envherd[meltingpot]", if you want it')
         return
     substrates, scenarios = len(substrate_names()), len(scenario_names())
-    found = f"{version}, {substrates} substrates"
-    yield _judged("meltingpot", found, "reinstall it", is_ok=substrates > 0, otherwise="fail")
+    yield _judged("meltingpot", f"{version}, {substrates} substrates", is_ok=substrates > 0, otherwise="fail")
     spec = importlib.util.find_spec("meltingpot")
     places = [Path(place) for place in (spec.submodule_search_locations or [])] if spec is not None else []
     models = sum(1 for place in places for _ in (place / "assets" / "saved_models").glob("*/*/saved_model.pb"))
     found = f"{scenarios} scenarios, models of {models} bots"
     if not models:
         found = f"the models of the bots are not installed: {scenarios} scenarios cannot run"
-    fix = (
-        "pip install --force-reinstall --no-deps --no-cache-dir dm-meltingpot, where its archive can be downloaded "
-        "or meltingpot-assets-2.3.0.tar.gz is in the temporary directory"
-    )
-    yield _judged("scenarios", found, fix, is_ok=models > 0)
+    yield _judged("scenarios", found, is_ok=models > 0)
+    reason = lua_tree.why_not_edited()
+    found = f"its Lua runs as it is installed, because of {reason}" if reason else "its Lua runs with faster resets"
+    fix = f"install {' and '.join(map('=='.join, lua_edits.VERSIONS.items()))}; a reset takes up to twice as long now"
+    yield _judged("meltingpot's Lua", found, fix, is_ok=not reason)
 
 
 def _rendering() -> Iterator[Finding]:
     if version_of("mujoco") is None:
         return
     has_display = "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ
-    found = f"MUJOCO_GL={os.environ.get('MUJOCO_GL', '')!r}"
-    if not has_display:
-        found = "no display, and MUJOCO_GL is not set: MuJoCo cannot draw"
-    fix = "export MUJOCO_GL=egl (a GPU or Mesa) or osmesa; `envherd rollout --gif` does so by itself"
-    yield _judged("rendering", found, fix, is_ok=has_display)
+    shown = f"MUJOCO_GL={os.environ.get('MUJOCO_GL', '')!r}"
+    found = shown if has_display else "no display, and MUJOCO_GL is not set: MuJoCo cannot draw"
+    yield _judged("rendering", found, is_ok=has_display)
 
 
 def _egl() -> Iterator[Finding]:
     for one in find_renderers():
-        fix = "mount the GPU's devices into the container; allow its files for this user; update the driver"
-        yield _judged(f"EGL device {one.number}", one.describe(), fix, is_ok=not one.problem)
+        yield _judged(f"EGL device {one.number}", one.describe(), is_ok=not one.problem)
 
 
 # ---- machine ---------------------------------------------------------------------------------------
@@ -250,14 +276,12 @@ def cores(machine: Machine) -> Iterator[Finding]:
         found += f": a CPU quota of {quota:g}"
     elif len(machine.cpus) < machine.num_cpus:
         found += ": affinity or a cpuset"
-    fix = "raise the quota (docker --cpus, limits.cpu, CPUQuota=), or use one worker"
-    yield _judged("cores", found, fix, is_ok=quota is None or quota >= 1)
+    yield _judged("cores", found, is_ok=quota is None or quota >= 1)
     busy = machine.cpu_pressure or 0.0
     found = f"{machine.load:.2f} processes want a processor"
     if busy > _BUSY:
         found = f"something waited for a processor in {busy:.0%} of the last 10 s"
-    fix = "stop what else runs, or measure later: timings made now say little"
-    yield _judged("load", found, fix, is_ok=busy <= _BUSY)
+    yield _judged("load", found, is_ok=busy <= _BUSY)
 
 
 def torch_threads(machine: Machine) -> Iterator[Finding]:
@@ -266,11 +290,7 @@ def torch_threads(machine: Machine) -> Iterator[Finding]:
 
     num_threads, free = torch.get_num_threads(), max(0.0, machine.cores - machine.load)
     found = f"{num_threads}, with {free:.1f} of {machine.cores:g} processors free"
-    fix = (
-        "export OMP_NUM_THREADS=1, or torch.set_num_threads(1) in your script: threads that wait for a processor make "
-        "small networks up to 10 times slower"
-    )
-    yield _judged("torch threads", found, fix, is_ok=num_threads <= max(1.0, free + 0.5))  # it is never quite idle
+    yield _judged("torch threads", found, is_ok=num_threads <= max(1.0, free + 0.5))  # it is never quite idle
 
 
 def memory(machine: Machine) -> Iterator[Finding]:
@@ -278,29 +298,27 @@ def memory(machine: Machine) -> Iterator[Finding]:
     found = f"{machine.memory_available / _GIB:.1f} of {machine.memory_total / _GIB:.1f} GiB available"
     if machine.cgroup.memory_limit is not None:
         found += f", a limit of {machine.cgroup.memory_limit / _GIB:.1f} GiB"
-    fix = "ask `envherd size ENV` how many envs fit; raise the limit"
-    yield _judged("memory", found, fix, is_ok=machine.memory_available >= _LEAST_MEMORY)
+    yield _judged("memory", found, is_ok=machine.memory_available >= _LEAST_MEMORY)
     if machine.cgroup.oom_kills:
         found = f"the kernel has killed {machine.cgroup.oom_kills} processes for the memory limit so far"
-        yield Finding("killed for memory", "warn", found, "fewer envs (`envherd size ENV`), or a higher limit")
+        yield _judged("killed for memory", found, is_ok=False)
 
 
 def limits(machine: Machine) -> Iterator[Finding]:
     """Check limits on descriptors, processes and address space."""
     left = machine.files_left
     if left is not None and left < _FEWEST_FILES - 64:
-        level: Level = "fail" if left < _FEWEST_FILES // 8 else "warn"
-        workers = max(0, left - FILES_FIXED) // FILES_PER_WORKER
-        yield Finding("open files", level, f"{left} left: enough for {workers} workers", "ulimit -n 65536")
+        found = f"{left} left: enough for {max(0, left - FILES_FIXED) // FILES_PER_WORKER} workers"
+        yield _judged("open files", found, is_ok=False, otherwise="fail" if left < _FEWEST_FILES // 8 else "warn")
     else:
         yield Finding("open files", "ok", "no limit" if left is None else f"{left:,} left")
     room = machine.processes_left
     found = "no limit" if room is None else f"{room:,} more processes and threads are allowed"
-    yield _judged("processes", found, "ulimit -u, docker --pids-limit, TasksMax=", is_ok=room is None or room >= 64)
+    yield _judged("processes", found, is_ok=room is None or room >= 64)
     space = machine.limits.get("as")
     if space is not None:
         found = f"{space / _GIB:.1f} GiB of address space: libraries reserve far more than they use"
-        yield Finding("address space", "warn", found, "ulimit -v unlimited; limit memory with a control group instead")
+        yield _judged("address space", found, is_ok=False)
 
 
 def dev_shm(machine: Machine) -> Iterator[Finding]:
@@ -309,8 +327,7 @@ def dev_shm(machine: Machine) -> Iterator[Finding]:
         return
     total = machine.shm_total or 0
     found = f"{(machine.shm_free or 0) / _MIB:,.0f} of {total / _MIB:,.0f} MiB free" if total else "there is none"
-    fix = "mount it, or docker --shm-size=1g; the portable pool and torch's DataLoader use it, forked workers do not"
-    yield _judged("/dev/shm", found, fix, is_ok=total >= _LEAST_SHM)
+    yield _judged("/dev/shm", found, is_ok=total >= _LEAST_SHM)
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:

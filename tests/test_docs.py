@@ -204,13 +204,6 @@ def test_code_fits_the_site():
         assert [line for block in blocks for line in block.splitlines() if len(line) > COLUMNS] == [], name_of(page)
 
 
-def test_pages_avoid_the_worst_words():
-    worst = re.compile(rf"\b(?:{'|'.join(WORDS)})\b", re.IGNORECASE)
-    for page in PAGES:
-        plain = re.sub(r"`[^`]*`|\"[^\"]*\"|\]\([^)]*\)", "", prose_of(page))
-        assert worst.findall(plain) == [], name_of(page)
-
-
 def prose_of_source(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of each comment and of each string that has several words."""
     with path.open() as file:
@@ -219,16 +212,12 @@ def prose_of_source(path: Path) -> Iterator[tuple[int, str]]:
                 yield token.start[0], re.sub(r"\{[^{}]*\}|`[^`]*`", "", token.string)
 
 
-def test_sources_avoid_the_worst_words():
+def test_pages_and_sources_avoid_the_worst_words():
     worst = re.compile(rf"\b(?:{'|'.join(WORDS)})\b", re.IGNORECASE)
-    found = [
-        f"{path}:{line}: {words}"
-        for folder in ("executor", "shm", "workers")
-        for path in sorted((ROOT / folder).glob("**/*.py"))
-        for line, text in prose_of_source(path)
-        if (words := worst.findall(text))
-    ]
-    assert found == []
+    files = sorted(path for folder in ("executor", "shm", "workers") for path in (ROOT / folder).glob("**/*.py"))
+    texts = [(f"{path}:{line}", text) for path in files for line, text in prose_of_source(path)]
+    texts += [(name_of(page), re.sub(r"`[^`]*`|\"[^\"]*\"|\]\([^)]*\)", "", prose_of(page))) for page in PAGES]
+    assert [(where, found) for where, text in texts if (found := worst.findall(text))] == []
 
 
 def members_of(path: str) -> dict[str, object]:
@@ -297,14 +286,6 @@ def test_the_index_has_every_example():
     assert {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")} <= set(
         re.findall(r"\[(\w+\.\w+)\]", (DOCS / "index.md").read_text())
     )
-
-
-def test_the_readmes_installation_begins_with_the_makefiles_two_commands():
-    installation = (ROOT / "README.md").read_text().partition("\n## Installation\n")[2]
-    commands = re.search(r"```\n(.*?)```", installation, re.DOTALL).group(1).splitlines()
-    assert [re.match(r"make (\w+) +# \w", line).group(1) for line in commands] == ["rollout", "test"]
-    targets = re.findall(r"^(\w+): ", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert {"rollout", "test"} <= set(targets)
 
 
 def test_the_readmes_first_screen_has_the_ratios_of_its_tables():

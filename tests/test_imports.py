@@ -35,7 +35,6 @@ ALLOWED = {
     "workers/adapters/pettingzoo/*": {"pettingzoo", "gymnasium"},
     "workers/adapters/simulators/*": {"torch", "tensordict"},
     "workers/adapters/torchrl/*": {"torch", "tensordict", "torchrl"},
-    "workers/adapters/hosts/torchrl*.py": {"torch", "tensordict", "torchrl"},
     "executor/*": {"numpy", "torch", "tensordict", "psutil", "envherd.shm", "envherd.workers", "envherd.executor"},
     "executor/cli/*": {"typer", "rich"},
     "executor/cli/env_template.py": {"envherd"},  # a file of the user
@@ -44,7 +43,6 @@ ALLOWED = {
     "executor/show/video.py": {"imageio", "imageio_ffmpeg"},
     "executor/show/exporting.py": {"prometheus_client"},
     "executor/progress.py": {"tqdm"},
-    "executor/sizing/plotting.py": {"matplotlib"},
     "executor/cluster/*.py": {"ray"},
     "executor/facades/gymnasium/*": {"gymnasium"},
     "executor/facades/cleanrl/*": {"gymnasium"},
@@ -104,7 +102,7 @@ ORDER = {
         *("adapters.gymnasium", "adapters.gymnasium_vector", "adapters.envpool", "adapters.dm_env"),
         *("adapters.meltingpot", "adapters.pettingzoo", "adapters.torchrl", "adapters.simulators"),
         *("adapters.torch_native", "adapters.named", "adapters.env_names", "adapters"),
-        *("native", "info_rows", "block", "build", "adapters.hosts", "process", "testing"),
+        *("native", "info_rows", "block", "build", "process", "testing"),
     ),
     "executor": (
         *("keywords", "progress", "options", "machine", "batches", "pools", "monitor", "protocol"),
@@ -137,7 +135,7 @@ HEAVY = {
     "torch",
     "torchrl",
 }
-FAMILIES = ("dm_env", "envpool", "gymnasium", "hosts", "meltingpot", "pettingzoo", "simulators", "torch")
+FAMILIES = ("dm_env", "envpool", "gymnasium", "meltingpot", "pettingzoo", "simulators", "torch")
 
 
 @functools.cache
@@ -243,7 +241,7 @@ MAY_LOAD: dict[tuple[str, ...], set[str]] = {
         (f"{_FACADES}.{facade}.worker",): {"gymnasium"}
         for facade in ("cleanrl", "gymnasium", "pettingzoo", "rllib", "sb3")
     },
-    (f"{_FACADES}.sb3.factory",): set(),
+    (f"{_FACADES}.sb3.factory", f"{_FACADES}.light_tensorboard"): set(),
 }
 #: Imports each line of modules in a fork of a process that has imported nothing, and prints the packages loaded there.
 LOADING = """

@@ -54,25 +54,22 @@ def test_wheels_with_and_without_models_are_told_apart(script, tmp_path):
     assert not script.wheel_has_models(write_wheel(tmp_path / "b.whl", "meltingpot/__init__.py", "meltingpot/assets/"))
 
 
-def test_a_build_that_stands_still_is_given_up(script, tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "STALL_S", 0.1)
-    monkeypatch.setattr(script, "POLL_S", 0.02)
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        with pytest.raises(script.BuildFailed, match="stood still"):
-            script.watch(process, tmp_path)
-    finally:
-        process.kill()
-        process.wait()
+WRITES = "import sys, time\nwhile True: open(sys.argv[1], 'a').write('x'); time.sleep(0.01)"
 
 
-def test_a_build_that_takes_for_ever_is_given_up_although_it_moves(script, tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "LIMIT_S", 0.15)
+@pytest.mark.parametrize(
+    ("limit", "code", "message"),
+    [
+        (("STALL_S", 0.1), "import time; time.sleep(60)", "stood still"),
+        (("LIMIT_S", 0.15), WRITES, "took more than"),  # it moves for ever
+    ],
+)
+def test_a_build_that_does_not_end_is_given_up(script, tmp_path, monkeypatch, limit, code, message):
+    monkeypatch.setattr(script, *limit)
     monkeypatch.setattr(script, "POLL_S", 0.02)
-    write = "import sys, time\nwhile True: open(sys.argv[1], 'a').write('x'); time.sleep(0.01)"
-    process = subprocess.Popen([sys.executable, "-c", write, str(tmp_path / "download")])
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "download")])
     try:
-        with pytest.raises(script.BuildFailed, match="took more than"):
+        with pytest.raises(script.BuildFailed, match=message):
             script.watch(process, tmp_path)
     finally:
         process.kill()

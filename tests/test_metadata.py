@@ -57,25 +57,6 @@ def test_with_an_address_every_link_and_picture_is_absolute_and_there(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_build_has_the_mark_of_typed_packages(tmp_path):
-    """PEP 561: type checkers look for `py.typed` in the package itself."""
-    layers = ("executor", "shm", "workers")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    for folder in ("envherd", *layers):
-        (tmp_path / folder).mkdir()
-        for file in (ROOT / folder).glob("*py*"):
-            if file.is_file():
-                shutil.copy(file, tmp_path / folder)
-    for layer in layers:
-        (tmp_path / "envherd" / layer).symlink_to(f"../{layer}")
-    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", "built"]
-    subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
-    assert (tmp_path / "built" / "envherd" / "py.typed").is_file()
-    assert all((tmp_path / "built" / "envherd" / layer / "py.typed").is_file() for layer in layers)
-
-
-@pytest.mark.slow
 def test_without_an_address_the_readme_is_unchanged(tmp_path):
     built = metadata(tmp_path, "")
     assert built.get_payload() == (ROOT / "README.md").read_text()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import re
 import shutil
 import subprocess
@@ -86,14 +84,3 @@ def test_mypy_finds_all_mistakes_and_has_nothing_against_the_rest(installed):
     assert found == WRONG, f"{done.stdout}\n{done.stderr}"
     assert "py.typed" not in done.stdout
     assert 'did you mean "num_workers"?' in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("basedpyright") is None, reason="needs basedpyright, or pyright")
-def test_pyright_finds_all_mistakes_and_has_nothing_against_the_rest(installed):
-    python = str(installed / "venv" / "bin" / "python")
-    pyright = [sys.executable, "-m", "basedpyright", "--level", "error", "--outputjson"]
-    command = [*pyright, "--pythonpath", python, "script.py"]
-    done = subprocess.run(command, cwd=installed, capture_output=True, text=True, check=False)
-    errors = json.loads(done.stdout)["generalDiagnostics"]
-    assert {one["range"]["start"]["line"] + 1 for one in errors if one["severity"] == "error"} == WRONG, errors

@@ -1,4 +1,4 @@
-"""Files for the host of the source: workflows call targets of the Makefile, forms ask for what helps."""
+"""Workflows call targets of the Makefile, have few rights, and publish only what was built."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import yaml
 ROOT = Path(__file__).parents[1]
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
-FORMS = sorted(path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([\w-]+)(?= *[\w-]* *:(?!=))", MAKEFILE, re.MULTILINE))
 
@@ -72,46 +71,12 @@ def test_only_a_tag_publishes_and_after_all_that_was_built():
     assert (jobs["publish"]["if"], jobs["publish"]["environment"]) == ("github.event_name == 'push'", "release")
 
 
-def test_targets_that_the_script_of_continuous_integration_runs_exist():
-    calls = re.findall(r"^(?:exec )?(make .*)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    assert calls
-    assert {goal for call in calls for goal in goals_of(call)[0]} <= TARGETS
-
-
-def test_make_knows_its_targets_and_help_names_only_those():
+def test_make_knows_its_targets_and_those_of_its_help_and_of_the_script_of_continuous_integration():
     phony = set(re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[1].split())
     assert phony <= TARGETS | {"help"}
     helped = {name for line in re.findall(r'@echo "make ([^"]*)', MAKEFILE) for name in line.split("  ")[0].split()}
-    assert helped <= TARGETS
+    called = re.findall(r"^(?:exec )?(make .*)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert called
+    assert helped.union(*(goals_of(call)[0] for call in called)) <= TARGETS
     done = subprocess.run(["make", "-n", *sorted(phony - {"docs-serve"})], cwd=ROOT, capture_output=True, text=True)  # noqa: PLW1510
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("path", FORMS, ids=name_of)
-def test_a_form_has_what_the_host_wants_of_it(path):
-    form = loaded(path)
-    assert {"name", "description", "body"} <= form.keys()
-    fields = [field for field in form["body"] if field["type"] != "markdown"]
-    assert len({field["id"] for field in fields}) == len(fields)
-    assert all(field["attributes"]["label"] for field in fields)
-    assert any("envherd doctor" in field["attributes"]["label"] for field in fields)
-
-
-def test_the_form_for_custom_envs_asks_for_factory_doctor_and_check():
-    body = loaded(GITHUB / "ISSUE_TEMPLATE" / "custom_env.yml")["body"]
-    needed = {field["id"] for field in body if field.get("validations", {}).get("required")}
-    assert {"factory", "doctor", "check"} <= needed
-
-
-def test_updates_are_of_actions_and_packages():
-    updates = loaded(GITHUB / "dependabot.yml")
-    assert updates["version"] == 2
-    assert {one["package-ecosystem"] for one in updates["updates"]} == {"github-actions", "pip"}
-
-
-@pytest.mark.parametrize("name", ["SECURITY.md", "CODE_OF_CONDUCT.md"])
-def test_pages_of_the_host_are_linked_and_their_links_have_targets(name):
-    text = (ROOT / name).read_text()
-    assert name in (ROOT / "CONTRIBUTING.md").read_text()
-    for link in re.findall(r"\]\(([^)#]+)", text):
-        assert link.startswith("https://") or (ROOT / link).is_file(), link

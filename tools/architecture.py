@@ -84,7 +84,6 @@ BOXES = {
     ),
     "workers/process/": Box(("workers/process/*",), "helper process, start, loop", 7, (2, 2)),
     "workers/testing/": Box(("workers/testing/*",), "envs for tests", 6, (3, 3)),
-    "workers/adapters/hosts/": Box(("workers/adapters/hosts/*",), "TorchRL's half in a worker", 6, (4, 4)),
     "workers/build.py": Box(("workers/build.py",), "from a factory to an adapter", 5, (2, 4)),
     "workers/block/": Box(
         ("workers/block/*",), "the envs of one worker: commands carried out, rows written", 4, (1, 2)

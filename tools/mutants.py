@@ -148,6 +148,7 @@ BELOW: dict[str, tuple[str, ...]] = {
     "executor/simulator/": ("executor/simulator", "workers/test_torch_native.py"),
     "executor/sizing/": ("executor/sizing",),
     "executor/testing/": _CONTRACT,
+    "executor/testing/together.py": ("workers/test_together.py", *_CONTRACT),
     "shm/": ("shm", *_STEPS),
     "workers/": ("workers", *_STEPS),
     "workers/adapters/": ("workers/test_refusals.py", "workers/test_checks.py", "contracts/test_families.py"),

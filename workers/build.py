@@ -223,7 +223,7 @@ class Builder:
     def forget(self, closed: Adapter) -> None:
         """Forget an env that is closed, so that another one can take its place."""
         own = closed
-        while isinstance(own, Wrapping):
+        while isinstance(own, Wrapping) and not any(own is built for built, _ in self._built):
             own = own.inner
         self._built = [pair for pair in self._built if pair[0] is not own]
         if own.is_alone:

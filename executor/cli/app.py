@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -10,11 +11,14 @@ import typer
 from typer.core import TyperGroup
 
 from envherd.executor.cli.doctor import doctor
-from envherd.executor.cli.evaluate import Evaluate
+from envherd.executor.cli.exit_codes import EXIT_USAGE
 from envherd.executor.cli.init import init
 from envherd.executor.cli.listing import list_envs
 from envherd.executor.cli.option_values import require_number
-from envherd.executor.cli.options import Check, Command, Record, Replay, Rollout, Size, Top
+from envherd.executor.cli.options import Check, Command, Evaluate, Replay, Rollout, Size, Top
+
+#: What `record` did without options.
+_RECORD = ("--alone", "--envs", "1", "--episodes", "1", "--steps", "1000")
 
 
 class _Commands(TyperGroup):
@@ -40,7 +44,7 @@ app = typer.Typer(
 )
 
 
-def _add(kind: type[Command] | type[Evaluate]) -> None:
+def _add(kind: type[Command]) -> None:
     """Add the command that a class describes, under the name of the class."""
 
     def run(**options: Any) -> None:
@@ -70,7 +74,6 @@ def _main(
 
 _add(Rollout)
 _add(Evaluate)
-_add(Record)
 _add(Replay)
 app.command()(init)
 _add(Check)
@@ -78,3 +81,14 @@ _add(Size)
 app.command("list")(list_envs)
 _add(Top)
 app.command()(doctor)
+
+
+@app.command(
+    hidden=True,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def record(ctx: typer.Context) -> None:
+    """Print the options of `rollout` that replace this command."""
+    line = shlex.join(["envherd", "rollout", *_RECORD, *ctx.args])
+    typer.echo(f"error: record failed: expected rollout, which makes films now, got record. Run\n  {line}", err=True)
+    raise typer.Exit(EXIT_USAGE)

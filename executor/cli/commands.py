@@ -23,7 +23,7 @@ from rich.text import Text
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.storing import StoreError
-from envherd.executor.cluster.errors import ClusterError
+from envherd.executor.cluster.shares import ClusterError
 from envherd.executor.machine.room import TooMany
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
@@ -38,7 +38,7 @@ from envherd.workers.adapters.named import named_callable
 from envherd.workers.errors import EnvherdError, FactoryError
 
 if TYPE_CHECKING:
-    from envherd.executor.cluster import RayRollouts
+    from envherd.executor.cluster.rollouts import RayRollouts
 
 Prepared = TypeVar("Prepared")
 #: How the messages of envherd's own errors begin.
@@ -138,7 +138,7 @@ def started_on_ray(made: Made, num_envs: int, address: str, **how: Any) -> RayRo
         address: of the cluster's head, `auto` for the cluster in use, or `local` for a new one.
         **how: further arguments of `RayRollouts`.
     """
-    from envherd.executor.cluster import RayRollouts
+    from envherd.executor.cluster.rollouts import RayRollouts
 
     factory, kwargs = made
     return RayRollouts(num_envs, factory, env_kwargs=kwargs or None, address=address, **how)

@@ -1,4 +1,4 @@
-"""Pictures of runs: a GIF of all envs side by side, and a contact sheet (PNG).
+"""Pictures of runs: a GIF of all envs side by side or of one, a contact sheet (PNG), and a video of the first env.
 
 Each frame of an env, uint8 `[H, W, 3]`, becomes a tile with a caption. Small frames (sprites, grids) are enlarged
 without smoothing, by the largest whole factor that fits the picture. Large frames are reduced by averaging areas.
@@ -8,7 +8,7 @@ Pillow is imported only when it is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,9 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.cli.returns import Returns
 from envherd.executor.show.camera import Camera, MediaError, enlarged
+from envherd.executor.show.video import Video, require_imageio
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -39,6 +41,9 @@ MAX_GIF_ENVS = 16
 MAX_SHEET_ENVS = 8
 SHEET_COLUMNS = 5
 GIF_FRAMES_PER_S = 12.0
+#: Most moments in a GIF of one env, and the longest side of its frames.
+_ALONE_FRAMES = 240
+_ALONE_PX = 1600
 
 #: A left caption, a right caption, and a frame or None.
 Tile = tuple[str, str, np.ndarray | None]
@@ -75,20 +80,54 @@ class Film:
 
 
 class Pictures:
-    """Draws the first envs during a run, and writes a GIF and a contact sheet at its end, each if it has a path.
+    """Draws envs during a run, and writes a GIF and a contact sheet at its end, and a video, each if it has a path.
+
+    GIF and sheet show the first envs side by side, or the first env alone. The video shows each step of the first env.
+
+    Args:
+        gif: path of the animation; None for none.
+        png: path of the contact sheet; None for none.
+        num_steps: requested steps.
+        mp4: path of the video; None for none.
+        alone: show the first env alone, with up to 240 moments in the GIF; implied by the next two.
+        views: show the world and what each agent observes, with the returns so far.
+        agent: index of the agent whose observation is shown; None for the world view, or the env's `render`.
+        fps: steps per second of the video, and of a GIF of one env.
+
+    Attributes:
+        are_wanted: there is a path.
+        are_drawn: the envs must draw the pictures themselves; agents observe theirs.
 
     Raises:
-        MediaError: Pillow is missing.
+        MediaError: a package is missing.
     """
 
-    def __init__(self, gif: Path | None, png: Path | None, num_steps: int) -> None:
-        self._gif, self._png = gif, png
-        self.are_wanted = gif is not None or png is not None
-        self._film = Film(120, num_steps)
-        self._camera: Camera | None = None
+    def __init__(  # noqa: PLR0913  # the options of the command
+        self,
+        gif: Path | None,
+        png: Path | None,
+        num_steps: int,
+        *,
+        mp4: Path | None = None,
+        alone: bool = False,
+        views: bool = False,
+        agent: int | None = None,
+        fps: float = 20.0,
+    ) -> None:
+        self._gif, self._png, self._mp4 = gif, png, mp4
+        self._has_views, self._agent, self._fps = views, agent, fps
+        self._is_kept = gif is not None or png is not None
+        self._is_alone = alone or views or agent is not None
+        self.are_wanted = self._is_kept or mp4 is not None
+        self.are_drawn = self.are_wanted and agent is None
+        self._film = Film(_ALONE_FRAMES if self._is_alone else 120, num_steps)
+        self._look: Callable[[TensorDictBase, list[int]], list[np.ndarray | None]] | None = None
+        self._video: Video | None = None
         self._latest: dict[int, np.ndarray] = {}
-        if self.are_wanted:
+        if self._is_kept or views:
             require_pillow()
+        if mp4 is not None:
+            require_imageio()
 
     def look(self, env: BatchedEnv, step: int, td: TensorDictBase) -> None:
         """Keep the frames of a step, if they are wanted.
@@ -101,20 +140,35 @@ class Pictures:
         Raises:
             MediaError: at the first call, if no env has a picture.
         """
-        if not (self.are_wanted and self._film.wants(step)):
+        is_kept = self._is_kept and self._film.wants(step)
+        if not (is_kept or self._mp4 is not None or self._has_views):  # views sum up the rewards of all steps
             return
-        self._camera = self._camera or Camera(env)
-        env_ids = list(range(min(env.num_envs, MAX_GIF_ENVS)))
-        for env_id, frame in zip(env_ids, self._camera.look(td, env_ids), strict=True):
-            if frame is not None:  # an env without a frame for a while keeps its last one
-                self._latest[env_id] = reduced(frame)
-        self._film.add(step, dict(self._latest))
+        if self._look is None:
+            self._look = _Views(env).look if self._has_views else Camera(env, self._agent).look
+        env_ids = list(range(min(env.num_envs, 1 if self._is_alone or not self._is_kept else MAX_GIF_ENVS)))
+        frames = self._look(td, env_ids)
+        if self._mp4 is not None and frames[0] is not None:
+            self._video = self._video or Video(self._mp4, self._fps)
+            self._video.add(enlarged(frames[0]))
+        if is_kept:
+            for env_id, frame in zip(env_ids, frames, strict=True):
+                if frame is not None:  # an env without a frame for a while keeps its last one
+                    self._latest[env_id] = reduced(enlarged(frame), _ALONE_PX) if self._is_alone else reduced(frame)
+            self._film.add(step, dict(self._latest))
+
+    def close(self) -> None:
+        """Complete the video. Idempotent."""
+        if self._video is not None:
+            self._video.close()
 
     def write(self, title: str) -> dict[str, str]:
-        """Write the files; return name -> path."""
+        """Write the files, and complete the video; return name -> path."""
+        self.close()
         moments, env_ids = self._film.moments, sorted(self._latest)
-        files = {}
-        if self._gif is not None:
+        if self._gif is not None and self._is_alone:
+            alone = [require_pillow().Image.fromarray(frames[0]) for _, frames in moments]
+            save_animation(self._gif, alone, frames_per_s=self._fps / self._film.stride)
+        elif self._gif is not None:
             frames = [
                 grid(
                     [(f"env {i}", f"step {step}", frames.get(i)) for i in env_ids],
@@ -125,18 +179,50 @@ class Pictures:
                 for step, frames in moments
             ]
             save_animation(self._gif, frames, frames_per_s=GIF_FRAMES_PER_S)
-            files["gif"] = str(self._gif)
         if self._png is not None:
             picked = np.unique(np.linspace(0, len(moments) - 1, SHEET_COLUMNS).round().astype(int))
             tiles = [
-                (f"env {i}", f"step {moments[at][0]}", moments[at][1].get(i))
+                (f"env {i}", f"step {moments[at][0]}", frame if frame is None else reduced(frame))
                 for i in env_ids[:MAX_SHEET_ENVS]
                 for at in picked
+                for frame in [moments[at][1].get(i)]
             ]
             sheet = grid(tiles, columns=len(picked), title=title, width_px=SHEET_WIDTH_PX)
             sheet.save(self._png, optimize=True)
-            files["png"] = str(self._png)
-        return files
+        files = {"gif": self._gif, "png": self._png, "mp4": self._mp4}
+        return {name: str(path) for name, path in files.items() if path is not None}
+
+
+class _Views:
+    """Draws the world and the view of each player of the first env in one picture, with the returns so far.
+
+    Raises:
+        MediaError: its players observe no pictures.
+    """
+
+    def __init__(self, env: BatchedEnv) -> None:
+        self._world, self._players = Camera(env), Camera(env, 0).key
+        self._returns, self._reward = Returns(env.spec, 1), env.spec.reward[0].key
+        names, roles = self._returns.agents, list(env.spec.metadata.get("agent_roles") or ())
+        has_roles = len(roles) == len(names) and set(roles) != {"default"}
+        self._names = [f"{name} {role}" for name, role in zip(names, roles, strict=True)] if has_roles else names
+        self._title = str(env.spec.metadata.get("name") or env.spec.family)
+        self._step = 0
+
+    def look(self, td: TensorDictBase, env_ids: list[int]) -> list[np.ndarray | None]:
+        """Return the picture of a reset or of a step, uint8 `[H, W, 3]`, with the returns including the step."""
+        is_root = td.get(self._reward, None) is None
+        self._step = 0 if is_root else self._step + 1
+        returns = (self._returns.running if is_root else self._returns.add(td[:1]))[0]
+        caption = f"step {self._step}  sum {returns.sum():.1f}"
+        tiles: list[Tile] = [(self._title, caption, world) for world in self._world.look(td, env_ids)]
+        views = td[0][self._players].numpy(force=True)
+        tiles += [
+            (name, f"return {value:.1f}", view) for name, value, view in zip(self._names, returns, views, strict=True)
+        ]
+        if td["done"][0].any():
+            self._step = 0
+        return [np.asarray(grid(tiles, width_px=_ALONE_PX))]
 
 
 def reduced(frame: np.ndarray, largest_px: int = KEPT_PX) -> np.ndarray:

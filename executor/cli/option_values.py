@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ import typer
 
 #: Above all root seeds that are drawn.
 _LARGEST = 2**63
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def picture(suffix: str) -> Callable[[Path | None], Path | None]:
@@ -103,20 +101,6 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise typer.BadParameter(f"expected a JSON object, got {text!r}.")
     return found
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of a text such as `2GiB`, `512M` or `1.5 g`; the parser of sizes.
-
-    Units are powers of 1000, with an i of 1024.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
-    if match is None or match.group(2) not in _UNITS:
-        raise typer.BadParameter(f"expected a number and a unit, e.g. 256GiB or 512MB, got {text!r}.")
-    size = float(match.group(1)) * _UNITS[match.group(2)]
-    if not size < _LARGEST:
-        raise typer.BadParameter(f"expected less than 2**63 bytes, got {text[:40]!r}.")
-    return int(size)
 
 
 # ---- options of several commands -------------------------------------------------------------------

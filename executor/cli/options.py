@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from envherd.executor.cli.option_values import (
+    ENV_HELP,
     Env,
     EnvKwargs,
     Gif,
@@ -29,13 +30,12 @@ from envherd.executor.cli.option_values import (
     Sheet,
     Workers,
     new_folder,
-    parse_size,
     picture,
     text_file,
 )
 
 #: The largest durations, and more processors than any machine has.
-_DAY_S, _MINUTE_MS, _MOST_CPUS = 86_400, 60_000, 2**16
+_DAY_S, _MINUTE_MS = 86_400, 60_000
 #: `check` keeps all steps in memory.
 _MOST_CHECKED = 1_000_000
 
@@ -80,6 +80,9 @@ class Rollout(Command):
         ),
     ] = None
     steps: Annotated[int, typer.Option(min=1, help="Steps of each env; envs whose episode ends are reset.")] = 200
+    episodes: Annotated[
+        int | None, typer.Option(min=1, help="Stop as soon as this number of episodes, of all envs, has ended.")
+    ] = None
     seed: Seed = None
     policy: Policy = None
     max_steps: MaxSteps = None
@@ -90,43 +93,81 @@ class Rollout(Command):
     ] = None
     gif: Gif = None
     png: Sheet = None
-    json: Json = None
-    quiet: Quiet = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Record(Command):
-    """Record a video (MP4, GIF) of one env.
-
-    After Ctrl-C, the video has the steps until then.
-    """
-
-    env: Env
-    mp4: Annotated[Path | None, typer.Option(metavar="PATH", callback=picture(".mp4"), help="Write a video (MP4).")] = (
-        None
-    )
-    gif: Gif = None
-    views: Annotated[
-        bool, typer.Option("--views", help="Show the world and the observation of each agent, with the returns so far.")
-    ] = False
-    policy: Policy = None
-    episodes: Annotated[int, typer.Option(min=1, help="Stop after this number of episodes.")] = 1
-    steps: Annotated[int, typer.Option(min=1, help="Stop after this number of steps, even within an episode.")] = 1000
-    agent: Annotated[
-        int | None, typer.Option(min=0, metavar="I", help="Show the observation of agent I; default: the world view.")
+    mp4: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", callback=picture(".mp4"), help="Write a video of the first env (MP4)."),
     ] = None
-    fps: Annotated[float, typer.Option(min=1, max=240, help="Steps per second of video.")] = 20.0
-    seed: Seed = None
-    max_steps: MaxSteps = None
-    env_kwargs: EnvKwargs = None
+    alone: Annotated[bool, typer.Option("--alone", help="Show the first env alone; in the GIF without captions.")] = (
+        False
+    )
+    views: Annotated[
+        bool,
+        typer.Option(
+            "--views",
+            help="Show the first env's world and what each of its agents observes, with the return so far.",
+        ),
+    ] = False
+    agent: Annotated[
+        int | None, typer.Option(min=0, metavar="I", help="Show what agent I of the first env observes.")
+    ] = None
+    fps: Annotated[
+        float, typer.Option(min=1, max=240, help="Steps per second of a video, and of a GIF of the first env alone.")
+    ] = 20.0
+    json: Json = None
     quiet: Quiet = False
 
     def __post_init__(self) -> None:
         """Refuse options that do not go together."""
-        if self.mp4 is None and self.gif is None:
+        is_of_one = self.alone or self.views or self.agent is not None
+        if is_of_one and (self.gif, self.png, self.mp4) == (None, None, None):
             raise typer.BadParameter("expected --mp4 or --gif, got neither.")
         if self.views and self.agent is not None:
             raise typer.BadParameter("expected --views or --agent, got both. Leave one out.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(Command):
+    """Evaluate policies in one env or in several tasks: success, returns and lengths, with 95 % confidence intervals.
+
+    For envs with players, also: per-capita, collective and per-role returns, and equality.
+    """
+
+    env: Annotated[
+        list[str], typer.Argument(metavar="ENV...", help=f"One or several of: {ENV_HELP}", show_default=False)
+    ]
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FACTORY",
+            help="FACTORY(env) returns the policy of a task: a callable, for players also a dict of policies by player "
+            "and role, or a PerPlayer; default: random actions.",
+        ),
+    ] = None
+    background: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FACTORY", help="The same for other players, or random; default: the bots of a scenario."
+        ),
+    ] = None
+    focal: Annotated[
+        str | None,
+        typer.Option(metavar="I,J,...", help="The focal players; default: those of the scenario, or all."),
+    ] = None
+    episodes: Annotated[int, typer.Option(min=1, help="Number of episodes of each ENV.")] = 10
+    workers: Workers = None
+    seed: Annotated[int, typer.Option(min=0, help="Root seed.")] = 0
+    max_steps: MaxSteps = None
+    env_kwargs: EnvKwargs = None
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", callback=text_file, help="Keep the episodes in this JSON, and continue from it."),
+    ] = None
+    videos: Annotated[
+        Path | None, typer.Option(metavar="DIR", callback=new_folder, help="Write films of episodes (MP4).")
+    ] = None
+    filmed: Annotated[int, typer.Option(min=1, help="With --videos: how many episodes of each ENV to film.")] = 1
+    json: Json = None
+    quiet: Quiet = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,29 +255,11 @@ class Size(Command):
     episode_steps: Annotated[
         int | None, typer.Option(min=1, help="Steps of an episode; default: measured. Set it for very long episodes.")
     ] = None
-    cpus: Annotated[
-        int | None, typer.Option(min=1, max=_MOST_CPUS, help="Plan for a machine with this many cores.")
-    ] = None
-    memory: Annotated[
-        int | None,
-        typer.Option(metavar="SIZE", parser=parse_size, help="Plan for this much available memory, e.g. 256GiB."),
-    ] = None
-    gpu: Annotated[
-        int | None, typer.Option(metavar="SIZE", parser=parse_size, help="Plan for a GPU with this much memory.")
-    ] = None
     budget: Annotated[float, typer.Option(min=0.5, max=_DAY_S, help="Maximum seconds of the measurement.")] = 20.0
     headroom: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the memory to leave free.")] = 0.2
     env_kwargs: EnvKwargs = None
-    plot: Annotated[
-        Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a chart (PNG).")
-    ] = None
     json: Json = None
     quiet: Quiet = False
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether the options describe another machine."""
-        return not (self.cpus is None and self.memory is None and self.gpu is None)
 
 
 @dataclass(frozen=True, kw_only=True)

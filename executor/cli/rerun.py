@@ -26,6 +26,7 @@ from tensordict import TensorDictBase
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.commands import started
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_NO_FAILURE
+from envherd.executor.cli.media import Pictures
 from envherd.executor.cli.options import Replay
 from envherd.executor.cli.storing import has_text, refuse_code
 from envherd.executor.options import ExecutorOptions
@@ -33,12 +34,8 @@ from envherd.executor.pools.capsule_file import Capsule, CapsuleError, load_caps
 from envherd.executor.pools.capsules import FATAL, OPTIONS, digest
 from envherd.executor.pools.worker_process import describe_exit
 from envherd.executor.serial import SerialEnv
-from envherd.executor.show.camera import Camera
-from envherd.executor.show.video import Video, require_imageio
 from envherd.workers.adapters.env_names import Made, made_for
 from envherd.workers.errors import EnvError, WorkerLost, WorkerTimeout
-
-_FPS = 20.0
 
 
 class Rerun:
@@ -69,8 +66,7 @@ class Rerun:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CapsuleError(f"reading {self._path} failed: expected options of an executor, got {error}") from None
-        if self._options.record is not None:
-            require_imageio()
+        self._pictures = Pictures(None, None, 0, mp4=self._options.record)
         return capsule, self._made(capsule), options
 
     def _made(self, capsule: Capsule) -> Made:
@@ -96,7 +92,7 @@ class Rerun:
                 )
             or_trust = f"\nor\n  envherd replay {shlex.quote(str(self._path))} --trust"
             refuse_code(self._path, (name, kwargs), (self._options.env, self._options.env_kwargs), or_trust)
-        factory, kwargs = made_for(name, kwargs, None, with_frames=self._options.record is not None)
+        factory, kwargs = made_for(name, kwargs, None, with_frames=self._pictures.are_drawn)
         if name == facts["env"] and facts["fields"]:
             try:
                 factory = replace(factory, **facts["fields"])  # type: ignore[type-var]  # those with fields are
@@ -143,18 +139,14 @@ class Rerun:
             if self._options.pdb:
                 env: BatchedEnv = SerialEnv(1, made[0], env_kwargs=made[1] or None, **how)
             else:
-                env = started(made, 1, is_drawn=self._options.record is not None, num_workers=1, **how)
+                env = started(made, 1, is_drawn=self._pictures.are_drawn, num_workers=1, **how)
         except Exception as error:  # of an env with other arguments, or of a machine that lacks what it needs
             raise CapsuleError(
                 f"replay failed: expected an env as {self._path} describes it, got {type(error).__name__}: {error}",
                 remote_traceback=getattr(error, "remote_traceback", None) if self._options.trust else None,
             ) from error
-        with contextlib.ExitStack() as stack, torch.no_grad():
-            stack.enter_context(env)
-            video = None
-            if self._options.record is not None:
-                video = stack.enter_context(contextlib.closing(Video(self._options.record, _FPS)))
-            episode = _Episode(capsule, env, self._options.pdb, video)
+        with env, contextlib.closing(self._pictures), torch.no_grad():
+            episode = _Episode(capsule, env, self._options.pdb, self._pictures)
             try:
                 return "", episode.run()
             except (EnvError, WorkerLost, WorkerTimeout) as error:
@@ -172,9 +164,8 @@ class _Episode:
         difference: what differed before the failure, as text.
     """
 
-    def __init__(self, capsule: Capsule, env: BatchedEnv, stops: bool, video: Video | None) -> None:  # noqa: FBT001
-        self._facts, self._env, self._stops, self._video = capsule.facts, env, stops, video
-        self._camera = Camera(env)
+    def __init__(self, capsule: Capsule, env: BatchedEnv, stops: bool, pictures: Pictures) -> None:  # noqa: FBT001
+        self._facts, self._env, self._stops, self._pictures = capsule.facts, env, stops, pictures
         self.num_steps, self.difference = 0, ""
         leaves = [*env.spec.action, *env.spec.state]
         stored = [(array.shape[1:], str(array.dtype)) for array in capsule.inputs.values()]
@@ -190,7 +181,7 @@ class _Episode:
         """
         facts, env, last = self._facts, self._env, self._facts["num_steps"]
         root = self._stopping(lambda: env.reset(seed=[facts["seed"]], list_of_kwargs=[facts["reset_options"] or {}]))
-        self._look(root)
+        self._pictures.look(env, 0, root)
         while self.num_steps < last:
             if self.num_steps == last - 1 and facts["observation"] not in (None, self._digest(root)):
                 self.difference = f"the observation before step {last} is another."
@@ -198,7 +189,7 @@ class _Episode:
                 root.set(key, torch.from_numpy(values[self.num_steps : self.num_steps + 1]))
             self.num_steps += 1
             root = self._stopping(lambda: env.step(root)["next"])  # noqa: B023  # called at once
-            self._look(root)
+            self._pictures.look(env, self.num_steps, root)
             if self.num_steps < last:
                 if root["done"].any():
                     return f"the episode ended in step {self.num_steps} of {last}."
@@ -211,10 +202,6 @@ class _Episode:
             return call()
         pool: Any = self._env.engine.pool
         return _stop_before(call, pool.adapters[0].env, self.num_steps)
-
-    def _look(self, td: TensorDictBase) -> None:
-        if self._video is not None:
-            self._video.add(self._camera.look_at_first(td))
 
     def _digest(self, root: TensorDictBase) -> str:
         spec = self._env.spec

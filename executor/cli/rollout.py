@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +17,7 @@ from rich.console import Console, Group, RenderableType
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.cli.commands import (
     acting,
@@ -41,7 +43,7 @@ from envherd.workers.errors import EnvherdError
 from envherd.workers.processes import memory_of
 
 if TYPE_CHECKING:
-    from envherd.executor.cluster import RayRollouts
+    from envherd.executor.cluster.rollouts import RayRollouts
 
 SCHEMA = "envherd.rollout/1"
 #: Fields of `WorkerStatistics` in the figures.
@@ -67,10 +69,11 @@ def _prepare(options: Rollout) -> tuple[Made, Any, Pictures, RolloutStore | None
     Returns:
         The factory and its arguments, what makes the policy or None, the pictures, and the store or None.
     """
-    pictures = Pictures(options.gif, options.png, options.steps)
+    how = {name: getattr(options, name) for name in ("mp4", "alone", "views", "agent", "fps")}
+    pictures = Pictures(options.gif, options.png, options.steps, **how)
     if pictures.are_wanted and options.ray is not None:
-        raise MediaError("--gif or --png failed: expected envs on this machine, got --ray. Leave one of them out.")
-    made = made_for(options.env, options.env_kwargs, options.max_steps, with_frames=pictures.are_wanted)
+        raise MediaError("--gif, --png or --mp4 failed: expected envs on this machine, got --ray. Leave one out.")
+    made = made_for(options.env, options.env_kwargs, options.max_steps, with_frames=pictures.are_drawn)
     store = None if options.out is None else RolloutStore(options.out, options.steps)
     return made, policy_maker(options.policy), pictures, store
 
@@ -86,10 +89,10 @@ def _work(options: Rollout, made: Made, make_policy: Any, pictures: Pictures, st
         how: dict[str, Any] = {"num_workers": options.workers, "seed": options.seed}
         env: ParallelEnv | RayRollouts
         if options.ray is None:
-            env = started(made, options.envs, is_drawn=pictures.are_wanted, **how)
+            env = started(made, options.envs, is_drawn=pictures.are_drawn, **how)
         else:
             env = started_on_ray(made, options.envs, options.ray, **how)
-    with env:
+    with env, contextlib.closing(pictures):
         act = None if make_policy is None else acting(make_policy, env)
         counted, returns, failure = _collect(options, env, act, pictures, store, console)
         memory = memory_of(os.getpid(), is_alone=True)
@@ -125,13 +128,19 @@ def _totals(env: ParallelEnv | RayRollouts) -> Statistics:
 
 
 def _stepped(
-    env: ParallelEnv | RayRollouts, act: Callable[[Any], Any] | None, root: Any, num_steps: int
+    env: ParallelEnv | RayRollouts, act: Callable[[Any], Any] | None, root: Any, num_steps: int, *, is_drawn: bool
 ) -> Iterator[TensorDictBase]:
-    """Yield each step of all envs, from their root."""
+    """Yield each step of all envs, from their root. Envs that are drawn are reset after it, not by it."""
     if isinstance(env, ParallelEnv):
+        act = act or env.rand_action
         for _ in range(num_steps):
-            td, root = env.step_and_maybe_reset((act or env.rand_action)(root))
-            yield td
+            if is_drawn:
+                td = env.step(act(root))
+                yield td
+                root = env.reset(TensorDict({"_reset": td["next", "done"]}, env.batch_size))
+            else:
+                td, root = env.step_and_maybe_reset(act(root))
+                yield td
         return
     for first in range(0, num_steps, _CHUNK):
         data = env.rollout(min(_CHUNK, num_steps - first), act, auto_reset=not first)
@@ -168,7 +177,7 @@ def _collect(
         if isinstance(env, ParallelEnv):
             root = env.reset()
             pictures.look(env, 0, root)
-        steps = _stepped(env, act, root, options.steps)
+        steps = _stepped(env, act, root, options.steps, is_drawn=pictures.are_wanted)
         with noting_interrupt() as pressed:
             try:
                 for step in range(1, options.steps + 1):
@@ -188,6 +197,7 @@ def _collect(
                         bar.update(task, completed=step, rate=rate, episodes=returns.num_episodes)
                     if pressed:
                         counted["interrupted"] = True
+                    if pressed or returns.num_episodes >= (options.episodes or math.inf):
                         break
             except EnvherdError as error:
                 if not counted["steps_done"]:
@@ -250,25 +260,26 @@ def _summary(found: Mapping[str, Any]) -> Table:
     grid = Table(title=Text(found["env"], "bold"), title_justify="left", box=box.ROUNDED, show_header=False)
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    why = "interrupted" if found["interrupted"] else "failed"
+    why = "interrupted" if found["interrupted"] else "failed" if found["error"] else "enough episodes"
     done, collect_s, keep_s = found["steps_done"], found["collect_s"], found["keep_s"]
     asked = f" of {found['steps']} ({why})" if done < found["steps"] else ""
     keep = f", and {keep_s:.2f} s to draw and store" if keep_s > 0.1 * collect_s else ""
-    grid.add_row("env-steps/s", Text(f"{found['env_steps_per_s']:,.0f}", "bold green"))
-    grid.add_row("agent-steps/s", Text(f"{found['agent_steps_per_s']:,.0f}", "bold green"))
-    grid.add_row("steps", f"{done}{asked} x {found['num_envs']} envs in {collect_s:.2f} s{keep}")
-    grid.add_row("episodes", f"{found['episodes']} ended")
     names = list(found["mean_return"].items())
     more = f"  and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     returns = "  ".join(f"{name} {mean:.2f}" for name, mean in names[:_MAX_NAMES])
-    grid.add_row("return so far" if found["mean_return_is_partial"] else "mean return", returns + more)
-    troubles = ("env_errors", "env errors"), ("worker_losses", "workers lost"), ("interrupted_rows", "rows interrupted")
-    for key, name in troubles:
-        if found[key]:
-            grid.add_row(name, Text(str(found[key]), "bold red"))
-    grid.add_row("seed", str(found["seed"]))
-    for kind, path in found["files"].items():
-        grid.add_row(kind, Text(path, "cyan"))
+    troubles = {"env errors": "env_errors", "workers lost": "worker_losses", "rows interrupted": "interrupted_rows"}
+    rows: dict[str, RenderableType] = {
+        "env-steps/s": Text(f"{found['env_steps_per_s']:,.0f}", "bold green"),
+        "agent-steps/s": Text(f"{found['agent_steps_per_s']:,.0f}", "bold green"),
+        "steps": f"{done}{asked} x {found['num_envs']} envs in {collect_s:.2f} s{keep}",
+        "episodes": f"{found['episodes']} ended",
+        "return so far" if found["mean_return_is_partial"] else "mean return": returns + more,
+        **{name: Text(str(found[key]), "bold red") for name, key in troubles.items() if found[key]},
+        "seed": str(found["seed"]),
+        **{kind: Text(path, "cyan") for kind, path in found["files"].items()},
+    }
+    for name, value in rows.items():
+        grid.add_row(name, value)
     return grid
 
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.cli.commands import carry_out
 from envherd.executor.cli.option_values import write_text
 from envherd.executor.cli.options import Size
-from envherd.executor.machine.gpus import Gpu
-from envherd.executor.machine.machine import Machine, read_machine
-from envherd.executor.sizing.measurement import Measurement
+from envherd.executor.machine.machine import Machine
 from envherd.executor.sizing.recommending import Sizing, recommend
-from envherd.executor.sizing.settings import Goal, counted, size_text, time_text
+from envherd.executor.sizing.settings import Goal, Measurement, counted, size_text, time_text
 from envherd.workers.adapters.env_names import Factory, factory_for
 
-SCHEMA = "envherd.size/5"
+SCHEMA = "envherd.size/6"
+#: Figures of the chosen setting, in the JSON.
+_CHOSEN = ("num_envs", "num_workers", "mode", "steps_per_s", "memory_bytes", "start_s")
 
 
 def run(options: Size) -> int:
@@ -31,8 +31,6 @@ def run(options: Size) -> int:
 
 def _prepare(options: Size) -> tuple[Factory, Goal]:
     """Check the options before anything is measured; return the factory and the goal."""
-    if options.plot is not None:
-        from envherd.executor.sizing import plotting  # noqa: F401  # its error names the missing package
     goal = Goal(
         num_envs=options.envs,
         num_workers=options.workers,
@@ -41,8 +39,7 @@ def _prepare(options: Size) -> tuple[Factory, Goal]:
         episode_steps=options.episode_steps,
         headroom=options.headroom,
     )
-    if not options.is_planned:
-        goal.require_room()
+    goal.require_room()
     return factory_for(options.env), goal
 
 
@@ -55,55 +52,32 @@ def _work(options: Size, factory: Factory, goal: Goal) -> int:
             env_kwargs=options.env_kwargs or None,
             goal=goal,
             budget_s=options.budget,
-            machine=planned(read_machine(), options.cpus, options.memory, options.gpu) if options.is_planned else None,
             progress=lambda text, share: status.update(f"{text} ({share:.0%} of {options.budget:g} s)"),
         )
-    console.print(table(options.env, sizing))
-    if options.plot is not None:
-        from envherd.executor.sizing.plotting import draw
-
-        draw(options.plot, options.env, sizing)
-        console.print(f"plot: {options.plot}")
+    reasons = Table.grid(padding=(0, 1))
+    for index, line in enumerate(sizing.why):
+        reasons.add_row("" if index else "why:", Text(line))
+    refused = [f"not run: {one.setting}: {one.refusal.text}" for one in sizing.runs if one.refusal is not None]
+    console.print(
+        _advice(options.env, sizing), reasons, _runs(sizing), *(Text(line, "dim") for line in refused), sep="\n"
+    )
     write_text(options.json, json.dumps(plain_report(options.env, sizing), indent=2) + "\n")
     return 0
 
 
-def planned(here: Machine, cpus: int | None, memory: int | None, gpu: int | None) -> Machine:
-    """Return the machine to plan for: this one, with the cores, memory and GPU of the options."""
-    machine = here
-    if cpus is not None:
-        ids = tuple(range(cpus))
-        cgroup = replace(machine.cgroup, cpu_quota=None)
-        machine = replace(machine, cpus=ids, num_cpus=cpus, physical_cores=cpus, cgroup=cgroup)
-    if memory is not None:
-        cgroup = replace(machine.cgroup, memory_limit=None, memory_room=None)
-        machine = replace(machine, memory_total=memory, memory_free=memory, cgroup=cgroup)
-    if gpu is not None:
-        machine = replace(machine, gpus=(Gpu("planned", gpu, None),))
-    return machine
-
-
-def table(env: str, sizing: Sizing) -> RenderableType:
-    """Return the report as tables for the terminal."""
-    return Group(_advice(env, sizing), _reasons(sizing), *_runs(sizing))
-
-
 def _advice(env: str, sizing: Sizing) -> Table:
-    advice = sizing.advice
-    setting, one = advice.setting, advice.predicted
+    chosen, setting, machine = sizing.chosen, sizing.setting, sizing.machine
     grid = Table(title=Text(env, "bold"), title_justify="left", box=box.ROUNDED, show_header=False)
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    words = str(setting)
-    if not setting.num_workers:
-        envs = counted(setting.num_envs, "env")
-        words = f"{envs} in the caller's process: SerialEnv({setting.num_envs}, make_env)"
-    grid.add_row("run", Text(words, "bold green"))
-    how = "scaled from the probe" if one.is_scaled else "measured"
-    grid.add_row("env-steps/s", f"{one.steps_per_s:,.0f} {how} ({one.batch_s * 1e3:,.2f} ms a batch)")
-    grid.add_row("memory", f"{size_text(one.memory_bytes)} of {size_text(advice.memory_room_bytes)} available")
-    grid.add_row("start-up", f"{one.start_s:,.1f} s")
-    grid.add_row("machine", machine_text(sizing.machine))
+    in_process = f"{counted(setting.num_envs, 'env')} in the caller's process: SerialEnv({setting.num_envs}, make_env)"
+    grid.add_row("run", Text(str(setting) if setting.num_workers else in_process, "bold green"))
+    grid.add_row("env-steps/s", f"{chosen.steps_per_s:,.0f} measured ({time_text(chosen.batch_s)} a batch)")
+    grid.add_row(
+        "memory", f"{size_text(chosen.memory_bytes)} of {size_text(sizing.machine.memory_available)} available"
+    )
+    grid.add_row("start-up", time_text(chosen.start_s))
+    grid.add_row("machine", machine_text(machine))
     grid.add_section()
     for name, value in _measured(sizing.measured):
         grid.add_row(name, value)
@@ -133,7 +107,7 @@ def _measured(measured: Measurement) -> list[tuple[str, str]]:
     )
     return [
         ("build", f"{time_text(measured.build_s)} first, {time_text(measured.build_further_s)} further"),
-        ("reset", f"{time_text(measured.first_reset_s)} first, {time_text(measured.reset_median_s)} later"),
+        ("reset", f"{time_text(measured.first_reset_s)} first, {time_text(measured.reset_mean_s)} later"),
         ("step", f"{time_text(measured.step_median_s)} median, {time_text(measured.step_p99_s)} p99"),
         ("cpu of a step", cpu),
         ("memory of envs", memory),
@@ -141,32 +115,17 @@ def _measured(measured: Measurement) -> list[tuple[str, str]]:
     ]
 
 
-def _reasons(sizing: Sizing) -> RenderableType:
-    grid = Table.grid(padding=(0, 1))
-    for index, line in enumerate(sizing.advice.why):
-        grid.add_row("why:" if index == 0 else "", Text(line))
-    return grid
-
-
-def _runs(sizing: Sizing) -> list[RenderableType]:
-    """Return a table of the settings that were run and of `SerialEnv`, then the refused ones with the reasons."""
+def _runs(sizing: Sizing) -> Table:
+    """Return a table of the settings that were run."""
     title = Text("compared on this machine", "bold")
     grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
     for name in ("setting", "env-steps/s", "of best", "busy", "memory", "turns"):
         grid.add_column(name, justify="left" if name == "setting" else "right", no_wrap=True)
     for one in sorted((one for one in sizing.runs if one.refusal is None), key=lambda one: -one.relative):
-        grid.add_row(
-            str(one.setting),
-            f"{one.steps_per_s:,.0f}",
-            f"{one.relative:.0%}",
-            f"{one.busy_share:.0%}" if one.rounds else "",
-            size_text(one.memory_bytes),
-            str(one.rounds) if one.rounds else "probe",
-            style="bold" if one.setting == sizing.advice.setting else "",
-        )
-    lines = [f"not run: {one.setting}: {one.refusal.text}" for one in sizing.runs if one.refusal is not None]
-    is_compared = any(one.rounds for one in sizing.runs)
-    return [*([grid] if is_compared else []), *(Text(line, "dim") for line in lines)]
+        figures = f"{one.steps_per_s:,.0f}", f"{one.relative:.0%}", f"{one.busy_share:.0%}", size_text(one.memory_bytes)
+        style = "bold" if one.setting == sizing.setting else ""
+        grid.add_row(str(one.setting), *figures, str(one.rounds), style=style)
+    return grid
 
 
 def plain_report(env: str, sizing: Sizing) -> dict[str, Any]:
@@ -174,12 +133,13 @@ def plain_report(env: str, sizing: Sizing) -> dict[str, Any]:
     machine = asdict(sizing.machine)
     for name in ("cores", "memory_available", "files_left", "processes_left"):
         machine[name] = getattr(sizing.machine, name)
-    serial = sizing.serial
+    chosen = sizing.chosen.to_plain()
     return {
         "schema": SCHEMA,
         "env": env,
-        **sizing.advice.to_plain(),
-        "serial": None if serial is None else {"num_envs": serial.setting.num_envs, "steps_per_s": serial.steps_per_s},
+        "executor": "ParallelEnv" if sizing.setting.num_workers else "SerialEnv",
+        **{name: chosen[name] for name in _CHOSEN},
+        **{name: getattr(sizing, name) for name in ("binding", "why", "most_envs_in_memory", "meets_target")},
         "settings": [one.to_plain() for one in sizing.runs],
         "measured": sizing.measured.to_plain(),
         "machine": machine,

@@ -24,7 +24,7 @@ import ray
 import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 
-from envherd.executor.cluster.errors import ClusterError
+from envherd.executor.cluster.shares import ClusterError
 from envherd.executor.machine.machine import usable_cores
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.policy import Placed
@@ -48,55 +48,52 @@ class Node:
     """Runs the envs of a share; see the module.
 
     Args:
-        expected: the driver's versions.
-        registered: names of envs; see `workers.registries`.
-        factories: one per env, pickled.
-        cores: of the share; 0 for all.
-        first: id in the batch of env 0.
-        how: further arguments of `ParallelEnv`.
+        *task: the arguments of `_build`.
     """
 
     _env: Any = None
     _is_current = False
-    _policy_id = _version = -1
+    #: Ray's references of what made the policy, and of its weights.
+    _made: Any = None
+    _weights: Any = None
+    #: The latest rows of the envs, `[n]`; None if these are not in the middle of episodes.
+    _rows: TensorDictBase | None = None
 
-    def __init__(
-        self,
-        expected: Mapping[str, str],
-        registered: bytes,
-        factories: Sequence[bytes],
-        cores: float,
-        first: int,
-        how: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, *task: Any) -> None:
         threading.Thread(target=_end_with, args=(os.getppid(),), name="envherd-parent", daemon=True).start()
         node_id = ray.get_runtime_context().get_node_id()[:8]
         self._place = f"node {socket.gethostname()}/{node_id}, pid {os.getpid()}"
-        self._task = expected, registered, factories, cores, first, how
+        self._task = task
 
-    def do(self, call: str, state: dict[str, Any] | None, rows: TensorDictBase | None, *args: Any) -> Any:
-        """Make a call; return its result and the state after it, or the error.
+    def do(self, call: str, state: bytes | None, *args: Any, **how: Any) -> Any:
+        """Make a call; return its result, where this is, and the state after the call; or the error.
 
         Args:
             call: the name of a method.
             state: that the latest answer has returned; None for the first call.
-            rows: the latest rows of the envs, `[n]`; None if the envs are not in the middle of episodes.
             *args: of the method.
+            **how: of the method.
         """
         try:
             if self._env is None:
                 self._env = self._build(*self._task)
             # An actor before this one was lost.
             if state is not None and not self._is_current and call != "load":
-                self.load(state)
-                if rows is not None:
-                    roots = [row.to_dict() for row in rows.unbind(0)]
-                    self._env.engine.take_over(roots, np.array(state["ended"]))
+                self._continue_from(pickle.loads(state))
             self._is_current = True
-            return getattr(self, call)(*args), self.save(with_envs=False)
+            result = getattr(self, call)(*args, **how)
+            return result, self._place, pickle.dumps({**self.save(with_envs=False), "rows": self._rows})
         except EnvherdError as error:
             error.partial = None
             return error
+
+    def _continue_from(self, state: dict[str, Any]) -> None:
+        """Continue from the state of a lost actor; envs that were in an episode begin with an interrupted row."""
+        self.load(state)
+        rows = self._rows = state.get("rows")
+        if rows is not None:
+            roots = [row.to_dict() for row in rows.unbind(0)]
+            self._env.engine.take_over(roots, np.array(state["ended"]))
 
     def _build(
         self,
@@ -107,7 +104,16 @@ class Node:
         first: int,
         how: Mapping[str, Any],
     ) -> ParallelEnv:
-        """Start the workers and build the envs; see the class."""
+        """Start the workers and build the envs.
+
+        Args:
+            expected: the driver's versions.
+            registered: names of envs; see `workers.registries`.
+            factories: one per env, pickled.
+            cores: of the share; 0 for all.
+            first: id in the batch of env 0.
+            how: further arguments of `ParallelEnv`.
+        """
         for name, version in versions().items():
             if version != expected[name]:
                 raise ClusterError(
@@ -137,29 +143,33 @@ class Node:
         """Return the specs of the envs, and the number of workers."""
         return self._env.specs, self._env.num_workers
 
-    def roll(self, num_steps: int, acting: tuple[int, int, Any, Any] | None, how: Mapping[str, Any]) -> Any:
+    def roll(self, num_steps: int, acting: tuple[Any, Any] | None, how: dict[str, Any], *, keeps_state: bool) -> Any:
         """Make a rollout.
 
         Args:
             num_steps: T.
-            acting: the policy's id and version, and Ray's references of what makes it and of its weights; None for
-                random actions.
+            acting: Ray's references of what makes the policy and of its weights; None for random actions.
             how: further arguments of `rollout`.
+            keeps_state: continue with the policy's own state after the latest rollout.
 
         Returns:
             The data; see `as_arrays`.
         """
         policy = None if acting is None else self._take(*acting)
-        return as_arrays(self._env.rollout(num_steps, policy, break_when_any_done=False, **how))
+        if keeps_state:
+            how["tensordict"] = self._rows
+        data = self._env.rollout(num_steps, policy, break_when_any_done=False, **how)
+        self._rows = data[:, -1]["next"].clone()
+        return as_arrays(data)
 
-    def _take(self, policy_id: int, version: int, made: Any, weights: Any) -> Placed:
+    def _take(self, made: Any, weights: Any) -> Placed:
         """Return the policy with these weights; what the node lacks is fetched."""
-        if policy_id != self._policy_id:
+        if made != self._made:
             self._policy = Placed(pickle.loads(ray.get(made))())
-            self._policy_id = policy_id
-        if version != self._version:
+            self._made = made
+        if weights != self._weights:
             load_weights(self._policy.policy, ray.get(weights))
-            self._version = version
+            self._weights = weights
         return self._policy
 
     def save(self, with_envs: bool | None) -> dict[str, Any]:  # noqa: FBT001
@@ -171,6 +181,7 @@ class Node:
     def load(self, state: dict[str, Any]) -> None:
         """Restore a state."""
         self._env.load_state_dict(state)
+        self._rows = None
         torch.set_rng_state(state["torch"].clone())
 
     def statistics(self) -> Any:

@@ -11,8 +11,10 @@ Guarantees:
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import pickle
 import socket
 import time
 import weakref
@@ -25,8 +27,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from envherd.executor.batches.arguments import as_count, need_bools, need_callables, need_state, refuse_unused_root
-from envherd.executor.cluster.errors import ClusterError
-from envherd.executor.cluster.shares import bundles_for, no_room, spread
+from envherd.executor.cluster.shares import ClusterError, bundles_for, no_room, spread
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.monitor.statistics import Statistics
 from envherd.executor.options import ExecutorOptions
@@ -41,7 +42,6 @@ from envherd.executor.pools.blueprint import (
     counted,
 )
 from envherd.executor.protocol.call_guard import CallGuard
-from envherd.executor.rollouts.policy_state import own_leaves
 from envherd.workers import registries
 from envherd.workers.build import Factory, pickle_factory
 from envherd.workers.errors import Busy, EnvherdError, WorkerLost
@@ -75,10 +75,13 @@ class _Share(SimpleNamespace):
         env_ids: their ids.
         actor: runs the envs; see `Node`.
         place: where that is.
-        state, rows: that the latest answers have returned; see `Node.do`.
+        state: that the latest answer has returned; see `Node.do`.
         version: of the policy in its latest call.
         ping, heard_at: a question for a sign of life, and when one came last (monotonic seconds).
     """
+
+    state: bytes | None = None
+    ping: Any = None
 
     def __str__(self) -> str:
         return f"{self.place} (envs {self.env_ids[0]}-{self.env_ids[-1]})"
@@ -141,7 +144,8 @@ class RayRollouts:
     _policy: Any = None
     _stream: object = None
     _sent: Any = (None, None)  # the policy and the contents of its weights
-    _latest: Any = (-1, -1, None, None)  # see `Node.roll`
+    _made: Any = None  # Ray's reference of what makes the policy
+    _weights: Any = None  # Ray's reference of its weights
 
     @names_right_keyword
     def __init__(  # noqa: PLR0913  # what `ParallelEnv` takes, and where it shall run
@@ -171,7 +175,7 @@ class RayRollouts:
         pickled = {id(factory): pickle_factory(factory) for factory in factories}
         self.num_envs, self.seed = len(factories), as_root_seed(seed)
         self._options, self._factory = checked_options(options), policy_factory
-        self._node_timeout_s, self._looked_at, self._logged_at = node_timeout_s, 0.0, time.monotonic()
+        self._node_timeout_s, self._logged_at = node_timeout_s, time.monotonic()
         self._pending: dict[Any, _Share] = {}
         self._shares: list[_Share] = []
         self._guard = CallGuard(_Call())
@@ -181,7 +185,6 @@ class RayRollouts:
             self, _release, groups, self._shares, self._options, os.getpid(), has_begun_ray=begun
         )
         how = {"num_workers": num_workers, "seed": self.seed, "options": self._options}
-        what = versions(), registries.collect()
         try:
             free = [dict(node["Resources"]) for node in _nodes()]
             bundles = bundles_for(free, self.num_envs, num_nodes, resources_per_node)
@@ -189,13 +192,15 @@ class RayRollouts:
             groups.append(group)
             _await_room(group, bundles, placement_timeout_s)
             for index, env_ids in enumerate(spread(self.num_envs, [bundle.get("CPU") or 1.0 for bundle in bundles])):
-                own = [pickled[id(factories[i])] for i in env_ids]
-                mine = {**how, "env_kwargs": [kwargs[i] for i in env_ids]}
-                task = *what, own, bundles[index].get("CPU", 0), env_ids[0], mine
-                actor = _actor(group, index, bundles[index], runtime_env, self._options).remote(*task)
-                place = _place_of(group, index)
-                share = _Share(env_ids=env_ids, actor=actor, place=place, state=None, rows=None, ping=None)
-                self._shares.append(share)
+                actor = _actor(group, index, bundles[index], runtime_env, self._options).remote(
+                    versions(),
+                    registries.collect(),
+                    [pickled[id(factories[i])] for i in env_ids],
+                    bundles[index].get("CPU", 0),
+                    env_ids[0],
+                    {**how, "env_kwargs": [kwargs[i] for i in env_ids]},
+                )
+                self._shares.append(_Share(env_ids=env_ids, actor=actor, place=_place_of(group, index)))
             reports = self._ask("report")
             self.specs = tuple(spec for specs, _ in reports for spec in specs)
             check_agreement(self.specs, factories, kwargs)
@@ -203,7 +208,6 @@ class RayRollouts:
             self.close()
             raise
         self.num_workers = sum(number for _, number in reports)
-        self._known = {leaf.key for spec in self.specs for leaf in spec.leaves()}
 
     # ---- rollouts ----------------------------------------------------------------------------
 
@@ -252,12 +256,8 @@ class RayRollouts:
         with self._guard:
             self._take(policy)
             for share in self._shares:
-                own = {name: state[share.env_ids].cpu() for name, state in states.items() if state is not None}
-                self._roll(share, max_steps, auto_reset=auto_reset, **own)
-            data = _join(self._answers())
-            for share in self._shares:
-                share.rows = data[share.env_ids, -1]["next"]
-            return data
+                self._roll(share, max_steps, states, auto_reset=auto_reset)
+            return _join(self._answers())
 
     def stream(
         self,
@@ -285,13 +285,7 @@ class RayRollouts:
         need_callables("stream", policy=policy)
         need_bools("stream", overlap=overlap)
         need_state("stream", "primer", primer, self.num_envs)
-
-        def begin(share: _Share) -> None:
-            own = {} if primer is None else {"primer": primer[share.env_ids].cpu()}
-            if share.rows is not None:
-                own["tensordict"] = own_leaves(share.rows, self._known)
-            self._roll(share, max_steps, auto_reset=False, **own)
-
+        begin = functools.partial(self._roll, max_steps=max_steps, states={"primer": primer}, keeps_state=True)
         with self._guard:
             self._take(policy)
             stream = self._stream = object()
@@ -304,7 +298,6 @@ class RayRollouts:
                     begin(share)
                 share, part = self._next_answer()
                 data = _join([part])
-                share.rows = data[:, -1]["next"].clone()
                 data["env_ids"] = torch.tensor(share.env_ids)[:, None].expand(data.batch_size[:2]).clone()
                 data["policy_version"] = torch.full_like(data["env_ids"], share.version)
                 waiting = [share]
@@ -313,11 +306,28 @@ class RayRollouts:
                     waiting = []
             yield data
 
-    def _roll(self, share: _Share, max_steps: int, **how: Any) -> None:
-        """Begin a rollout of a node with the policy's present weights."""
-        self._refresh()
+    def _roll(
+        self,
+        share: _Share,
+        max_steps: int,
+        states: Mapping[str, TensorDictBase | None],
+        *,
+        auto_reset: bool = False,
+        keeps_state: bool = False,
+    ) -> None:
+        """Begin a rollout of a node with the policy's present weights.
+
+        Args:
+            share: of the node.
+            max_steps: T.
+            states: further arguments of `rollout`, batches `[N]`.
+            auto_reset: see `rollout`.
+            keeps_state: see `Node.roll`.
+        """
+        own = {name: state[share.env_ids].cpu() for name, state in states.items() if state is not None}
+        acting = None if self._policy is None else self._refreshed()
         share.version = self.version
-        self._begin(share, "roll", max_steps, None if self._policy is None else self._latest, how)
+        self._begin(share, "roll", max_steps, acting, {"auto_reset": auto_reset, **own}, keeps_state=keeps_state)
 
     def _take(self, policy: Any) -> None:
         """Use a policy from now on; answers to earlier calls are dropped."""
@@ -325,22 +335,25 @@ class RayRollouts:
         self._pending.clear()
         self._stream = None
 
-    def _refresh(self) -> None:
+    def _refreshed(self) -> tuple[Any, Any]:
         """Send what has changed of the policy: its weights, or all of another policy, or of one that is no module.
 
         Contents are compared, because torch does not count every write to a tensor (by `.data`, by CUDA graphs).
+
+        Returns:
+            Ray's references of what makes the policy and of its weights.
         """
         policy = self._policy
         is_module = isinstance(policy, torch.nn.Module)
         weights = [_as_array(tensor) for tensor in (*policy.parameters(), *policy.buffers())] if is_module else []
-        present = policy if is_module or policy is None else self._pickle(), [array.tobytes() for array in weights]
-        if policy is None or present == self._sent:
-            return
-        policy_id, _, made, _ = self._latest
+        present = policy if is_module else self._pickle(), [array.tobytes() for array in weights]
         if present[0] != self._sent[0]:
-            policy_id, made = policy_id + 1, ray.put(self._pickle())
-        self.version += 1
-        self._sent, self._latest = present, (policy_id, self.version, made, ray.put(weights))
+            self._made = ray.put(self._pickle())
+        if present != self._sent:
+            self._weights = ray.put(weights)
+            self.version += 1
+            self._sent = present
+        return self._made, self._weights
 
     def _pickle(self) -> bytes:
         """Return what makes the policy on a node."""
@@ -355,9 +368,9 @@ class RayRollouts:
 
     # ---- calls of nodes ----------------------------------------------------------------------
 
-    def _begin(self, share: _Share, call: str, *args: Any) -> None:
-        # The state and the rows are for an actor that Ray starts in the place of this one.
-        self._pending[share.actor.do.remote(call, share.state, share.rows, *args)] = share
+    def _begin(self, share: _Share, call: str, *args: Any, **how: Any) -> None:
+        # The state is for an actor that Ray starts in the place of this one.
+        self._pending[share.actor.do.remote(call, share.state, *args, **how)] = share
 
     def _answers(self) -> list[Any]:
         """Wait for the answers of all nodes; return them in the order of the shares."""
@@ -385,26 +398,23 @@ class RayRollouts:
                     raise self._loss(share, f"{type(error).__name__}: {text[:_MAX_LENGTH]}") from None
                 if isinstance(answer, EnvherdError):
                     raise answer
-                result, share.state = answer
-                if share.place != share.state["place"]:
+                result, place, share.state = answer
+                if share.place != place:
                     self.num_losses += "pid" in share.place
-                    share.place = share.state["place"]
+                    share.place = place
                 return share, result
 
     def _look(self) -> None:
         """Raise the loss of a node that is silent, and log which nodes have not been heard for some time."""
         now = time.monotonic()
-        if now - self._looked_at < _LOOK_S:
-            return
-        self._looked_at, late = now, []
         for share in self._pending.values():
-            if share.ping is None or ray.wait([share.ping], timeout=0)[0]:
+            if share.ping is None or (now - share.heard_at > _LOOK_S and ray.wait([share.ping], timeout=0)[0]):
                 share.ping, share.heard_at = share.actor.ping.options(concurrency_group="watch").remote(), now
             if now - share.heard_at > self._node_timeout_s:
+                share.ping = None  # the next call reports that the actor has died
                 ray.kill(share.actor)
                 raise self._loss(share, f"it gave no sign of life for {self._node_timeout_s:g} s")
-            if share.state is None or now - share.heard_at > _LOG_S:
-                late.append(str(share))
+        late = [str(one) for one in self._pending.values() if one.state is None or now - one.heard_at > _LOG_S]
         if late and now - self._logged_at > _LOG_S:
             self._logged_at = now
             _log.warning("RayRollouts waits for nodes that are still starting, or are silent: %s.", ", ".join(late))
@@ -437,7 +447,7 @@ class RayRollouts:
             raise ValueError(f"load_state_dict failed: expected a state of nodes with {sizes} envs, got another.")
         self._ask("load", parts=parts)
         for share, part in zip(self._shares, parts, strict=True):
-            share.state, share.rows = part, None
+            share.state = pickle.dumps(part)
         self.is_resumed = all("roots" in part["executor"] for part in parts)
 
     def statistics(self) -> list[Statistics]:

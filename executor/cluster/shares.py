@@ -1,4 +1,4 @@
-"""Spread the envs of a batch over nodes, and compute the resources to request from each node; no I/O."""
+"""Spread the envs of a batch over nodes, and compute the resources to request from each node; no I/O and no Ray."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from envherd.executor.cluster.errors import ClusterError
+from envherd.workers.errors import EnvherdError
 
 Resources = Mapping[str, float]
+
+
+class ClusterError(EnvherdError, RuntimeError):
+    """Ray is missing, cannot be reached, lacks the requested resources, or its nodes have different versions."""
 
 
 def spread(num_envs: int, weights: Sequence[float]) -> list[list[int]]:

@@ -210,6 +210,8 @@ class Crew:
             process.channel.queue_message(messages.Register(entries=self._registered))
         try:
             process.channel.queue_message(build)
+        except MemoryError:  # does not say that an argument cannot be pickled
+            raise
         except Exception as error:
             raise kwargs_error(build.env_kwargs, error) from error
         with contextlib.suppress(ConnectionError):  # the thread that waits for the worker notices its death

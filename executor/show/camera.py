@@ -62,12 +62,6 @@ class Camera:
         self._has_looked = True
         return seen if self._agent is None else [frame[self._agent] for frame in seen]
 
-    def look_at_first(self, td: TensorDictBase) -> np.ndarray:
-        """Return the picture of the first env, enlarged; see `look`."""
-        frame = self.look(td, [0])[0]
-        assert frame is not None  # `look` has refused envs without pictures
-        return enlarged(frame)
-
 
 def enlarged(frame: np.ndarray, height: int = _SMALL_PX, width: int = _SMALL_PX) -> np.ndarray:
     """Return a frame `[H, W, 3]`, enlarged by the largest whole factor with which it fits a height and a width."""

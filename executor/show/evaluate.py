@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
@@ -31,7 +32,7 @@ from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile, finge
 from envherd.executor.show.results import Evaluation, Evaluations
 from envherd.executor.show.video import require_imageio
 from envherd.shm.specs import EnvSpec
-from envherd.workers.adapters.env_names import factory_for
+from envherd.workers.adapters.env_names import made_for
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from envherd.workers.options import Infos
 
@@ -184,13 +185,17 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     return _results(env, tasks, rules, records)
 
 
-def for_evaluation(factory: MeltingPotFactory, *, has_background: bool) -> MeltingPotFactory:
-    """Return the factory of envs that play the same episodes for the same seed, without the world view.
+def named_task(name: str, env_kwargs: dict[str, Any] | None, *, has_background: bool, with_frames: bool) -> Any:
+    """Return the factory of envs that a name stands for.
 
-    Background policies take the places of a scenario's bots.
+    Melting Pot's play the same episodes for the same seed, without the world view; background policies take the places
+    of a scenario's bots.
     """
-    bots = not (has_background and factory.is_scenario)
-    return replace(factory, world_rgb=False, deterministic=True, bots=bots)
+    factory, kwargs = made_for(name, env_kwargs, None, with_frames=with_frames)
+    if isinstance(factory, MeltingPotFactory):
+        bots = not (has_background and factory.is_scenario)
+        factory = replace(factory, world_rgb=False, deterministic=True, bots=bots)
+    return partial(factory, **kwargs) if kwargs else factory
 
 
 def _results(env: Any, tasks: Mapping[str, Any], rules: Rules, records: RecordFile) -> Evaluation | Evaluations:
@@ -227,12 +232,9 @@ def _name(env: Any, index: int) -> str:
     return env if isinstance(env, str) else f"task_{index}"
 
 
-def _factory(env: Any, *, has_background: bool, with_frames: bool) -> Any:
+def _factory(env: Any, **how: bool) -> Any:
     """Return the factory that a name stands for; anything else is returned itself."""
-    if not isinstance(env, str):
-        return env
-    made = factory_for(env, with_frames=with_frames)
-    return for_evaluation(made, has_background=has_background) if isinstance(made, MeltingPotFactory) else made
+    return named_task(env, None, **how) if isinstance(env, str) else env
 
 
 def _refuse_settings(**settings: Any) -> None:

@@ -7,8 +7,9 @@ Guarantees:
 - Torch's generator is seeded before each call of a policy, by the episode and the step of the first row. With a seat,
   that is the only row, so an episode depends on its seed, the env and the policy, and on nothing else.
 
-A seat is a thread with one worker process, which builds the next env while other seats play. The caller's thread calls
-the policies and writes the records. A passed executor is played in the caller's thread, with one batch of all its envs.
+A seat is a generator that yields what takes long: to build an env, to wait for it, to draw it. Its thread carries these
+operations out, so that one seat builds while others play. All else runs in the caller's thread: the choice of tasks,
+the policies, the records. A passed executor is played without a thread, with one batch of all its envs.
 
 Assumes: a reset with a seed makes an env forget its earlier episodes.
 """
@@ -21,12 +22,12 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,7 +51,9 @@ from envherd.workers.build import Factory
 from envherd.workers.errors import EnvError, EnvherdError, ResetNeeded, SpecError, WorkerLost, WorkerTimeout
 from envherd.workers.seeding import episode_seed
 
-T = TypeVar("T")
+#: What takes long; the generator that yields it gets its result or its exception.
+_Operation = Callable[[], Any]
+_Work = Generator[_Operation, Any, None]
 #: Seconds after the end of a run for the commands that its envs carry out.
 _LAST_COMMAND_S = 1.0
 #: What ends an episode as failed. All other errors end the evaluation: they are of the policy or of the caller. An env
@@ -123,11 +126,52 @@ class _Episode:
     successes: list[bool | None] = field(default_factory=list)
     info: Mapping[str, Any] = field(default_factory=dict)
     film: Video | None = None
-    path: Path | None = None
 
 
-class _Stopped(Exception):
-    """Ends the thread of a seat whose run has ended early."""
+class _Seat(threading.Thread):
+    """A thread that carries out operations one after the other, and has at most one env.
+
+    Args:
+        number: of the seat.
+        options: of the workers.
+        outcomes: gets the seat, the result and the exception of each operation.
+    """
+
+    def __init__(self, number: int, options: ExecutorOptions, outcomes: SimpleQueue[Any]) -> None:
+        super().__init__(name=f"evaluate-{number}", daemon=True)
+        self._options, self._outcomes = options, outcomes
+        self._env: ParallelEnv | None = None
+        self.todo: SimpleQueue[_Operation | None] = SimpleQueue()
+
+    def run(self) -> None:
+        """Carry out operations until None comes."""
+        while (operation := self.todo.get()) is not None:
+            self._outcomes.put((self, *_outcome_of(operation)))
+
+    def build(self, factory: Factory, seed: int) -> ParallelEnv:
+        """Return an executor of one env."""
+        self._env = ParallelEnv(1, factory, num_workers=1, seed=seed, options=self._options)
+        return self._env
+
+    def close(self) -> None:
+        """Close the env, if there is one. Idempotent."""
+        if self._env is not None:
+            self._env.close()
+
+
+def _outcome_of(operation: _Operation) -> tuple[Any, BaseException | None]:
+    try:
+        return operation(), None
+    except BaseException as error:  # raised in the generator
+        return None, error
+
+
+def _advance(work: _Work, result: Any = None, error: BaseException | None = None) -> _Operation | None:
+    """Hand over the outcome of an operation; return the next operation, None at the end."""
+    try:
+        return work.send(result) if error is None else work.throw(error)
+    except StopIteration:
+        return None
 
 
 class Play:
@@ -154,16 +198,10 @@ class Play:
             for name in tasks
         }
         self._parts: dict[str, Part] = {}
-        self._lock = threading.Lock()  # of the next seven, which all seats use
         self._num_seats_at: Counter[str] = Counter()
         self._unbuildable: set[str] = set()
         self._build_s: dict[str, float] = {}
         self._episode_s: dict[str, float] = {}
-        self._envs: set[BatchedEnv] = set()
-        self._replies: dict[int, SimpleQueue[Any]] = {}  # of each seat, by its thread
-        self._is_stopping = False
-        #: Functions that the caller's thread calls; None for each seat that ends.
-        self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self.build_error: EnvherdError | None = None
 
     @property
@@ -177,7 +215,10 @@ class Play:
         Raises:
             WorkerLost, WorkerTimeout: a worker was lost and is not replaced. Its episodes are recorded as failed.
         """
-        _Session(self, name, env, is_own=False).play()
+        with contextlib.closing(_Session(self, name, env, is_own=False).play()) as work:
+            operation = _advance(work)
+            while operation is not None:
+                operation = _advance(work, *_outcome_of(operation))
 
     def run(self, num_seats: int, options: ExecutorOptions) -> None:
         """Play all episodes, in envs of at most `num_seats` worker processes; an exception closes the envs."""
@@ -188,78 +229,55 @@ class Play:
         if is_shared and not options.differ_by_worker and not platforms.missing():
             options = replace(options, preload=modules)  # one helper for all tasks, so that a worker starts in 0.1 s
             helper.callback(helper_for(self, options, modules).close, self)
-        threads = [
-            threading.Thread(target=self._seat, args=(one,), name=f"evaluate-{i}", daemon=True)
-            for i, one in enumerate(_options_of_seats(options, num_seats))
-        ]
+        outcomes: SimpleQueue[Any] = SimpleQueue()
+        seats = [_Seat(i, one, outcomes) for i, one in enumerate(_options_of_seats(options, num_seats))]
+        works = {seat: self._work_of(seat) for seat in seats}
         with helper:
             try:
-                for thread in threads:
-                    thread.start()
-                for _ in threads:
-                    while (function := self._inbox.get()) is not None:
-                        function()
-            except BaseException:
-                self._stop([thread for thread in threads if thread.ident is not None])
-                raise
-            for thread in threads:
-                thread.join()
+                for seat in seats:
+                    outcomes.put((seat, None, None))
+                    seat.start()
+                while works:
+                    seat, result, error = outcomes.get()
+                    operation = _advance(works[seat], result, error)
+                    if operation is None:
+                        del works[seat]
+                    seat.todo.put(operation)
+            finally:
+                self._end(seats)
+                for work in works.values():  # completes their films
+                    work.close()
 
-    def _stop(self, threads: Sequence[threading.Thread]) -> None:
-        """End the seats: each after the command of its env, and an env whose command takes long is closed.
+    @staticmethod
+    def _end(seats: Sequence[_Seat]) -> None:
+        """End the seats: each after the operation under way; an env whose operation takes long is closed meanwhile.
 
-        A seat that is building an env ends, and closes it, when it is built.
+        A seat that is building an env closes it when it is built.
         """
-        with self._lock:
-            self._is_stopping = True
-            replies = list(self._replies.values())
-        for reply in replies:
-            reply.put(_Stopped())
+        for seat in seats:
+            seat.todo.put(seat.close)
+            seat.todo.put(None)
         deadline = time.monotonic() + _LAST_COMMAND_S
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        with self._lock:
-            envs = list(self._envs)
-        for env in envs:  # the calls of other threads raise Closed
-            env.close()
+        for seat in seats:
+            if seat.ident is not None:
+                seat.join(max(0.0, deadline - time.monotonic()))
+        for seat in seats:
+            seat.close()  # what another thread waits for raises Closed
 
-    # ---- in the caller's thread ------------------------------------------------------------------
-
-    def _note(self, name: str, episode: _Episode, error: EnvherdError | None) -> None:
-        """Record an episode that has ended or failed."""
-        if episode.film is not None:
-            episode.film.close()
-        returns = tuple(np.atleast_1d(episode.returns).tolist()) if episode.length else ()
-        known = [one for one in episode.successes if one is not None]
-        record = EpisodeRecord(
-            episode=episode.number,
-            seed=episode.seed,
-            length=episode.length,
-            returns=returns,
-            success=None if error is not None or not known else bool(episode.successes[-1]),
-            success_once=None if error is not None or not known else any(known),
-            error=None if error is None else f"{type(error).__name__}: {error.message}",
-            video=None if episode.path is None else str(episode.path),
-        )
-        if self.rules.success is not None and error is None:
-            record = replace(record, success=bool(self.rules.success(episode.info, record)), success_once=None)
-        self._records.add(name, record)
-        if not (self._todo[name] or self._num_seats_at[name] > 1):
-            self._parts.pop(name, None)  # a policy of this task alone is not needed any more
-
-    # ---- in the threads of the seats -------------------------------------------------------------
-
-    def _seat(self, options: ExecutorOptions) -> None:
+    def _work_of(self, seat: _Seat) -> _Work:
         """Build and play until no episode is left."""
-        with self._lock:
-            self._replies[threading.get_ident()] = SimpleQueue()
-        try:
-            while (name := self._choose()) is not None:
-                self._build_and_play(name, options)
-        except BaseException as error:
-            self._inbox.put(partial(_raise, error))
-        finally:
-            self._inbox.put(None)
+        while (name := self._choose()) is not None:
+            began = time.monotonic()
+            try:
+                env = yield partial(seat.build, self._tasks[name], self.rules.seed)
+            except EnvherdError as error:
+                self._fail_task(name, error)
+                continue
+            self._build_s[name] = time.monotonic() - began
+            with contextlib.suppress(*_FAULTS):  # the next episode gets a new env
+                yield from _Session(self, name, env, is_own=True).play()
+            yield seat.close  # its memory is free before this seat builds another
+            self._num_seats_at[name] -= 1
 
     def _choose(self) -> str | None:
         """Return the task that a seat shall play, None for none.
@@ -267,16 +285,14 @@ class Play:
         The first task without a seat. If all have one: the task with most episodes left, if these take longer than to
         build another env.
         """
-        with self._lock:
-            left = {name: len(todo) for name, todo in self._todo.items() if todo}
-            name = next((one for one in left if not self._num_seats_at[one]), None)
-            if name is None:
-                shared = [one for one in left if one not in self._unbuildable and self._is_worth_sharing(one)]
-                name = max(shared, key=left.__getitem__, default=None)
-            if name is None or self._is_stopping:
-                return None
+        left = {name: len(todo) for name, todo in self._todo.items() if todo}
+        name = next((one for one in left if not self._num_seats_at[one]), None)
+        if name is None:
+            shared = [one for one in left if one not in self._unbuildable and self._is_worth_sharing(one)]
+            name = max(shared, key=left.__getitem__, default=None)
+        if name is not None:
             self._num_seats_at[name] += 1
-            return name
+        return name
 
     def _is_worth_sharing(self, name: str) -> bool:
         if name not in self._episode_s:
@@ -284,61 +300,47 @@ class Play:
         seconds = len(self._todo[name]) * self._episode_s[name] / self._num_seats_at[name]
         return seconds > self._build_s.get(name, 0.0)
 
-    def _build_and_play(self, name: str, options: ExecutorOptions) -> None:
-        began, factory = time.monotonic(), self._tasks[name]
-        try:
-            env = ParallelEnv(1, factory, num_workers=1, seed=self.rules.seed, options=options)
-        except EnvherdError as error:
-            self._fail_task(name, error)
-            return
-        try:
-            with self._lock:
-                self._envs.add(env)
-                self._build_s[name] = time.monotonic() - began
-                is_stopping = self._is_stopping
-            if not is_stopping:
-                with contextlib.suppress(*_FAULTS):  # the next episode gets a new env
-                    _Session(self, name, env, is_own=True).play()
-        finally:
-            env.close()  # its memory is free before this seat builds another
-            with self._lock:
-                self._envs.discard(env)
-                self._num_seats_at[name] -= 1
-
     def _fail_task(self, name: str, error: EnvherdError) -> None:
         """Record the episodes of a task as failed, unless another seat has an env for them or is building one."""
-        with self._lock:
-            self._unbuildable.add(name)
-            self._num_seats_at[name] -= 1
-            is_last = not self._num_seats_at[name]
+        self._unbuildable.add(name)
+        self._num_seats_at[name] -= 1
         self.build_error = self.build_error or error
-        while is_last and (episode := self.take(name)) is not None:
+        while not self._num_seats_at[name] and (episode := self.take(name)) is not None:
             self.note(name, episode, error)
 
     def part_of(self, name: str, env: BatchedEnv) -> Part:
         """Return what acts in a task."""
-        return self.call(lambda: self._parts.get(name) or self._parts.setdefault(name, self._prepare(name, env)))
+        return self._parts.get(name) or self._parts.setdefault(name, self._prepare(name, env))
 
     def take(self, name: str) -> _Episode | None:
         """Return the next episode of a task, None for none."""
-        with self._lock:
-            number = self._todo[name].popleft() if self._todo[name] else None
-        return None if number is None else _Episode(number, episode_seed(self.rules.seed, number, 0))
+        if not self._todo[name]:
+            return None
+        number = self._todo[name].popleft()
+        return _Episode(number, episode_seed(self.rules.seed, number, 0))
 
     def note(self, name: str, episode: _Episode, error: EnvherdError | None = None) -> None:
         """Record an episode that has ended or, with an error, failed."""
         self._episode_s[name] = time.monotonic() - episode.began
-        self.call(partial(self._note, name, episode, error))
-
-    def call(self, function: Callable[[], T]) -> T:
-        """Call a function in the caller's thread, and return its result."""
-        reply = self._replies.get(threading.get_ident())
-        if reply is None:
-            return function()
-        self._inbox.put(lambda: reply.put(function()))
-        if isinstance(answer := reply.get(), _Stopped):
-            raise answer
-        return cast("T", answer)
+        if episode.film is not None:
+            episode.film.close()
+        known = [one for one in episode.successes if one is not None]
+        is_known = error is None and bool(known)
+        record = EpisodeRecord(
+            episode=episode.number,
+            seed=episode.seed,
+            length=episode.length,
+            returns=tuple(np.atleast_1d(episode.returns).tolist()) if episode.length else (),
+            success=bool(episode.successes[-1]) if is_known else None,
+            success_once=any(known) if is_known else None,
+            error=None if error is None else f"{type(error).__name__}: {error.message}",
+            video=None if episode.film is None else str(episode.film.path),
+        )
+        if self.rules.success is not None and error is None:
+            record = replace(record, success=bool(self.rules.success(episode.info, record)), success_once=None)
+        self._records.add(name, record)
+        if not (self._todo[name] or self._num_seats_at[name] > 1):
+            self._parts.pop(name, None)  # a policy of this task alone is not needed any more
 
 
 class _Session:
@@ -358,17 +360,17 @@ class _Session:
         self._play, self._name, self._env, self._is_own = play, name, env, is_own
         self._rules = play.rules
         self._part = play.part_of(name, env)
-        self._camera = None if self._rules.videos is None else Camera(env)
+        self._camera = Camera(env)
         self._playing: dict[int, _Episode] = {}  # by env
 
-    def play(self) -> None:
+    def play(self) -> _Work:
         """Play until no episode is left."""
         try:
             while (begun := self._begin()) or self._playing:
                 try:
                     if begun:
-                        self._reset(begun)
-                    self._step()
+                        yield from self._reset(begun)
+                    yield from self._step()
                 except _FAULTS as error:
                     self._fail(error)
         finally:
@@ -385,38 +387,37 @@ class _Session:
         self._playing |= begun
         return begun
 
-    def _reset(self, begun: Mapping[int, _Episode]) -> None:
+    def _reset(self, begun: Mapping[int, _Episode]) -> _Work:
         """Reset envs, and begin films."""
         num_envs = self._env.num_envs
         mask = torch.zeros(num_envs, dtype=torch.bool)
         mask[list(begun)] = True
         seeds = [begun[env_id].seed if env_id in begun else None for env_id in range(num_envs)]
-        root = self._env.reset(TensorDict({"_reset": mask}, [num_envs]), seed=seeds)
+        root = yield partial(self._env.reset, TensorDict({"_reset": mask}, [num_envs]), seed=seeds)
         for env_id, episode in begun.items():
             if self._rules.videos is not None and episode.number in self._rules.filmed:
                 self._rules.videos.mkdir(parents=True, exist_ok=True)
-                stem = re.sub(r"[^\w.-]+", "_", self._name)
-                episode.path = self._rules.videos / f"{stem}_episode{episode.number}.mp4"
-                episode.film = Video(episode.path, self._rules.fps)
-                self._film(episode, root, env_id, env_id)
+                name = re.sub(r"[^\w.-]+", "_", f"{self._name}_episode{episode.number}.mp4")
+                episode.film = Video(self._rules.videos / name, self._rules.fps)
+                yield partial(self._film, episode.film, root, env_id, env_id)
 
-    def _step(self) -> None:
+    def _step(self) -> _Work:
         """Act once in each env that plays, and count it. Episodes whose env fails are recorded."""
         env, ids = self._env, list(self._playing)
         root, episodes = env.current(ids), list(self._playing.values())
-        env.send(self._play.call(lambda: self._act(root, episodes)), ids, maybe_reset=False)
+        env.send(self._act(root, episodes), ids, maybe_reset=False)
         while ids:
             try:
-                following = env.recv(env_ids=ids, with_root=False).get("next")
+                received = yield partial(env.recv, env_ids=ids, with_root=False)
             except _FAULTS as error:  # the other envs are still under way
                 self._fail(error)
                 ids = [env_id for env_id in ids if env_id in self._playing]
             else:
-                self._count(ids, following)
+                yield from self._count(ids, received.get("next"))
                 break
 
     def _act(self, root: TensorDictBase, episodes: list[_Episode]) -> TensorDictBase:
-        """Call the policy for the envs of some episodes, and keep its state; in the caller's thread."""
+        """Call the policy for the envs of some episodes, and keep its state."""
         first = episodes[0]
         states = [one.state for one in episodes if one.state is not None]
         if states and len(states) < len(episodes):
@@ -439,7 +440,7 @@ class _Session:
         inputs = [leaf.key for leaf in (*self._env.spec.action, *self._env.spec.state)]
         return acted.select(*inputs, strict=False).clone()  # the policy may reuse its memory, as CUDA graphs do
 
-    def _count(self, ids: list[int], following: TensorDictBase) -> None:
+    def _count(self, ids: list[int], following: TensorDictBase) -> _Work:
         """Count a step; record the episodes that it ended."""
         rewards = np.concatenate(
             [following.get(key).reshape(len(ids), -1).double().numpy(force=True) for key in self._part.rewards], axis=1
@@ -464,7 +465,8 @@ class _Session:
             if infos is not None:
                 episode.info = infos[env_id]
                 episode.successes.append(_success_in(episode.info))
-            self._film(episode, following, at, env_id)
+            if episode.film is not None:
+                yield partial(self._film, episode.film, following, at, env_id)
             if is_over[at] or episode.length == self._rules.max_steps:
                 self._play.note(self._name, self._playing.pop(env_id))
 
@@ -486,14 +488,12 @@ class _Session:
         if self._is_own or is_lost:
             raise error
 
-    def _film(self, episode: _Episode, td: TensorDictBase, at: int, env_id: int) -> None:
-        """Add the picture of an env, whose row of the batch is `at`, to the film of its episode, if there is one."""
-        if episode.film is None or self._camera is None:
-            return
+    def _film(self, film: Video, td: TensorDictBase, at: int, env_id: int) -> None:
+        """Add the picture of an env, whose row of the batch is `at`, to a film."""
         is_seen = bool(self._camera.key)
         (frame,) = self._camera.look(td[at : at + 1], [0]) if is_seen else self._camera.look(td, [env_id])
         if frame is not None:
-            episode.film.add(enlarged(frame))
+            film.add(enlarged(frame))
 
 
 def _seed_torch(seed: int) -> None:
@@ -501,10 +501,6 @@ def _seed_torch(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         torch.cuda.manual_seed_all(seed)
-
-
-def _raise(error: BaseException) -> None:
-    raise error
 
 
 def _success_in(info: Mapping[str, Any]) -> bool | None:

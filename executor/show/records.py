@@ -163,7 +163,8 @@ class RecordFile:
         self._settings = {**found["settings"], **self._settings}
         for name, one in found["tasks"].items():
             if one["cast"] is not None:
-                cast = Cast(**{key: _as_tuple(value) for key, value in one["cast"].items()})
+                plain: dict[str, Any] = {key: tuple(value) for key, value in one["cast"].items() if key != "env"}
+                cast = Cast(env=one["cast"]["env"], **plain)
                 records = (EpisodeRecord(**{**each, "returns": tuple(each["returns"])}) for each in one["episodes"])
                 mine = self.tasks.setdefault(name, TaskRecords())
                 mine.cast = mine.cast or cast
@@ -174,10 +175,6 @@ def _version(path: Path) -> tuple[int, int]:
     """Return what differs between a file and the one that replaces it."""
     found = path.stat()
     return found.st_ino, found.st_mtime_ns
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def fingerprint(policy: Any) -> Any:

@@ -11,9 +11,10 @@ from envherd.executor.show.camera import MediaError
 
 
 class Video:
-    """Writes frames to an MP4 file, one by one."""
+    """Writes frames to the MP4 file `path`, one by one."""
 
     def __init__(self, path: Path, fps: float) -> None:
+        self.path = path
         self._writer = require_imageio().get_writer(
             path, format="FFMPEG", mode="I", fps=fps, codec="libx264", macro_block_size=2, ffmpeg_log_level="error"
         )

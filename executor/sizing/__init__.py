@@ -1,12 +1,10 @@
-"""Choose numbers of envs and workers: probe one env, apply a rule, and confirm it by running at most three settings.
+"""Choose numbers of envs and workers: probe one env, apply a rule, and confirm it by running at most four settings.
 
-settings       numbers of envs and workers, the mode of stepping, and what is known of a setting
+settings       the values: numbers of envs and workers, the mode of stepping, what is wanted, what was measured
 driving        start the executor of a setting, and run it like a training loop
-probe          an executor of one env measures it; the result is a `measurement`
-rule           the settings worth running, from a measurement
-limits         what a setting takes and makes by the probe, and the settings that do not fit a machine
+probe          an executor of one env measures it
+rule           the settings worth running, and those that do not fit the machine
 confirming     run these settings in turns, and take the smallest of the fastest
 reasons        sentences on the bottleneck
 recommending   all of this in one call, and "auto"
-plotting       a picture of the result
 """

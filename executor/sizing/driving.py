@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.monitor.statistics import read_workers
+from envherd.executor.machine.machine import usable_cores
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.blueprint import as_factories, draw
 from envherd.executor.pools.portable import is_portable, make_pool
 from envherd.executor.pools.preloading import preloading
-from envherd.executor.sizing.settings import Mode, Setting
+from envherd.executor.serial import SerialEnv
+from envherd.executor.sizing.settings import Mode
+from envherd.shm.cgroups import read_word
 from envherd.shm.platforms import require
+from envherd.workers.testing import CountingEnv
 
 #: Number of batches of random actions that are drawn in advance and used cyclically.
 _NUM_DRAWN = 16
 #: Uncounted batches before a turn, least number of batches of a turn, and the largest number of seconds for reaching
 #: it.
 _WARM_UP, _LEAST_BATCHES, _LEAST_S = 2, 4, 1.0
+#: Seconds of a batch that is usually over before the kernel gives the processor to another program.
+_SHORT_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -55,11 +63,12 @@ class Subject:
                 stack.enter_context(preloading(*blueprint.preload, options=self.options)).wait_ready()
             yield
 
-    def start(self, setting: Setting, patience_s: float) -> BatchedEnv:
-        """Start the executor of a setting with worker processes.
+    def start(self, num_envs: int, num_workers: int, patience_s: float) -> BatchedEnv:
+        """Start an executor with worker processes.
 
         Args:
-            setting: see `Setting`.
+            num_envs: N.
+            num_workers: processes.
             patience_s: most seconds for a build, a reset or a step of a worker.
 
         Raises:
@@ -72,8 +81,7 @@ class Subject:
             reset_timeout_s=min(patience_s, own.reset_timeout_s or patience_s),
             step_timeout_s=min(patience_s, own.step_timeout_s or patience_s),
         )
-        factories = as_factories(setting.num_envs, self.make_env)
-        blueprint = draw(factories, self.env_kwargs, setting.num_workers, 0, options)
+        blueprint = draw(as_factories(num_envs, self.make_env), self.env_kwargs, num_workers, 0, options)
         pool = make_pool(blueprint, options)
         try:
             pool.start()
@@ -82,106 +90,192 @@ class Subject:
             pool.close(timeout_s=0)
             raise
 
+    def hosted(self, num_envs: int, span_s: float, policy_s: float) -> Subject:
+        """Return an env that has a `SerialEnv` of these envs: see `SerialHost`."""
+        own = self.options
+        # The other options concern the envs: they are those of the `SerialEnv`.
+        options = ExecutorOptions(
+            start_method=own.start_method,
+            preload=own.preload,
+            worker_threads=own.worker_threads,
+            worker_output=own.worker_output,
+            env_vars=own.env_vars,
+            gpus=own.gpus,
+        )
+        return Subject(functools.partial(SerialHost, self, num_envs, span_s, policy_s), {}, options)
 
-@dataclass(frozen=True, kw_only=True)
-class Turn:
+
+class Turn(NamedTuple):
     """The measurements of one turn of a setting.
 
     Attributes:
         steps: env-steps.
-        seconds: of all steps.
         resets: of envs in the turn.
-        busy_s: seconds that workers spent on commands, summed over workers.
+        batches_s: seconds of each batch.
+        times_s: of this thread, and then of each worker: seconds on a processor, waiting for one, and on commands (of
+            this thread, in the policy).
     """
 
     steps: int
-    seconds: float
-    resets: int = 0
-    busy_s: float = 0.0
+    resets: int
+    batches_s: Sequence[float]
+    times_s: Sequence[Sequence[float]]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all batches."""
+        return sum(self.batches_s)
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the workers' time, spent on commands; of a `SerialEnv`, of this thread's time on a processor."""
+        (own_run_s, _, _), *workers = self.times_s
+        busy_s = [busy_s for _, _, busy_s in workers] or [own_run_s]
+        return min(1.0, sum(busy_s) / len(busy_s) / self.seconds)
+
+    def undisturbed_s(self, *, is_even: bool) -> float:
+        """Return the seconds that it would take if no other program used the processors.
+
+        This thread and the workers take turns, so the times that they wait for a processor are left out. Workers that
+        share processors take at least their processor time, divided among the processors. Most short batches are over
+        before the kernel stops a process, so all together do not take longer than the median says.
+
+        Args:
+            is_even: whether all steps take about as long. Otherwise the median says nothing, and workers wait for each
+                other, which their times do not show: only the waiting of this thread and the slowest is left out.
+        """
+        (own_run_s, own_wait_s, policy_s), *workers = self.times_s
+        shared_s = sum(run_s for run_s, _, _ in workers) / usable_cores()
+        waited_s = own_wait_s + max((wait_s for _, wait_s, _ in workers), default=0.0)
+        seconds = max(self.seconds - waited_s, own_run_s + shared_s)
+        if not is_even:
+            return seconds
+        if workers:
+            slowest_s = max(max(run_s, busy_s - wait_s) for run_s, wait_s, busy_s in workers)
+            seconds = policy_s + own_run_s + max(slowest_s, shared_s)
+        median_s = float(np.median(self.batches_s))
+        return min(seconds, median_s * len(self.batches_s)) if median_s < _SHORT_S else seconds
 
 
-class RandomActions:
-    """Random actions for an executor: legal ones if it has masks, else from batches that were drawn in advance."""
+def random_actions(env: BatchedEnv) -> Callable[..., TensorDictBase]:
+    """Return a function that sets actions of some envs, or of all, in the batch to act on: `(batch, env_ids=None)`.
 
-    def __init__(self, env: BatchedEnv) -> None:
-        self._env = env
-        self._has_masks = any(leaf.key[-1] == "action_mask" for leaf in env.observation_spec)
-        keys = [leaf.key for leaf in env.action_spec]
-        count = 0 if self._has_masks else _NUM_DRAWN
-        self._drawn = itertools.cycle([env.rand_action().select(*keys) for _ in range(count)])
+    They are legal if the envs have masks, else from batches that were drawn in advance.
+    """
+    has_masks = any(leaf.key[-1] == "action_mask" for leaf in env.observation_spec)
+    keys = [leaf.key for leaf in env.action_spec]
+    drawn = itertools.cycle([env.rand_action().select(*keys) for _ in range(0 if has_masks else _NUM_DRAWN)])
 
-    def set_in(self, td: TensorDictBase, env_ids: Any = None) -> TensorDictBase:
-        """Set the actions of some envs, or of all, in the batch to act on (which has their state, if they take one)."""
-        if self._has_masks:
-            return self._env.rand_action(td)
-        drawn = next(self._drawn)
-        return td.update(drawn if env_ids is None else drawn[env_ids])
+    def set_in(td: TensorDictBase, env_ids: Any = None) -> TensorDictBase:
+        if has_masks:
+            return env.rand_action(td)
+        actions = next(drawn)
+        return td.update(actions if env_ids is None else actions[env_ids])
+
+    return set_in
 
 
 class Driver:
-    """Starts an executor and steps it in turns; between turns no env is stepping.
+    """Steps an executor in turns; between turns no env is stepping.
 
     Args:
-        open_env: starts the executor.
+        env: the executor; it is reset.
         span_s: seconds of a turn.
         policy_s: seconds to sleep before each batch of actions, like a policy on a GPU.
     """
 
-    def __init__(self, open_env: Callable[[], BatchedEnv], span_s: float, policy_s: float = 0.0) -> None:
-        began = time.monotonic()
-        self._env = env = open_env()
-        try:
-            self._span_s, self._policy_s = span_s, policy_s
-            self._root = env.reset()
-            self.start_s = time.monotonic() - began
-            self._actions = RandomActions(env)
-            self._half = max(1, env.num_envs // 2)
-        except BaseException:
-            env.close()
-            raise
+    def __init__(self, env: BatchedEnv, span_s: float, policy_s: float = 0.0) -> None:
+        self.env = env
+        self._span_s, self._policy_s = span_s, policy_s
+        self.reset()
+        self._set_actions = random_actions(env)
+        self._half = max(1, env.num_envs // 2)
 
-    def close(self) -> None:
-        """Close the executor."""
-        self._env.close()
+    def reset(self) -> None:
+        """Reset all envs."""
+        self._root = self.env.reset()
 
-    def turn(self, mode: Mode, least_steps: int = 0) -> Turn:
-        """Run for a turn in a mode, and for at least `least_steps` env-steps."""
-        batch = self._step if mode == "sync" else self._exchange
+    def step(self) -> int:
+        """Make one step of all envs; return their number."""
+        _, self._root = self.env.step_and_maybe_reset(self._act(self._root))
+        return self.env.num_envs
+
+    def turn(self, mode: Mode) -> Turn:
+        """Run for a turn in a mode."""
+        batch = self.step if mode == "sync" else self._exchange
         if mode == "first-k":
-            self._env.send(self._act(self._root, None))
+            self.env.send(self._act(self._root))
         for _ in range(_WARM_UP):
             batch()
-        resets, busy_s = self._counters()
-        count, steps, seconds = 0, 0, 0.0
-        began = time.perf_counter()
-        while seconds < self._span_s or steps < least_steps or (count < _LEAST_BATCHES and seconds < _LEAST_S):
+        resets, times = self._counters()
+        steps, ticks = 0, [time.perf_counter()]
+        while (seconds := ticks[-1] - ticks[0]) < self._span_s or (len(ticks) <= _LEAST_BATCHES and seconds < _LEAST_S):
             steps += batch()
-            count += 1
-            seconds = time.perf_counter() - began
-        after = self._counters()
+            ticks.append(time.perf_counter())
+        resets_after, times_after = self._counters()
         if mode == "first-k":
-            self._env.recv(with_root=False)
-            self._root = self._env.current()
-        return Turn(steps=steps, seconds=seconds, resets=after[0] - resets, busy_s=after[1] - busy_s)
+            self.env.recv(with_root=False)
+            self._root = self.env.current()
+        times_s, batches_s = (times_after - times).tolist(), np.diff(ticks).tolist()
+        times_s[0][2] = self._policy_s * len(batches_s)
+        return Turn(steps, resets_after - resets, batches_s, times_s)
 
-    def _counters(self) -> tuple[int, float]:
-        """Return resets and the workers' busy seconds as in `statistics()`, without reading the processes."""
-        pool = self._env.engine.pool
-        workers = read_workers(pool.slab.words, pool.blueprint.blocks, time.monotonic_ns())
-        return int(pool.slab.words["resets"].sum()), sum(one.busy_s for one in workers)
+    def _counters(self) -> tuple[int, np.ndarray]:
+        """Return the number of resets, and `Turn.times_s` so far."""
+        pool = self.env.engine.pool
+        pids = ["thread-self", *(str(pool.pid_of(worker_id)) for worker_id in range(pool.num_workers))]
+        # The words of a `SerialEnv` are those of one worker, and are left out.
+        busy_ns = [0, *pool.slab.words["busy_ns"].tolist()]
+        times = [[*_scheduled_ns(pid), busy] for pid, busy in zip(pids, busy_ns, strict=False)]
+        return int(pool.slab.words["resets"].sum()), np.array(times) / 1e9
 
-    def _act(self, td: TensorDictBase, env_ids: Any) -> TensorDictBase:
+    def _act(self, td: TensorDictBase, env_ids: Any = None) -> TensorDictBase:
         """Set actions, after the policy's time."""
         if self._policy_s:
             time.sleep(self._policy_s)
-        return self._actions.set_in(td, env_ids)
-
-    def _step(self) -> int:
-        _, self._root = self._env.step_and_maybe_reset(self._act(self._root, None))
-        return self._env.num_envs
+        return self._set_actions(td, env_ids)
 
     def _exchange(self) -> int:
-        env_ids: Any = self._env.recv(min_envs=self._half, with_root=False)["env_ids"]
-        root = self._env.current(env_ids)
-        self._env.send(self._act(root, env_ids), env_ids)
+        ids: Any = self.env.recv(min_envs=self._half, with_root=False)["env_ids"]
+        env_ids = ids.reshape(len(ids), -1)[:, 0]  # envs that are batches have one for each row
+        self.env.send(self._act(self.env.current(env_ids), env_ids), env_ids)
         return len(env_ids)
+
+
+def _scheduled_ns(pid: str) -> list[int]:
+    """Return ns of a thread on a processor and waiting for one; zeros if the kernel does not count them."""
+    fields = (read_word(Path("/proc", pid, "schedstat")) or "0 0").split()
+    return [int(field) for field in fields[:2]]
+
+
+class SerialHost(CountingEnv):
+    """An env that has a `SerialEnv` of other envs, and steps it in turns.
+
+    It is in a worker: no env is built in this process, and one that crashes or hangs there excludes only its setting.
+
+    Args:
+        subject: the env.
+        num_envs: of the `SerialEnv`.
+        span_s, policy_s: see `Driver`.
+    """
+
+    def __init__(self, subject: Subject, num_envs: int, span_s: float, policy_s: float) -> None:
+        super().__init__()
+        env = SerialEnv(num_envs, subject.make_env, env_kwargs=subject.env_kwargs, seed=0, options=subject.options)
+        self._driver = Driver(env, span_s, policy_s)
+
+    def turn(self) -> list[Any]:
+        """Run for a turn; return the values of a `Turn`."""
+        return list(self._driver.turn("sync"))
+
+    def close(self) -> None:
+        """Close the executor."""
+        self._driver.env.close()
+
+
+class HostDriver(Driver):
+    """Makes a `SerialHost`, the env of an executor, run its turns."""
+
+    def turn(self, _mode: Mode) -> Turn:
+        """Run for a turn."""
+        return Turn(*self.env.call("turn")[0])

@@ -1,11 +1,13 @@
-"""Settings: numbers of envs and workers, and the mode of stepping; what is wanted, and what is known of one. Pure."""
+"""The values of sizing: settings, what is wanted, and what was measured of an env and of a setting. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from envherd.executor.machine.room import require_room
+from envherd.shm.slab import plan_slab
+from envherd.shm.specs import EnvSpec
 
 #: "sync": a step of all envs at a time. "first-k": `send`, and `recv` of the half that is ready first.
 Mode = Literal["sync", "first-k"]
@@ -38,10 +40,8 @@ class Setting:
     def __str__(self) -> str:
         """Describe it in words."""
         envs = counted(self.num_envs, "env")
-        if not self.num_workers:
-            return f"SerialEnv of {envs}"
         how = ", first-K" if self.mode == "first-k" else ""
-        return f"{envs} on {counted(self.num_workers, 'worker')}{how}"
+        return f"{envs} on {counted(self.num_workers, 'worker')}{how}" if self.num_workers else f"SerialEnv of {envs}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,37 +80,116 @@ class Goal:
 WORKERS_ONLY = Goal(workers_only=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One env, measured alone in a worker process. Times are seconds, sizes bytes.
+
+    Attributes:
+        spec: its observations and actions.
+        build_s: the first build in a process, including imports that the factory does not announce.
+        build_further_s: a further build in the same process; `build_s` if there was none.
+        first_reset_s: the first reset.
+        reset_mean_s: mean of the resets after the first, without the share of `contention`.
+        step_median_s, step_p99_s: of a step, with its row, to 10 %.
+        step_mean_s: of a step, with its row, without the time in which the worker waited for a processor.
+        cpu_per_step_s: processor seconds of a step, of all threads and child processes.
+        hidden_cpu_share: share of `cpu_per_step_s` that the env's threads and processes use.
+        num_threads: threads (and processes) that the env has started.
+        steps_measured: number of steps behind the figures.
+        end_share: share of steps that ended an episode; 0 if none did.
+        contention: share of the time of steps in which the worker waited for a processor.
+        worker_bytes: memory of a worker with its first env.
+        further_env_bytes: added by each further env.
+        shared_bytes: what exists once for all workers: the helper, and libraries.
+        grown_per_1000_steps_bytes: of one env; small ones are noise.
+        gpu_bytes: memory of GPUs that the probe used; None without a GPU.
+        why_alone: why a process can have only one such env: the error of several in one process; empty if it can.
+    """
+
+    spec: EnvSpec = field(repr=False)
+    build_s: float
+    build_further_s: float
+    first_reset_s: float
+    reset_mean_s: float
+    step_median_s: float
+    step_p99_s: float
+    step_mean_s: float
+    cpu_per_step_s: float
+    hidden_cpu_share: float
+    num_threads: int
+    steps_measured: int
+    end_share: float
+    contention: float
+    worker_bytes: int
+    further_env_bytes: int
+    shared_bytes: int
+    grown_per_1000_steps_bytes: int
+    gpu_bytes: int | None = None
+    why_alone: str = ""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one env in a batch: its transition, its next root, its inputs."""
+        group = plan_slab([self.spec], 1, 1).groups[0]
+        return group.frame.nbytes + sum(leaf.nbytes for leaf in group.inputs)
+
+    @property
+    def waits_share(self) -> float:
+        """Share of a step in which the processor is free."""
+        return max(0.0, 1 - self.cpu_per_step_s / self.step_mean_s)
+
+    @property
+    def whole_step_s(self) -> float:
+        """Seconds of a step and its share of a reset."""
+        return self.step_mean_s + self.end_share * self.reset_mean_s
+
+    @property
+    def reset_share(self) -> float:
+        """Share of an env's time that its resets take; 0 if no episode ended."""
+        return 1 - self.step_mean_s / self.whole_step_s if self.end_share else 0.0
+
+    def whole_steps(self, steps: int, resets: int) -> float:
+        """Return the number of steps (each with its share of a reset) with the same work as these steps and resets."""
+        return (steps * self.step_mean_s + resets * self.reset_mean_s) / self.whole_step_s
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the figures as documented in docs/reference/json.md."""
+        further = {name: getattr(self, name) for name in ("row_bytes", "waits_share", "reset_share")}
+        plain = {**vars(self), **further, "is_alone": bool(self.why_alone)}
+        del plain["spec"]
+        return plain
+
+
+#: Kinds of `Refusal` for which the machine is too small.
+OF_MACHINE = ("memory", "open files", "processes", "GPU memory")
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Why a setting is not run.
 
     Attributes:
-        kind: "memory", "open files", "processes", "GPU memory", "failure" or "budget".
+        kind: one of `OF_MACHINE`, "failure" or "budget".
         text: the reason, with the numbers.
     """
 
     kind: str
     text: str
 
-    @property
-    def is_of_machine(self) -> bool:
-        """Whether the machine is too small."""
-        return self.kind not in ("failure", "budget")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a setting makes: as it was run, or else predicted from the probe; or why it was not run.
+    """What a setting makes, as it was run; or why it was not run.
 
     Attributes:
         setting: see `Setting`.
         steps_per_s: env-steps per second, with the usual number of resets, and with the policy.
         relative: speed relative to the fastest setting.
         busy_share: of its workers' time, spent on commands, 0..1.
-        rounds: number of its turns; 0 if it was not run: then the figures are predicted.
+        rounds: number of its turns.
         memory_bytes: of workers, helper and shared memory, from the probe's measurement.
         start_s: until it is ready and its envs are reset.
-        refusal: why it was not run, or does not fit; None if it was run or may be.
+        refusal: why it was not run, or does not fit; None if it was run.
     """
 
     setting: Setting
@@ -127,16 +206,12 @@ class Run:
         """Seconds of one step of all envs, with the policy."""
         return self.setting.num_envs / self.steps_per_s
 
-    @property
-    def is_scaled(self) -> bool:
-        """Whether the speed is scaled from the probe; otherwise the setting was run."""
-        return self.rounds == 0
-
     def to_plain(self) -> dict[str, Any]:
         """Return it as documented in docs/reference/json.md."""
-        plain = {**vars(self.setting), **vars(self)}
+        refusal = None if self.refusal is None else self.refusal.text
+        plain = {**vars(self.setting), **vars(self), "refusal": refusal}
         del plain["setting"]
-        return {**plain, "refusal": None if self.refusal is None else self.refusal.text}
+        return plain
 
 
 def counted(count: int, noun: str) -> str:

@@ -68,6 +68,7 @@ def started():
         runner.stop()
 
 
+@pytest.mark.quiet
 def test_a_slot_counts_steps_and_time(started):
     slot = started(burning).run(0.2, 20.0)
     assert slot.steps == slot.num_calls > 5
@@ -86,6 +87,7 @@ def test_the_bounds_run(started, name, num_processes):
     assert slot.num_processes == num_processes
 
 
+@pytest.mark.quiet
 def test_free_running_processes_stop_outside_their_slots(started):
     runner = started(BOUNDS[IDEAL])
     slot = runner.run(0.2, 20.0)
@@ -104,14 +106,12 @@ def cpu_while_asleep(_pool: Pool, seconds: float) -> dict[str, int]:
     return {"run_ns": usage_of(pids).since(before).run_ns}
 
 
-def test_a_pool_that_cannot_be_built_says_why(started):
-    with pytest.raises(PoolError, match=r"^build: LookupError: no such env$"):
-        started(refusing)
-
-
-def test_a_pool_whose_process_ends_leaves_its_last_words(started):
-    with pytest.raises(PoolError, match=r"^build: its process ended. the last words"):
-        started(dying)
+@pytest.mark.parametrize(
+    ("build", "message"), [(refusing, "LookupError: no such env$"), (dying, "its process ended. the last words")]
+)
+def test_a_pool_that_cannot_be_built_says_why(started, build, message):
+    with pytest.raises(PoolError, match=rf"^build: {message}"):
+        started(build)
 
 
 def test_a_pool_that_raises_says_what(started):

@@ -12,7 +12,7 @@ from tests.extras import skip_without
 skip_without("ray")
 
 from envherd import ExecutorOptions, ParallelEnv, WorkerLost
-from envherd.executor.cluster import RayRollouts
+from envherd.executor.cluster.rollouts import RayRollouts
 from envherd.workers.testing import CountingEnv
 from tests.cluster.test_rollouts import ONE, assert_equal
 from tests.envs.cluster_envs import Counter, SlowEnv

@@ -17,7 +17,7 @@ skip_without("ray")
 import ray
 
 from envherd import Busy, Closed, ClusterError, Collector, EnvError, FactoryError, ParallelEnv
-from envherd.executor.cluster import RayRollouts
+from envherd.executor.cluster.rollouts import RayRollouts
 from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, PairEnv, TextEnv
 from tests.envs.cluster_envs import Counter, GatedEnv, HeldCounter, Sampler, SlowEnv
 from tests.gates import Gate, interrupt

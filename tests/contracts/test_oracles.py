@@ -23,13 +23,13 @@ ENVS: dict[str, Any] = {
 }
 
 
-#: `tests/executor/protocol/test_property.py` compares processes with `SerialEnv`.
-IN_PROCESSES = scaled(("counting", "agents", "text", "batch_of_two"), full=tuple(ENVS))
+#: `test_property` and `test_portable` compare processes with `SerialEnv`.
+IN_PROCESSES = scaled(("counting", "batch_of_two"), full=tuple(ENVS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("env", "batch"), [(env, batch) for env in ENVS for batch in BATCHES if batch != "parallel" or env in IN_PROCESSES]
+    ("env", "batch"), [(env, batch) for env in ENVS for batch in BATCHES if batch == "serial" or env in IN_PROCESSES]
 )
 def test_every_rule_holds(env: str, batch: str) -> None:
     report = Contract(ENVS[env], num_steps=40, make_batch=BATCHES[batch]).check_all()

@@ -66,25 +66,6 @@ class SampledEnv(gymnasium.Env):
         return [name for name in names if name in sys.modules]
 
 
-class HorizonEnv(gymnasium.Env):
-    """Observes `[episode, step]` in one buffer; cut off after 50 steps; the reward is the step that was made."""
-
-    observation_space = spaces.Box(0, 1e6, (2,), np.float32)
-    action_space = spaces.Discrete(2)
-
-    def __init__(self):
-        self.seen = np.array([-1, 0], np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.seen[:] = self.seen[0] + 1, 0
-        return self.seen, {}
-
-    def step(self, action):
-        self.seen[1] += 1
-        return self.seen, float(self.seen[1]), False, bool(self.seen[1] == 50), {}
-
-
 class FailingEnv(SampledEnv):
     """Raises in its third step overall."""
 

@@ -56,3 +56,19 @@ class Team(PlainEnv):
 def pictured():
     """Return a team whose world and views are pictures; episodes of four steps."""
     return Team(4, 8)
+
+
+def film_into(films):
+    """Return a class in place of `Video`: `films` gets, by file name, the value of each frame's first pixel."""
+
+    class Film:
+        def __init__(self, path, fps):
+            self.path, self.frames = path, []
+
+        def add(self, frame):
+            self.frames.append(int(frame[0, 0, 0]))
+
+        def close(self):
+            assert films.setdefault(self.path.stem, self.frames) is self.frames
+
+    return Film

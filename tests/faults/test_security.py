@@ -46,12 +46,12 @@ UNPICKLES = {
     "workers/registries.py": "registered names of envs, which came with such a message",
     "workers/pickling.py": "the script's definitions, which came with such a message",
     "executor/facades/sb3/factory.py": "the same",
-    "workers/adapters/hosts/torchrl_guest.py": "the same",
+    "executor/facades/torchrl/worker.py": "the same",
     "executor/protocol/saving.py": "answers of workers, with options.infos='pickle'",
     "workers/infos.py": "infos of workers, with options.infos='pickle' (facades of Gymnasium and SB3)",
     "executor/facades/gymnasium/worker.py": "values of spaces that are no arrays (facade of Gymnasium)",
     "executor/cli/rerun.py": "the factory in a crash capsule, with --trust",
-    "workers/adapters/hosts/torchrl_crossing.py": "specs and odd leaves (facade of TorchRL)",
+    "executor/facades/torchrl/crossing.py": "specs and odd leaves (facade of TorchRL)",
 }
 
 

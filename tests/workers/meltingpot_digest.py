@@ -1,6 +1,6 @@
 """Play Melting Pot episodes and write a digest of each one's data; run as a program, in a fresh process.
 
-    python meltingpot_digest.py OUT.json '{"name": "coins", "seeds": [1, 2], "steps": 20}' ...
+    python -m tests.workers.meltingpot_digest OUT.json '{"name": "coins", "seeds": [1, 2], "steps": 20}' ...
 
 Each further argument is one job; `options` are those of `MeltingPotFactory`, and `"wrapped": true` steps through
 Melting Pot's own wrappers instead of directly. OUT gets, for each job, one digest per seed (the console is Lua's).
@@ -16,45 +16,32 @@ from typing import Any
 
 import numpy as np
 
-from envherd.workers.adapters.meltingpot.adapter import MeltingPotAdapter
-from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
+from envherd.workers.adapters.meltingpot.lua_tree import lua_root
+from tests.workers import meltingpot_equality
 
 
-def play(
-    name: str,
-    seeds: tuple[int, ...] = (1,),
-    steps: int = 20,
-    options: dict[str, Any] | None = None,
-    *,
-    wrapped: bool = False,
-) -> list[str]:
-    """Return a digest per episode; one env plays them one after the other, with the same random actions in each."""
-    adapter = MeltingPotAdapter(MeltingPotFactory(name, **(options or {}))())
-    if wrapped:
-        adapter._views._direct = None
-    digests = []
-    for seed in seeds:
-        digest = hashlib.sha256()
-        rng = np.random.default_rng(0)
-        _add(digest, adapter, adapter.reset(seed))
-        for _ in range(steps):
-            action = rng.integers(0, adapter.spec.metadata["num_actions"], adapter.spec.metadata["agent_count"])
-            observation, reward, terminated, truncated = adapter.step([action])
-            _add(digest, adapter, [*observation, *reward])
-            digest.update(bytes([terminated, truncated]))
-            if terminated or truncated:
-                break
-        digests.append(digest.hexdigest())
-    adapter.close()
-    return digests
+def play(name: str, seeds: Any = (1,), steps: int = 20, options: Any = None, *, wrapped: bool = False) -> list[str]:
+    """Return a digest per episode; one env plays them one after the other."""
 
+    def look(adapter: Any) -> Any:
+        if wrapped:
+            adapter._views._direct = None
+        return zip(
+            [*adapter.spec.observation, *adapter.spec.reward], [*adapter._values(), adapter._views.reward], strict=True
+        )
 
-def _add(digest: Any, adapter: MeltingPotAdapter, values: list[Any]) -> None:
-    leaves = [*adapter.spec.observation, *adapter.spec.reward]
-    for leaf, value in zip(leaves, values):  # noqa: B905  # a reset gives no reward
-        array = np.asarray(value)  # images of players may be given as a tuple
-        assert (array.shape, array.dtype.name) == (leaf.shape, leaf.dtype), leaf
-        digest.update(array.tobytes())
+    digests: list[Any] = []
+    played = meltingpot_equality.play(lua_root, name, seeds, steps, look, **{"deterministic": False, **(options or {})})
+    for is_reset, ends, seen in played:
+        if is_reset:
+            digests.append(hashlib.sha256())
+        digests[-1].update(bytes(ends))
+        for leaf, value in seen:
+            array = np.asarray(value)  # images of players may be given as a tuple
+            assert (array.shape, array.dtype.name) == (leaf.shape, leaf.dtype), leaf
+            if ends or leaf.key[-1] != "reward":  # a reset gives no reward
+                digests[-1].update(array.tobytes())
+    return [digest.hexdigest() for digest in digests]
 
 
 if __name__ == "__main__":

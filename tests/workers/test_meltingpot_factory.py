@@ -16,9 +16,13 @@ from tests.extras import skip_without
 skip_without("meltingpot")
 
 import cloudpickle
+import dmlab2d
 import numpy as np
 import pytest
+from dmlab2d import runfiles_helper
 
+from envherd.executor import doctor
+from envherd.workers.adapters.meltingpot import lua_edits
 from envherd.workers.adapters.meltingpot import lua_tree as meltingpot_lua
 from envherd.workers.adapters.meltingpot.adapter import MeltingPotAdapter
 from envherd.workers.adapters.meltingpot.factory import (
@@ -256,26 +260,94 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("is_ordered", [True, False])
-def test_the_copy_differs_in_its_first_line_and_lacks_logs(cache: Path, is_ordered: bool) -> None:  # noqa: FBT001
+@pytest.mark.parametrize("reason", ["", "dmlab2d 1.0.2, made for 1.0.9", "modules/game_object.lua was changed"])
+def test_the_copy_differs_in_its_edits_and_lacks_logs(
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reason: str,
+    is_ordered: bool,  # noqa: FBT001
+) -> None:
+    """Each file has as many lines as before. A source that the edits do not fit only loses its logs."""
+    installed = meltingpot_lua._installed_lua()
+    files = meltingpot_lua._read(installed)
+    if "1.0.9" in reason:
+        monkeypatch.setitem(lua_edits.VERSIONS, "dmlab2d", "1.0.9")
+    elif reason:
+        files[lua_edits.OBJECT] = files[lua_edits.OBJECT].replace(b"component.gameObject = self", b"-- mine")
+        monkeypatch.setattr(meltingpot_lua, "_read", lambda _: dict(files))
+    assert meltingpot_lua.why_not_edited() == reason
+    findings = {finding.name: finding for finding in doctor._meltingpot()}
+    assert findings["meltingpot's Lua"].level == ("warn" if reason else "ok")
+    assert reason in findings["meltingpot's Lua"].found
     root = Path(meltingpot_lua.lua_root(is_ordered=is_ordered) or "")
     assert root.parent == cache
-    installed = meltingpot_lua._installed_lua()
-    names = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file()}
-    copied = root / "meltingpot" / "lua"
-    assert names == {path.relative_to(copied) for path in copied.rglob("*") if path.is_file()}
-    lost = []
-    for name in names:
-        before, after = ((tree / name).read_text().splitlines() for tree in (installed, copied))
-        if str(name) == "modules/api_factory.lua":
+    copied = {name: (root / "meltingpot" / "lua" / name).read_text().splitlines() for name in files}
+    lost, edited = [], set()
+    for name, after in copied.items():
+        before = files[name].decode().splitlines()
+        if name == "modules/api_factory.lua":
             assert after[0].endswith(before[0])
-            assert ("ordered" in after[0]) is is_ordered
+            assert ("ordered" in after[0], "TileSet" in after[0]) == (is_ordered, not reason)
             before[0] = after[0]
-        assert len(before) == len(after)
         different = [(was, now) for was, now in zip(before, after, strict=True) if was != now]
-        assert {now for _, now in different} <= {""}
-        lost += [was.strip() for was, _ in different]
-    assert all(line.startswith("log.v(") for line in lost)
+        edited |= {name} if any(now for _, now in different) else set()
+        lost += [was.strip() for was, now in different if was.strip().startswith("log.v(")]
+    assert edited == (set() if reason else {edit.file for edit in lua_edits.EDITS})
     assert "log.v(1, 'World Config: ' .. helpers.tostring(config))" in lost
+
+
+#: Code to run before -> what must hold after it, in Lua. A tile set that counts what is drawn stands for dmlab2d's.
+_LUA = {
+    lua_edits.COLLECT_SELDOM: """
+        local most = collectgarbage()
+        for i = 1, 2e6 do last, most = {i}, math.max(most, collectgarbage('count')) end
+        assert(most < 2e4 and collectgarbage('count') > 0, most)
+        collectgarbage()
+        local weak = setmetatable({{}}, {__mode = 'v'})
+        collectgarbage()
+        assert(weak[1], 'memory had not doubled')
+        collectgarbage('stop')
+        local many = {} for i = 1, 2e6 do many[i] = {} end
+        collectgarbage()
+        assert(not weak[1], 'memory had doubled')
+    """,
+    f"""
+        local drawn = ''
+        local TileSet = {{
+            setSprite = function(self, name) drawn = drawn .. name .. ' ' end,
+            addColor = function(self, name) drawn = drawn .. name .. ' ' end,
+            addShape = function(self, name, shape) self:setSprite(name) end}}
+        package.loaded['common.tile_set'] = {{TileSet = TileSet}}
+        {lua_edits.DRAW_ONCE}
+    """: """
+        local set, red = setmetatable({}, {__index = TileSet}), {['*'] = {255, 0, 0}}
+        local function draws(expected, name, text, palette, noRotate, override)
+            drawn = ''
+            set:addShape(name, {text = text, palette = palette, noRotate = noRotate}, override)
+            assert(drawn == expected, name .. ' drew ' .. drawn .. ' not ' .. expected)
+        end
+        draws('a ', 'a', '*', red) draws('', 'a', '*', {['*'] = {255, 0, 0}}) draws('ab ', 'ab', '*', red)
+        draws('', 'a', '*', red) draws('a ', 'a', '**', red) draws('a ', 'a', '**', red, true)
+        draws('', 'a', '**', red, true) draws('a ', 'a', '**', red, true, {}) draws('a ', 'a', '**', red, true)
+        draws('a ', 'a', '*', {['*'] = {255, 0, 1}}) draws('a ', 'a', '*', red)
+        draws('a ', 'a', '*', {['*'] = red['*'], x = {1, 2, 3}}) draws('a ', 'a', '*', red)
+        draws('a.N ', 'a.N', '*', red) draws('a.S ', 'a.S', '*', red) draws('', 'a.N', '*', red)
+        draws('a ', 'a', '*', red) draws('a.N ', 'a.N', '*', red) draws('', 'ab', '*', red)
+        set:addColor('a.N', {1, 1, 1}) draws('a.N ', 'a.N', '*', red) draws('a.S ', 'a.S', '*', red)
+        red['*'][1] = 254 draws('ab ', 'ab', '*', red)
+        set:setSprite('ab') draws('ab ', 'ab', '*', red)
+        set = setmetatable({}, {__index = TileSet}) draws('ab ', 'ab', '*', red)
+    """,
+}
+
+
+@pytest.mark.parametrize("before", _LUA)
+def test_lua_draws_and_collects_what_is_new(tmp_path: Path, before: str) -> None:
+    (tmp_path / "level").mkdir()
+    (tmp_path / "level" / "init.lua").write_text(f"{before}{_LUA[before]}error('all held')")
+    settings = {"levelName": "level", "levelDirectory": str(tmp_path)}
+    with pytest.raises(ValueError, match="all held"):
+        dmlab2d.Lab2d(runfiles_helper.find(), settings)
 
 
 def test_without_a_cache_the_installed_code_is_used(tmp_path: Path) -> None:

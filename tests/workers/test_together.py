@@ -98,7 +98,7 @@ class OwnScreen(Walk):
 )
 def test_what_envs_share_is_named_with_the_remedy(make_env, match):
     with pytest.raises(ContractViolation, match=f"(?s)rule 10 is broken: .*{match}"):
-        check_env_contract(make_env, num_steps=20, together=2, is_deterministic=False)
+        Contract(make_env, num_steps=20, together=2, is_deterministic=False).check(10)
 
 
 def test_envs_that_share_nothing_pass():

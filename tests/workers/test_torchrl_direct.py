@@ -45,11 +45,10 @@ from torchrl.envs import (
     ToTensorImage,
     TransformedEnv,
     VecNorm,
-    VmasEnv,
 )
 from torchrl.envs.utils import MarlGroupMapType
 
-from envherd.workers.adapters.hosts.torchrl_guest import Guest, GuestAdapter
+from envherd.executor.facades.torchrl.worker import Guest, adapter_of
 from envherd.workers.adapters.torchrl.direct import leaf_keys
 from tests.envs.torchrl_direct_envs import Buffered, Keeper, Nested, Twice, herd
 
@@ -194,13 +193,13 @@ class Pair:
     """Two guests of the same env: one with its direct way, one without."""
 
     def __init__(self, make: Make, **how: Any) -> None:
-        self.adapters = []
+        self.adapters: list[Any] = []
         for _ in range(2):
             torch.manual_seed(0)
             guest = Guest(make(), **how)
             with contextlib.suppress(NotImplementedError), guest.on_stage():  # Melting Pot
                 guest.seed(5, static=False)
-            self.adapters.append(GuestAdapter(guest))
+            self.adapters.append(adapter_of(guest))
         direct, usual = self.adapters
         assert direct.spec.metadata["way"] == "direct"
         usual.env.direct = None
@@ -208,7 +207,7 @@ class Pair:
         self.leaves = {"observation": direct.spec.observation, "reward": direct.spec.reward}
         self.rng = np.random.default_rng(3)
 
-    def both(self, act: Callable[[GuestAdapter], Any]) -> tuple[Any, Any]:
+    def both(self, act: Callable[[Any], Any]) -> tuple[Any, Any]:
         results = []
         for adapter in self.adapters:
             torch.manual_seed(int(self.rng.integers(1)))
@@ -235,7 +234,7 @@ class Pair:
         random = self.env.full_action_spec.rand()
         root = self.adapters[1].env.root
         actions = set(leaf_keys(self.env)[0]) - set(self.env.state_keys)
-        return [(random if key in actions else root).get(key).numpy() for key, _ in self.adapters[0]._inputs]
+        return [(random if key in actions else root).get(key).numpy() for key in leaf_keys(self.env)[0]]
 
     def step(self) -> bool:
         """Step both; return whether they ended."""
@@ -249,7 +248,7 @@ class Pair:
     def asked(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of both guests by name; return the result of the usual one."""
 
-        def call(adapter: GuestAdapter) -> Any:
+        def call(adapter: Any) -> Any:
             with adapter.env.on_stage():
                 copied = [arg.clone() if isinstance(arg, TensorDict) else arg for arg in args]
                 return getattr(adapter.env, name)(*copied, **kwargs)
@@ -300,8 +299,7 @@ def compare(make: Make, num_steps: int, steps_on: bool = True, **how: Any) -> No
 
 
 def _named(pair: Pair) -> tuple[list[Any], list[torch.Tensor]]:
-    keys = [key for key, _ in pair.adapters[0]._inputs]
-    return keys, [torch.from_numpy(array.copy()) for array in pair.inputs()]
+    return leaf_keys(pair.env)[0], [torch.from_numpy(array.copy()) for array in pair.inputs()]
 
 
 @pytest.mark.parametrize("case", DIRECT)
@@ -337,22 +335,6 @@ def test_pettingzoo(case: str) -> None:
 @pytest.mark.parametrize("case", POTS)
 def test_melting_pot(case: str) -> None:
     compare(*POTS[case])
-
-
-@needs("vmas")
-def test_vmas_envs_of_a_process_draw_from_states_of_their_own() -> None:
-    def trace(*others: Guest) -> list[TensorDict]:
-        guest = Guest(VmasEnv("balance", num_envs=3, max_steps=5))
-        seen: list[Any] = []
-        for one in (guest, *others):
-            with one.on_stage():
-                one.seed(len(seen), static=False)
-                seen.append(one.reset(None, {}))
-        with guest.on_stage():
-            return [seen[0], guest.reset(None, {})]
-
-    for alone, among in zip(trace(), trace(Guest(VmasEnv("balance", num_envs=3, max_steps=5))), strict=True):
-        assert (alone == among).all()
 
 
 @pytest.mark.parametrize("case", ["box", "counters", "nested, float"])
@@ -405,7 +387,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
 def test_what_is_unusual_keeps_torchrls_own_code(case: str) -> None:
     make, reason = REFUSED[case]
     guest = Guest(make())
-    way = GuestAdapter(guest).spec.metadata["way"]
+    way = adapter_of(guest).spec.metadata["way"]
     assert way.startswith("TorchRL's own code, because ")
     assert reason in way
     assert guest.direct is None
@@ -420,7 +402,7 @@ def test_envs_that_may_draw_from_torch_keep_their_own_generator() -> None:
 
     called = []
     for wrap in (lambda env: env, gymnasium.wrappers.RecordEpisodeStatistics, noisy):
-        adapter = GuestAdapter(Guest(GymWrapper(wrap(gymnasium.make("CartPole-v1")))))
+        adapter = adapter_of(Guest(GymWrapper(wrap(gymnasium.make("CartPole-v1")))))
         called.append(adapter.env_call() is not None)
         adapter.close()
     assert called == [True, True, False]
@@ -430,7 +412,7 @@ def test_envs_that_may_draw_from_torch_keep_their_own_generator() -> None:
 def test_envs_of_dm_control_that_may_draw_from_torch_are_no_envs_of_its_suite() -> None:
     called = []
     for make in (lambda: DMControlEnv("cartpole", "balance"), terminating):
-        adapter = GuestAdapter(Guest(make()))
+        adapter = adapter_of(Guest(make()))
         called.append(adapter.env_call() is not None)
         adapter.close()
     assert called == [True, False]

@@ -140,6 +140,22 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
 
     # ---- reset -------------------------------------------------------------------------------
 
+    def _begin(self, name: str) -> None:
+        """Refuse to begin a call while another is pending; nothing is pending where no call can be."""
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset all envs, or those of `options["reset_mask"]` (bool `[N]`); return observations and infos.
+
+        Args:
+            seed: int, from which env i gets `seed + i`; one int or None for each env; or None.
+            options: given to each env; never changed.
+        """
+        self._begin("reset_async")
+        self._start_reset(seed, options)
+        return self._finish_reset(None)
+
     def _seeds(self, seed: int | Sequence[int | None] | None) -> Sequence[int | None]:
         if seed is None:
             return [None] * self.num_envs
@@ -181,6 +197,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         return self._observations.now(), infos
 
     # ---- step --------------------------------------------------------------------------------
+
+    def step(self, actions: Any) -> StepResult:
+        """Step all envs; return observations, rewards, terminations, truncations and infos."""
+        self._begin("step_async")
+        self._start_step(actions)
+        return self._finish_step(None)
 
     def _start_step(self, actions: Any) -> None:
         self._drop_interrupted()

@@ -155,19 +155,6 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
 
     # ---- reset and step ----------------------------------------------------------------------
 
-    def reset(
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        """Reset all envs, or those of `options["reset_mask"]` (bool `[N]`); return observations and infos.
-
-        Args:
-            seed: int, from which env i gets `seed + i`; one int or None for each env; or None.
-            options: given to each env; never changed.
-        """
-        self._begin("reset_async")
-        self._start_reset(seed, options)
-        return self._finish_reset(None)
-
     def reset_async(
         self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
@@ -186,12 +173,6 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         self._end(AsyncState.WAITING_RESET)
         with _deadline("reset_wait", timeout):
             return self._finish_reset(timeout)
-
-    def step(self, actions: Any) -> StepResult:
-        """Step all envs; return observations, rewards, terminations, truncations and infos."""
-        self._begin("step_async")
-        self._start_step(actions)
-        return self._finish_step(None)
 
     def step_async(self, actions: Any) -> None:
         """Begin a `step`; `step_wait` ends it."""
@@ -307,18 +288,6 @@ class SyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         pool: Any = executor.engine.pool
         self.envs: list[Any] = [adapter.env.env for adapter in pool.adapters.values()]
         self._host(executor)
-
-    def reset(
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        """Reset all envs, or those of `options["reset_mask"]`; see `AsyncVectorEnv.reset`."""
-        self._start_reset(seed, options)
-        return self._finish_reset(None)
-
-    def step(self, actions: Any) -> StepResult:
-        """Step all envs; return observations, rewards, terminations, truncations and infos."""
-        self._start_step(actions)
-        return self._finish_step(None)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of each env or of its wrappers, or return its attribute of that name."""

@@ -56,7 +56,30 @@ class AgentDictEnv(AsyncVectorEnv):
         return self._agent_rewards[column].copy(), terminations, truncations
 
 
-class ParallelVectorEnv:
+class OverAgentDicts:
+    """The requests that a class over an `AgentDictEnv` passes on to the envs."""
+
+    _envs: AgentDictEnv
+
+    @property
+    def executor(self) -> BatchedEnv:
+        """The executor underneath, for example for its `statistics()`."""
+        return self._envs.executor
+
+    def render(self) -> tuple[Any, ...]:
+        """Return a picture of each env, uint8 `[H, W, 3]`; None where its render mode is not "rgb_array"."""
+        return tuple(self._envs.executor.ask("render", None))
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of each env, or return its attribute of that name."""
+        return self._envs.call(name, *args, **kwargs)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Return an attribute of each env; a callable is called first."""
+        return self._envs.call(name)
+
+
+class ParallelVectorEnv(OverAgentDicts):
     """N PettingZoo parallel envs in worker processes, stepped together.
 
     Args:
@@ -106,19 +129,11 @@ class ParallelVectorEnv:
     # ---- what it is --------------------------------------------------------------------------
 
     @property
-    def executor(self) -> BatchedEnv:
-        """The executor underneath, for example for its `statistics()`."""
-        return self._envs.executor
-
-    @property
     def num_agents(self) -> int:
         """The number of possible agents of an env."""
         return len(self.possible_agents)
 
-    @property
-    def max_num_agents(self) -> int:
-        """The number of possible agents of an env."""
-        return len(self.possible_agents)
+    max_num_agents = num_agents
 
     @property
     def unwrapped(self) -> ParallelVectorEnv:
@@ -240,21 +255,9 @@ class ParallelVectorEnv:
 
     # ---- calls -------------------------------------------------------------------------------
 
-    def render(self) -> tuple[Any, ...]:
-        """Return a picture of each env, uint8 `[H, W, 3]`; None where its render mode is not "rgb_array"."""
-        return tuple(self._envs.executor.ask("render", None))
-
     def state(self) -> np.ndarray:
         """Return the envs' `state()`, stacked `[N, ...]`."""
         return np.stack(self._envs.call("state"))
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of each env, or return its attribute of that name."""
-        return self._envs.call(name, *args, **kwargs)
-
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Return an attribute of each env; a callable is called first."""
-        return self._envs.call(name)
 
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute of each env: to `values`, or to its own item of a list or tuple."""

@@ -18,10 +18,9 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from ray.rllib.env.multi_agent_env import MultiAgentEnv
 from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
 
-from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.columns import LatestColumn
 from envherd.executor.facades.gymnasium.spaces import Description
-from envherd.executor.facades.pettingzoo.vector_env import AgentDictEnv
+from envherd.executor.facades.pettingzoo.vector_env import AgentDictEnv, OverAgentDicts
 from envherd.executor.facades.rllib.worker import (
     ALL,
     OBSERVED,
@@ -73,7 +72,7 @@ class _Agents(MultiAgentEnv):  # type: ignore[misc]  # has no types
         super().__init__()
 
 
-class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no types
+class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[misc]  # has no types
     """RLlib's vector env of multi-agent envs, in worker processes.
 
     Args:
@@ -93,6 +92,8 @@ class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no 
         FactoryError: an env could not be built; also of the type that was raised.
     """
 
+    _envs: _RowsEnv
+
     def __init__(
         self,
         env_fns: Sequence[Callable[[], Any]],
@@ -101,14 +102,14 @@ class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no 
         options: ExecutorOptions | None = None,
     ) -> None:
         self.closed = True  # RLlib closes deleted envs that are not closed
-        self._rows = _RowsEnv(env_fns, shared_memory=False, num_workers=num_workers, options=options)
+        self._envs = _RowsEnv(env_fns, shared_memory=False, num_workers=num_workers, options=options)
         self.closed = False
-        self.num_envs = self._rows.num_envs
-        self.metadata, self.render_mode = self._rows.metadata, self._rows.render_mode
-        self.single_observation_space = cast("spaces.Dict", self._rows.single_observation_space)
-        self.single_action_space = cast("spaces.Dict", self._rows.single_action_space)
-        self._observation_space = cast("spaces.Dict", self._rows.observation_space)
-        action_space = cast("spaces.Dict", self._rows.action_space)
+        self.num_envs = self._envs.num_envs
+        self.metadata, self.render_mode = self._envs.metadata, self._envs.render_mode
+        self.single_observation_space = cast("spaces.Dict", self._envs.single_observation_space)
+        self.single_action_space = cast("spaces.Dict", self._envs.single_action_space)
+        self._observation_space = cast("spaces.Dict", self._envs.observation_space)
+        action_space = cast("spaces.Dict", self._envs.action_space)
         self.single_observation_spaces = dict(self.single_observation_space.spaces)
         self.single_action_spaces = dict(self.single_action_space.spaces)
         self._agents = list(self.single_observation_spaces)
@@ -119,11 +120,6 @@ class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no 
         }
         self._resets_next = np.zeros(self.num_envs, bool)
 
-    @property
-    def executor(self) -> BatchedEnv:
-        """The executor underneath, for example for its `statistics()`."""
-        return self._rows.executor
-
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[ByAgent], list[ByAgent]]:
@@ -133,9 +129,9 @@ class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no 
             seed: int, from which env i gets `seed + i`; one int or None for each env; or None.
             options: given to each env; never changed.
         """
-        observations, _ = self._rows.reset(seed=seed, options=options)
+        observations, _ = self._envs.reset(seed=seed, options=options)
         self._resets_next[:] = False
-        return self._seen(observations, self._rows.present().tolist()), self._rows.env_infos()
+        return self._seen(observations, self._envs.present().tolist()), self._envs.env_infos()
 
     def step(self, actions: Sequence[Mapping[Any, Any]]) -> Dicts:
         """Step all envs once; reset instead those whose episode has ended.
@@ -154,15 +150,15 @@ class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no 
         """
         self._check_complete(actions)
         was_reset = self._resets_next
-        observations, _, terminations, truncations, _ = self._rows.step(self._batch(actions))
+        observations, _, terminations, truncations, _ = self._envs.step(self._batch(actions))
         self._resets_next = terminations | truncations
-        present = self._rows.present()
-        lost = self._rows.interrupted()
+        present = self._envs.present()
+        lost = self._envs.interrupted()
         if lost is not None:  # agents that acted or are observed have rewards; only the episode's flags are set
             present[lost] &= OBSERVED
             present[lost] |= REWARDED * present[lost]
         bits = present.tolist()
-        rewards, *ends = (values.tolist() for values in self._rows.agent_results())
+        rewards, *ends = (values.tolist() for values in self._envs.agent_results())
         flags = [
             [
                 {**self._those(row, mask, bit), ALL: bool(ended)}
@@ -171,7 +167,7 @@ class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no 
             for rows, over, bit in zip(ends, (terminations, truncations), (TERMINATED, TRUNCATED), strict=True)
         ]
         gained = [self._those(row, mask, REWARDED) for row, mask in zip(rewards, bits, strict=True)]
-        infos = self._rows.env_infos()
+        infos = self._envs.env_infos()
         for env_id in np.flatnonzero(was_reset).tolist():
             gained[env_id] = dict.fromkeys(self._agents, 0.0)
             for rows in flags:
@@ -204,7 +200,7 @@ class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no 
                 f"step failed: expected {self.num_envs} dicts of actions, one for each env, got {len(actions)}. No env "
                 f"was stepped."
             )
-        acting = self._rows.active() & ~self._resets_next[:, None]
+        acting = self._envs.active() & ~self._resets_next[:, None]
         for env_id, (one, acts) in enumerate(zip(actions, acting.tolist(), strict=True)):
             missing = [agent for agent, does in zip(self._agents, acts, strict=True) if does and agent not in one]
             if missing:
@@ -213,18 +209,6 @@ class MultiAgentVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc]  # has no 
                     f"{missing[0]} (env {env_id}). No env was stepped."
                 )
 
-    def render(self) -> tuple[Any, ...]:
-        """Return a picture of each env, uint8 `[H, W, 3]`; None where its render mode is not "rgb_array"."""
-        return tuple(self._rows.executor.ask("render", None))
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of each env, or return its attribute of that name."""
-        return self._rows.call(name, *args, **kwargs)
-
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Return an attribute of each env; a callable is called first."""
-        return self._rows.call(name)
-
     def close_extras(self, **kwargs: Any) -> None:
         """Close the envs and end the workers; RLlib's `close` calls this once."""
-        self._rows.close(**kwargs)
+        self._envs.close(**kwargs)

@@ -1,19 +1,16 @@
 """TorchRL's `ParallelEnv` on the executor; `SerialEnv` is TorchRL's own."""
 
-import contextlib
+from __future__ import annotations
 
-from envherd.executor.facades import needing
-from envherd.executor.facades.installing import replaced
+from typing import TYPE_CHECKING
 
-with needing("envherd[torchrl]", "torchrl"):
-    import torchrl.envs
+from envherd.executor.facades import lazy_names
+
+if TYPE_CHECKING:
     from torchrl.envs import SerialEnv
 
-    from envherd.executor.facades.torchrl.parallel_env import BuildFailed, ParallelEnv
+    from envherd.executor.facades.torchrl.parallel_env import BuildFailed, ParallelEnv, installed
 
 __all__ = ["BuildFailed", "ParallelEnv", "SerialEnv", "installed"]
 
-
-def installed() -> contextlib.AbstractContextManager[None]:
-    """Replace TorchRL's `ParallelEnv` by ours, in all of TorchRL, for a block."""
-    return replaced("torchrl", {torchrl.envs.ParallelEnv: ParallelEnv})
+__getattr__ = lazy_names(__name__, dict.fromkeys(__all__, "parallel_env"), "envherd[torchrl]", "torchrl")

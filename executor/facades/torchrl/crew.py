@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from envherd.executor.facades.torchrl.crossing import dumps, loads
+from envherd.executor.facades.torchrl.worker import GuestFactory
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.pools.blueprint import choose_workers, draw
@@ -25,8 +27,6 @@ from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.fast_step import FastStep, compile_step
 from envherd.shm.finalizer import Finalizer
-from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
-from envherd.workers.adapters.hosts.torchrl_guest import GuestFactory
 from envherd.workers.build import describe, modules_of, pickle_factory
 from envherd.workers.errors import ActionError
 from envherd.workers.messages import Prepare
@@ -40,7 +40,7 @@ _BACKENDS = {
 }
 
 #: Keeps TensorBoard, which Stable-Baselines3 imports, from importing TensorFlow; imported before anything else.
-_LIGHT = "envherd.workers.adapters.hosts.light_tensorboard"
+_LIGHT = "envherd.executor.facades.light_tensorboard"
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 

@@ -26,9 +26,9 @@ from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.step_data import StepBatches
 from envherd.executor.facades.torchrl.batched import Batched
+from envherd.executor.facades.torchrl.worker import dense_leaves
 from envherd.executor.protocol.fast_step import FastStep
 from envherd.executor.protocol.stale_roots import StaleRoots
-from envherd.workers.adapters.hosts.torchrl_guest import dense_leaves
 from envherd.workers.adapters.torchrl.private_api import (
     aggregate_ends,
     is_collected,
@@ -46,14 +46,15 @@ class Shells:
 
     Args:
         env: with the specs, the device and a `fake_tensordict` of the batch.
+        specs: of one env.
 
     Attributes:
         fast_steps: op -> the compiled step of the crew whose slab this is; empty if it has none.
         stale_roots: looks at batches that already have a `next`.
     """
 
-    def __init__(self, env: Any) -> None:
-        leaves = dense_leaves(env)
+    def __init__(self, env: Any, specs: Any) -> None:
+        leaves = dense_leaves(specs)
         assert leaves is not None
         template = env.fake_tensordict()
         self.device = env.device
@@ -145,7 +146,7 @@ class BatchedData(Batched):
             crew = self._open()
             if not (self._fixed_shapes and crew.is_dense and self._is_whole) or self.share_individual_td:
                 return None
-            shells = Shells(self)
+            shells = Shells(self, self._per_env[0].specs)
             shells.fast_steps = crew.compile_steps(shells)
             self.__dict__["_shells"] = shells
         if get_leaf(td, "next") is None:

@@ -10,6 +10,7 @@ Trusts its workers: attributes, specs and leaves that do not fit the slab are pi
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections import OrderedDict
@@ -19,9 +20,10 @@ from typing import Any
 
 import torch
 import torchrl.envs
-from torchrl.envs import EnvBase, EnvCreator
+from torchrl.envs import EnvBase, EnvCreator, SerialEnv
 
 from envherd.executor.facades.errors import as_raised
+from envherd.executor.facades.installing import replaced
 from envherd.executor.facades.torchrl.attributes import Attributes, Dispatcher, NotStarted
 from envherd.executor.facades.torchrl.batched import MakeEnv
 from envherd.executor.facades.torchrl.crew import Crew, WorkerHandle
@@ -57,7 +59,7 @@ class _ParallelMeta(type(torchrl.envs.ParallelEnv)):  # type: ignore[misc]  # un
         if is_single and kwargs.get("options") is None:
             for name in ("mp_start_method", "metadata_from_workers", "num_processes", "options"):
                 kwargs.pop(name, None)
-            return torchrl.envs.SerialEnv(*args, **kwargs)
+            return SerialEnv(*args, **kwargs)
         _newborn.env = None
         try:
             return type(EnvBase).__call__(cls, *args, **kwargs)
@@ -323,3 +325,8 @@ def _by_value(factory: MakeEnv) -> MakeEnv:
 
     is_wrapped = isinstance(factory, (CloudpickleWrapper, EnvCreator))
     return factory if is_wrapped else CloudpickleWrapper(factory)
+
+
+def installed() -> contextlib.AbstractContextManager[None]:
+    """Replace TorchRL's `ParallelEnv` by ours, in all of TorchRL, for a block."""
+    return replaced("torchrl", {torchrl.envs.ParallelEnv: ParallelEnv})

@@ -111,7 +111,9 @@ def test_table_says_everything():
 
 
 def test_table_tells_of_trouble():
-    text = printed(found(replace(STATISTICS, env_errors=2, worker_losses=1), interrupted=False, keep_s=1.5))
+    text = printed(
+        found(replace(STATISTICS, env_errors=2, worker_losses=1), interrupted=False, error="lost", keep_s=1.5)
+    )
     assert re.search(r"env errors\s+│ 2", text)
     assert re.search(r"workers lost\s+│ 1", text)
     assert "400 of 500 (failed) x 3 envs in 2.00 s, and 1.50 s to draw and store" in text
@@ -135,11 +137,11 @@ def test_many_agents_are_cut_in_the_table_and_all_there_in_the_json():
 def test_json_has_exactly_the_documented_keys():
     plain = json.loads(json.dumps(found()))
     page = DOCS.read_text().partition("## `envherd size")[0]
-    documented = set(re.findall(r"^\| `([a-z_.\[\]]+)` \|", page, re.MULTILINE))
+    documented = set(re.findall(r"^\| `([a-z0-9_.\[\]]+)` \|", page, re.MULTILINE))
     keys = set(plain) - {"workers", "memory", "files"}
     keys |= {f"workers[].{key}" for key in plain["workers"][0]}
     keys |= {f"memory.{key}" for key in plain["memory"]}
-    keys |= {f"files.{key}" for key in ("out", "gif", "png")}
+    keys |= {f"files.{key}" for key in ("out", "gif", "png", "mp4")}
     assert documented == keys
     assert plain["schema"] == SCHEMA
 

@@ -131,18 +131,10 @@ def test_names_are_listed():
 
     from envherd.executor.cli.app import app
 
-    runner = CliRunner()
-    done = runner.invoke(app, ["list", "gymnasium", "cartpole-v1"])
+    done = CliRunner().invoke(app, ["list", "gymnasium", "cartpole-v1"])
     assert done.exit_code == 0
     assert "gymnasium:CartPole-v1" in done.output.split()
     assert all(factory_for(name) for name in done.output.split() if "phys2d" not in name)
-    assert runner.invoke(app, ["list", "gymnasium", "no such name"]).exit_code == 1
-    assert (
-        "expected names that contain 'no such name'" in runner.invoke(app, ["list", "gymnasium", "no such name"]).output
-    )
-    done = runner.invoke(app, ["list", "gymnasim"])
-    assert done.exit_code == 2
-    assert "gymnasium" in done.output
 
 
 @needs("gymnasium", "cli")

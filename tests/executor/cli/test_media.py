@@ -13,11 +13,14 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from envherd import SerialEnv
 from envherd.executor.cli import media
 from envherd.executor.cli.media import Film, Pictures, grid, reduced
 from envherd.executor.show.camera import MediaError
+from tests.envs.team_env import film_into, pictured
 
 
 def sprite(colour: tuple[int, int, int], height: int = 6, width: int = 8) -> np.ndarray:
@@ -40,9 +43,9 @@ class Rendered:
         return next(self._looks)
 
 
-def pictures_of(looks: list[list[np.ndarray | None]], gif=None, png=None) -> Pictures:
+def pictures_of(looks: list[list[np.ndarray | None]], gif=None, png=None, **how) -> Pictures:
     """Return the pictures of a run in which the envs rendered these frames."""
-    pictures, env = Pictures(gif, png, len(looks) - 1), Rendered(looks)
+    pictures, env = Pictures(gif, png, len(looks) - 1, **how), Rendered(looks)
     for step in range(len(looks)):
         pictures.look(cast("Any", env), step, None)
     return pictures
@@ -152,6 +155,30 @@ def test_an_env_without_a_frame_for_a_while_keeps_its_last_one(tmp_path):
         gif.seek(1)
         pixels = np.asarray(gif.convert("RGB"))
         assert (pixels == (200, 0, 0)).all(axis=2).any()
+
+
+def test_a_video_leaves_out_the_steps_without_a_picture(tmp_path, monkeypatch):
+    films: dict[str, list[int]] = {}
+    monkeypatch.setattr(media, "Video", film_into(films))
+    frames = [np.full((4, 4, 3), value, np.uint8) if value else None for value in (10, 0, 20)]
+    pictures = pictures_of([[frame] for frame in frames], mp4=tmp_path / "film.mp4")
+    assert pictures.write("") == {"mp4": str(tmp_path / "film.mp4")}
+    assert films == {"film": [10, 20]}
+
+
+def test_the_returns_of_views_include_the_steps_that_the_gif_leaves_out(tmp_path, monkeypatch):
+    captions: list[str] = []
+    monkeypatch.setattr(media, "_ALONE_FRAMES", 2)
+    monkeypatch.setattr(media, "grid", lambda tiles, **_: captions.append(tiles[0][1]) or Image.new("RGB", (4, 4)))
+    pictures = Pictures(tmp_path / "film.gif", None, 8, views=True)
+    with SerialEnv(1, pictured, seed=0) as env:
+        root = env.reset()
+        pictures.look(env, 0, root)
+        for step in range(1, 9):
+            td = env.step(root.set(("agents", "action"), torch.ones(1, 3, dtype=torch.int64)))
+            pictures.look(env, step, td["next"])
+            root = env.current() if step % 4 else env.reset()
+    assert captions[-1] == "step 4  sum 10.0"
 
 
 def test_no_frames_no_file(tmp_path):

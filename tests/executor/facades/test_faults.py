@@ -303,13 +303,12 @@ def test_a_worker_that_is_lost_is_named(kind: Any, start: Any, action: int, erro
 #: What lets all continue after a fault.
 REMEDIES: dict[int, dict[str, Any]] = {
     DIES: {"on_worker_loss": "restart"},
-    HANGS: {"on_worker_loss": "restart", **LIMITS[HANGS]},
     RAISES: {"on_env_error": "interrupt"},
 }
 
 
 @pytest.mark.broken_pool
-@pytest.mark.parametrize("action", REMEDIES, ids=["dies", "hangs", "raises"])
+@pytest.mark.parametrize("action", REMEDIES, ids=["dies", "raises"])
 @each
 def test_an_env_that_fails_can_be_interrupted(kind: Any, start: Any, action: int) -> None:
     """Its episode has ended without another reward; the next one has begun."""

@@ -10,11 +10,9 @@ import pytest
 from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.vector import AutoresetMode
 
-from envherd.executor import ParallelEnv
 from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv
 from envherd.executor.options import ExecutorOptions
 from tests.envs.gymnasium_envs import MAKES, Horizon, Particular, Precise, Reusing
-from tests.scale import scaled
 
 NUM_ENVS = 3
 FACADES = {"async": functools.partial(AsyncVectorEnv, num_workers=2), "sync": SyncVectorEnv}
@@ -94,27 +92,6 @@ def test_an_env_may_be_stepped_before_any_reset(facade):
     envs = FACADES[facade]([Precise] * 2)
     assert envs.step(np.zeros((2, 1), np.float32))[1].tolist() == [0.0, 0.0]
     envs.close()
-
-
-@pytest.mark.slow
-def test_next_step_spends_rows_on_resets_and_the_executor_does_not():
-    num_steps, num_envs = scaled(500, full=2500), 4
-    envs = AsyncVectorEnv([Horizon] * num_envs, num_workers=2, autoreset_mode="NextStep")
-    before, _ = envs.reset()
-    num_invalid = 0
-    actions = np.zeros(num_envs, np.int64)
-    for _ in range(num_steps):
-        after, *_ = envs.step(actions)
-        num_invalid += int((after != before + 1).sum())
-        before = after
-    envs.close()
-    assert 0.015 < num_invalid / (num_steps * num_envs) < 0.025
-    with ParallelEnv(num_envs, Horizon, num_workers=2, options=ExecutorOptions()) as executor:
-        data = executor.rollout(num_steps, break_when_any_done=False)
-    ours = data["next", "observation"] != data["observation"] + 1
-    assert ours.numel() == num_envs * num_steps
-    assert int(ours.sum()) == 0
-    assert int(data["next", "truncated"].sum()) == num_envs * num_steps // 50
 
 
 @pytest.mark.parametrize("facade", FACADES)

@@ -15,7 +15,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 
 from envherd.executor import EnvError, ExecutorOptions, ResetNeeded, WorkerLost, WorkerTimeout
 from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv
-from tests.envs.gymnasium_envs import ERRORS, Failing, Odd, Particular, Slow
+from tests.envs.gymnasium_envs import ERRORS, Failing, Odd, Slow
 from tests.gates import alarm
 
 ACTIONS = np.zeros(3, np.int64)
@@ -260,19 +260,6 @@ def test_a_wait_for_others_than_a_lost_worker_runs_out_of_time_too():
     envs.reset()
     envs.set_attr("pause", 0.0)
     assert envs.step(ACTIONS)[0].tolist() == [[1.0]] * 3
-    envs.close()
-
-
-@pytest.mark.broken_pool
-@pytest.mark.slow
-def test_a_step_is_interrupted_once_though_envs_have_infos():
-    envs = AsyncVectorEnv(
-        [Particular] * 2, num_workers=2, autoreset_mode="SameStep", options=ExecutorOptions(on_worker_loss="restart")
-    )
-    envs.reset()
-    kill(envs, 1)
-    assert envs.step(ACTIONS[:2])[4]["interrupted"].tolist() == [False, True]
-    assert "interrupted" not in envs.step(ACTIONS[:2])[4]
     envs.close()
 
 

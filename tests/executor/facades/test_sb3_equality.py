@@ -14,8 +14,7 @@ from gymnasium.spaces import Discrete
 from stable_baselines3.common.vec_env import DummyVecEnv as HostVecEnv
 
 from envherd.executor.facades.sb3 import DummyVecEnv, SubprocVecEnv
-from tests.envs.sb3_envs import SPACES, HorizonEnv, SampledEnv, make_cartpole, make_short_cartpole
-from tests.scale import scaled
+from tests.envs.sb3_envs import SPACES, SampledEnv, make_cartpole, make_short_cartpole
 
 TWO_WORKERS = functools.partial(SubprocVecEnv, num_workers=2)
 OURS = {"dummy": DummyVecEnv, "subproc": TWO_WORKERS}
@@ -88,24 +87,3 @@ def test_equals_sb3_in_every_space(name, space):
     found, _ = play(OURS[name], env_fns, 30)
     assert min(ends.values()) > 1
     same(found, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EACH)
-def test_short_horizons_have_no_invalid_transition(name):
-    env = OURS[name]([HorizonEnv] * 4)
-    before, invalid, num_ends = env.reset(), 0, 0
-    num_steps = scaled(500, full=2500)
-    for _ in range(num_steps):
-        after, rewards, dones, infos = env.step(np.zeros(4, np.int64))
-        last = after.copy()
-        for row in np.flatnonzero(dones):
-            last[row] = infos[row]["terminal_observation"]
-        made = (last[:, 0] == before[:, 0]) & (last[:, 1] == before[:, 1] + 1) & (rewards == last[:, 1])
-        started = (after[:, 0] == before[:, 0] + 1) & (after[:, 1] == 0)
-        invalid += int((~made | (dones & ~started) | (dones != (last[:, 1] == 50))).sum())
-        num_ends += int(dones.sum())
-        before = after
-    env.close()
-    assert invalid == 0
-    assert num_ends == 4 * num_steps // 50

@@ -14,7 +14,6 @@ import pytest
 import torch
 from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.callbacks import EvalCallback, StopTrainingOnRewardThreshold
-from stable_baselines3.common.env_checker import check_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecFrameStack, VecMonitor, VecNormalize
 
@@ -82,21 +81,6 @@ def test_wrappers_of_sb3_wrap_it(make):
     assert env.get_attr("length") == [4, 5]
     assert env.render().shape == (4, 3, 3)
     env.close()
-
-
-def test_evaluation_gives_what_sb3s_own_gives():
-    from stable_baselines3.common.vec_env import DummyVecEnv as HostVecEnv
-
-    check_env(make_cartpole())
-    returns = []
-    for make in (HostVecEnv, TWO_WORKERS):
-        env = VecMonitor(make([make_cartpole] * 2))
-        model = PPO("MlpPolicy", env, n_steps=32, batch_size=32, n_epochs=2, seed=3, device="cpu")
-        model.learn(128)
-        env.seed(4)
-        returns.append(evaluate_policy(model, env, 6, return_episode_rewards=True))
-        env.close()
-    assert returns[0] == returns[1]
 
 
 @pytest.mark.full

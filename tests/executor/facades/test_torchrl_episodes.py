@@ -35,8 +35,8 @@ from envherd import EpisodeLogger
 from envherd import ParallelEnv as NativeParallelEnv
 from envherd import SerialEnv as NativeSerialEnv
 from envherd.executor.facades.torchrl import ParallelEnv
+from envherd.executor.facades.torchrl.worker import Guest, adapter_of
 from envherd.executor.options import ExecutorOptions
-from envherd.workers.adapters.hosts.torchrl_guest import Guest, GuestAdapter
 from envherd.workers.errors import FactoryError
 from tests.envs import torchrl_own as own
 from tests.executor.facades.test_torchrl_use import Collector, policy
@@ -311,7 +311,7 @@ MAKERS = {"direct": walk, "transformed": lambda: TransformedEnv(walk()), "throug
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_steps_with_and_without_tensordicts_share_an_episode(make: Callable[[], EnvBase]) -> None:
     guest = Guest(make(), has_statistics=True)
-    adapter = GuestAdapter(guest)
+    adapter = adapter_of(guest)
     assert (guest.direct is None) == isinstance(guest.built, Own)
     place = [leaf.key for leaf in adapter.spec.observation].index(("observation:episode/length",))
     adapter.reset(0)

@@ -16,6 +16,7 @@ skip_without("torchrl")
 
 import pytest
 import torch
+import torchrl.data
 import torchrl.envs
 import torchrl.envs.libs.utils  # keeps a failed import's traceback: not the frames of the test that first needs it
 from tensordict import TensorDict, TensorDictBase, assert_close
@@ -269,6 +270,28 @@ def test_different_tasks_and_kwargs() -> None:
         assert env.rollout(3)[1]["next", "observation"].shape == (3, 2)
     with pytest.raises(RuntimeError, match="Stacking specs"):  # TorchRL itself refuses; nothing is left behind
         ParallelEnv(2, [cartpole, PendulumEnv])
+
+
+class Bounded(own.CountingEnv):
+    """Declares how far it counts at most."""
+
+    def __init__(self, high: int) -> None:
+        super().__init__(max_steps=3)
+        spec = self.observation_spec["observation"]
+        self.observation_spec["observation"] = torchrl.data.Bounded(0, high, spec.shape, dtype=spec.dtype)
+
+
+def test_tasks_that_differ_in_their_bounds_alone_are_torchrls() -> None:
+    tasks = [lambda: Bounded(5), lambda: Bounded(9)]
+    theirs, rollouts = torchrl.envs.SerialEnv(2, tasks), []
+    with started(2, tasks) as ours:
+        for env in (theirs, ours):
+            torch.manual_seed(0)
+            rollouts.append(env.rollout(8, break_when_any_done=False))
+    theirs.close()
+    assert rollouts[0]["next", "done"].any()
+    assert type(rollouts[0]) is type(rollouts[1])
+    assert_close(*rollouts)
 
 
 @own.since((0, 13), "reset to a given state (PendulumEnv refuses it)")

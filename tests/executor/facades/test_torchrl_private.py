@@ -25,7 +25,6 @@ OTHERS = sorted(
     {
         *(ROOT / "executor" / "facades" / "torchrl").glob("*.py"),
         *(ROOT / "workers" / "adapters" / "torchrl").glob("*.py"),
-        *(ROOT / "workers" / "adapters" / "hosts").glob("torchrl_*.py"),
     }
     - {ONE_MODULE}
 )

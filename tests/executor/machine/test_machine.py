@@ -19,6 +19,7 @@ from envherd.executor.machine import machine as machine_module
 from envherd.executor.machine.cgroups import Cgroup, read_cgroup
 from envherd.executor.machine.gpus import Gpu, parse_smi
 from envherd.executor.machine.machine import read_machine, usable_cores
+from tests.shm.test_cgroups import tree
 
 GIB, MIB = 2**30, 2**20
 
@@ -89,14 +90,6 @@ SLICE = {
     "sys/fs/cgroup/training.slice/run-7.service/memory.high": f"{6 * GIB}\n",
     "sys/fs/cgroup/training.slice/run-7.service/memory.current": f"{1 * GIB}\n",
 }
-
-
-def tree(root: Path, files: dict[str, str]) -> Path:
-    """Write a tree of files and return its root."""
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
 
 
 def test_bare_metal(tmp_path, monkeypatch):

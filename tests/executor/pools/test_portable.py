@@ -313,16 +313,18 @@ def test_an_env_is_sized():
     sizing = recommend(
         CountingEnv, goal=Goal(num_envs=2), budget_s=1.0, options=ExecutorOptions(start_method="portable")
     )
-    assert sizing.advice.predicted.steps_per_s > 0
+    assert sizing.chosen.steps_per_s > 0
 
 
 #: What is taken from envherd in a script and in its workers: calls that are missing or refused alone, or in strange
 #: company; `tests.lacking.subsets` has more.
 PARTS = (
     *("windows", "macos", "sandbox"),  # the calls, names and modules that another system lacks
-    "os.memfd_create! signal.pthread_sigmask! os.posix_fallocate! resource.getrlimit! os.killpg! os.kill! /proc",
-    "libc.sem_init os.sched_getaffinity! os.sched_yield! mmap.PROT_READ time.CLOCK_MONOTONIC",
-    "os.getppid! faulthandler.register",
+    "os.memfd_create! os.posix_fallocate! os.killpg! os.kill! os.getppid! signal.pthread_sigmask! resource.getrlimit!",
+    (
+        "libc.sem_init os.sched_getaffinity! os.sched_yield! mmap.PROT_READ time.CLOCK_MONOTONIC faulthandler.register "
+        "/proc"
+    ),
 )
 
 

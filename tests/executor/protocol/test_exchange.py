@@ -238,6 +238,7 @@ def test_who_waits_for_some_envs_does_not_wait_for_others(tmp_path):
         assert env.recv(env_ids=[1])["next", "observation"][:, 1].tolist() == [1]
 
 
+@pytest.mark.quiet
 def test_the_caller_is_woken_once_for_all_that_it_waits_for(monkeypatch):
     """Envs answer every 3 ms, and the caller has nothing to do before the last answer.
 

@@ -762,6 +762,7 @@ def test_an_env_with_another_spec_after_a_restart_is_its_factorys_fault(tmp_path
             env.rollout(5, break_when_any_done=False)
 
 
+@pytest.mark.quiet
 def test_a_crash_loop_slows_down_while_the_others_go_on():
     make = [ENDLESS, functools.partial(FaultyEnv, "kill", step=1)]
     options = ExecutorOptions(on_worker_loss="restart", max_restarts=3)

@@ -33,7 +33,7 @@ from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile
 from envherd.executor.show.results import Evaluation, Evaluations, interval_of, rate_of
 from envherd.workers.seeding import episode_seed
 from tests.envs.suite_envs import Task, broken
-from tests.envs.team_env import Team, pictured
+from tests.envs.team_env import Team, film_into, pictured
 from tests.executor.show.test_per_player import Always, Counting
 from tests.extras import needs
 
@@ -496,20 +496,9 @@ def test_ctrl_c_ends_the_run_and_keeps_its_episodes(tmp_path, is_signal):
 @needs("media")
 def test_films_of_chosen_episodes_have_all_pictures(tmp_path, monkeypatch):
     films = {}
-
-    class Film:
-        def __init__(self, path, fps):
-            self.frames = films[path.name] = []
-
-        def add(self, frame):
-            self.frames.append(int(frame[0, 0, 0]))
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr(playing, "Video", Film)
+    monkeypatch.setattr(playing, "Video", film_into(films))
     found = evaluate(None, {"a b": pictured}, 4, num_workers=2, videos=tmp_path, filmed=[1, 2])["a b"]
-    assert films == {f"a_b_episode{i}.mp4": [0, 40, 80, 120, 160] for i in (1, 2)}
+    assert films == {f"a_b_episode{i}": [0, 40, 80, 120, 160] for i in (1, 2)}
     assert [one.video for one in found.episodes] == [
         None, str(tmp_path / "a_b_episode1.mp4"), str(tmp_path / "a_b_episode2.mp4"), None,
     ]  # fmt: skip
@@ -560,20 +549,3 @@ def test_the_command_keeps_its_episodes_after_ctrl_c(tmp_path):
     done = CliRunner().invoke(app, [*command, "--policy", f"{__name__}:make_press"])
     assert done.exit_code == 1
     assert "expected label" in done.output
-
-
-def test_the_command_refuses_an_env_that_is_named_twice():
-    done = CliRunner().invoke(app, ["evaluate", *["python:tests.envs.suite_envs:Task"] * 2])
-    assert done.exit_code == 2
-    assert "expected each ENV once, got 'python:tests.envs.suite_envs:Task' again" in done.stderr
-
-
-def test_the_command_reports_failed_episodes():
-    command = ["evaluate", "python:tests.envs.suite_envs:Task", "--env-kwargs", '{"faults": [[1, "raise"]]}']
-    policy = ["--policy", f"{__name__}:make_press", "--episodes", "3", "--workers", "1"]
-    done = CliRunner().invoke(app, [*command, *policy], env={"COLUMNS": "120"})
-    assert done.exit_code == 1
-    assert "episode 1 failed: EnvError" in done.output
-    assert re.search(r"success\s.* 1\.00 \[0\.34, 1\.00\] \(2/2\)", done.output)
-    assert re.search(r"with failed episodes .* 0\.67", done.output)
-    assert re.search(r"return\s+│", done.output)

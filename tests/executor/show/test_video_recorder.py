@@ -12,25 +12,14 @@ import pytest
 
 from envherd import Collector, ParallelEnv, SerialEnv, VideoRecorder
 from envherd.executor.show import recorder as module
-from tests.envs.team_env import Team, pictured
+from tests.envs.team_env import Team, film_into, pictured
 
 
 @pytest.fixture
 def films(monkeypatch):
-    """Return the films that are made: by file name, the value of each frame's first pixel."""
+    """Return the films that are made; see `film_into`."""
     found = {}
-
-    class Film:
-        def __init__(self, path, fps):
-            self.path, self.frames = path, []
-
-        def add(self, frame):
-            self.frames.append(int(frame[0, 0, 0]))
-
-        def close(self):
-            assert found.setdefault(self.path.stem, self.frames) is self.frames
-
-    monkeypatch.setattr(module, "Video", Film)
+    monkeypatch.setattr(module, "Video", film_into(found))
     return found
 
 

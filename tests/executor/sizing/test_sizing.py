@@ -2,62 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import io
 import json
 
-from tests.extras import needs, skip_without
+from tests.extras import skip_without
 
 skip_without("cli")
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost, WorkerTimeout
 from envherd.executor.cli.app import app
-from envherd.executor.cli.option_values import parse_size
-from envherd.executor.cli.size import planned
-from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.sizing import probe as probing
 from envherd.executor.sizing.driving import Subject
 from envherd.workers.testing import CountingEnv
 from tests.envs import sized_envs
-from tests.executor.sizing.sizing_figures import GIB, MIB, machine_of
 
-
-@pytest.fixture(scope="module")
-def _fonts():
-    """Make matplotlib open its fonts, which it keeps open, before the first leak check."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure()
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for limits in ((1e-5, 1e-1), (2e-5, 6e-5)):  # the second with labels between powers of ten
-        axes.set(xscale="log", xlim=limits, title="x", xlabel="x")
-        figure.savefig(io.BytesIO(), dpi=110)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("2GiB", 2 * GIB), ("1.5 g", 1_500_000_000), ("512MB", 512_000_000), ("7", 7), ("3ki", 3072)]
-)
-def test_sizes(text, size):
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "12XB", "-1G", "1e9"])
-def test_sizes_that_are_none(text):
-    with pytest.raises(typer.BadParameter, match="expected a number and a unit"):
-        parse_size(text)
-
-
-def test_another_machine_is_planned_for():
-    here = machine_of(2, cgroup=Cgroup(cpu_quota=0.5, memory_limit=GIB, memory_room=GIB))
-    there = planned(here, 64, 256 * GIB, 24 * GIB)
-    assert (there.cores, there.memory_available, there.gpus[0].memory_bytes) == (64, 256 * GIB, 24 * GIB)
-    assert planned(here, None, None, None) == here
+MIB = 2**20
 
 
 # ---- the probe -------------------------------------------------------------------------------------
@@ -67,7 +28,7 @@ def probed(make_env, budget_s=20.0, **options):
     """Return what a probe measures: it ends when it has enough, which takes long only on a busy machine."""
     subject = Subject(make_env, {}, ExecutorOptions(**options))
     with subject.helper():
-        return probing.probe(subject, budget_s, lambda _stage, _share: None)
+        return probing.probe(subject, budget_s, lambda _stage: None)
 
 
 @pytest.mark.slow
@@ -91,17 +52,9 @@ def test_memory_that_differs_between_episodes_is_taken_in_the_mean():
 
 
 @pytest.mark.slow
-def test_a_probe_notices_episodes_of_one_length():
-    regular = probed(functools.partial(CountingEnv, 7))
-    assert regular.episode_steps == 7
-    assert regular.end_share == 1 / 7
-    assert probed(CountingEnv).episode_steps == 0
-
-
-@pytest.mark.slow
 def test_a_probe_has_a_time_though_one_step_takes_all_of_it():
     slow = probed(sized_envs.SlowEnv, budget_s=0.1)
-    assert slow.steps_measured == 1
+    assert 1 <= slow.steps_measured <= 8
     assert 0.36 <= slow.step_mean_s < 4  # durations are known to 10 %
 
 
@@ -111,10 +64,8 @@ def test_a_probe_distinguishes_waiting_from_computing():
     assert sleeping.step_mean_s > 2.7e-3  # durations are known to 10 %
     assert sleeping.waits_share > 0.7
     assert counting.waits_share < 0.3
-    assert 0 < counting.end_share < 1
+    assert 1 / 6 < counting.end_share < 1 / 2
     assert counting.num_threads == 0
-    assert len(counting.resets_s) > 1
-    assert 0 < counting.step_bins.sum() <= counting.steps_measured
     assert counting.step_p99_s >= counting.step_median_s > 0
 
 
@@ -147,8 +98,8 @@ def test_a_probe_that_hangs_is_ended_with_its_stack(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.broken_pool
 def test_an_env_that_cannot_be_built_twice_in_a_process_is_alone():
-    assert probed(sized_envs.SingleEnv).is_alone
-    assert not probed(CountingEnv).is_alone
+    assert probed(sized_envs.SingleEnv).why_alone
+    assert not probed(CountingEnv).why_alone
 
 
 # ---- the command -----------------------------------------------------------------------------------
@@ -156,9 +107,8 @@ def test_an_env_that_cannot_be_built_twice_in_a_process_is_alone():
 COUNTING = "python:envherd.workers.testing:CountingEnv"
 #: Of the documented JSON.
 KEYS = {
-    *("schema", "env", "num_envs", "num_workers", "mode", "executor", "binding", "why"),
-    *("meets_target", "memory_room_bytes", "most_envs_in_memory", "parallel", "predicted", "serial", "settings"),
-    *("measured", "machine"),
+    *("schema", "env", "executor", "num_envs", "num_workers", "mode", "steps_per_s", "memory_bytes", "start_s"),
+    *("binding", "why", "most_envs_in_memory", "meets_target", "settings", "measured", "machine"),
 }
 
 
@@ -166,50 +116,31 @@ def size(*arguments, columns=80):
     return CliRunner().invoke(app, ["size", *arguments], env={"COLUMNS": str(columns)}, catch_exceptions=False)
 
 
-@needs("media")
 @pytest.mark.slow
-@pytest.mark.usefixtures("_fonts")
-def test_size_as_a_table_a_picture_and_json(tmp_path):
-    json_path = tmp_path / "size.json"
-    paths = ["--plot", str(tmp_path / "size.png"), "--json", str(json_path)]
-    done = size(COUNTING, "--budget", "0.5", "--envs", "2", "--workers", "1", *paths)
+def test_size_as_a_table_and_json(tmp_path):
+    path = tmp_path / "size.json"
+    done = size(COUNTING, "--budget", "60", "--envs", "2", "--json", str(path))
     assert done.exit_code == 0, done.output
-    assert "2 envs on 1 worker" in done.stdout
     assert "why: " in done.stdout
     assert "…" not in done.stdout
-    report = json.loads(json_path.read_text())
-    assert report["schema"] == "envherd.size/5"
+    report = json.loads(path.read_text())
+    assert report["schema"] == "envherd.size/6"
     assert set(report) == KEYS
-    assert (report["num_envs"], report["num_workers"], report["executor"]) == (2, 1, "ParallelEnv")
-    assert report["predicted"]["steps_per_s"] > 0
-    assert report["predicted"]["is_scaled"] is False
-    assert {one["num_workers"] for one in report["settings"]} == {1, 0}  # in two modes if some steps took long
+    assert {one["num_workers"] for one in report["settings"]} == {0, 1, 2}
     for one in report["settings"]:
-        assert one["steps_per_s"] > 0
         assert one["refusal"] is None
-    assert (tmp_path / "size.png").read_bytes()[:4] == b"\x89PNG"
+        assert one["steps_per_s"] > 0
+        assert 0 < one["busy_share"] <= 1
+        assert one["rounds"] in (5, 15)
+        assert one["mode"] == "first-k" or str(f"{one['steps_per_s']:,.0f}") in done.stdout
 
 
 @pytest.mark.slow
-def test_json_on_stdout_is_alone_there_and_says_what_serial_makes():
-    done = size(COUNTING, "--budget", "60", "--envs", "2", "--json", "-")
+def test_json_on_stdout_is_alone_there():
+    done = size(COUNTING, "--budget", "0.5", "--envs", "2", "--workers", "1", "--json", "-")
     report = json.loads(done.stdout)
-    assert report["serial"]["num_envs"] == 2
-    assert report["serial"]["steps_per_s"] > 0
-    assert report["parallel"]["num_workers"] >= 1
+    assert (report["num_envs"], report["num_workers"], report["executor"]) == (2, 1, "ParallelEnv")
     assert "env-steps/s" in done.stderr
-
-
-@pytest.mark.slow
-def test_another_machine_is_scaled_and_that_is_said():
-    done = size(COUNTING, "--budget", "0.5", "--cpus", "64", "--workers", "64", "--json", "-")
-    report = json.loads(done.stdout)
-    assert (report["num_workers"], report["machine"]["cores"]) == (64, 64)
-    assert report["predicted"]["is_scaled"] is True
-    assert {one["num_workers"] for one in report["settings"]} == {64, 0}
-    assert {one["rounds"] for one in report["settings"]} == {0}, "none is measured on this machine"
-    assert "scaled from the probe" in done.stderr
-    assert any("the speed is scaled from" in line for line in report["why"])
 
 
 AFFINE = """
@@ -228,14 +159,15 @@ def test_an_affinity_is_kept(script_host, tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["machine"]["cores"] == 1
-    assert (report["executor"], report["num_envs"], report["parallel"]) == ("SerialEnv", 4, None)
-    assert "is the right executor: one processor may be used" in " ".join(report["why"])
+    assert report["num_envs"] == 4
+    assert [one["num_workers"] for one in report["settings"]] == [0, 1]
 
 
 def test_what_cannot_be_sized_is_exit_code_2():
     for arguments, said in (
         (["gymnasium:CartPol-v1"], "Did you mean CartPole-v1"),
-        (["gymnasium:CartPole-v1", "--memory", "lots"], "expected a number and a unit"),
+        (["gymnasium:CartPole-v1", "--envs", "1000000000"], "num_envs failed: expected at most"),
+        (["gymnasium:CartPole-v1", "--cpus", "64"], "No such option: --cpus"),
     ):
         done = size(*arguments, columns=200)
         assert done.exit_code == 2
@@ -276,7 +208,7 @@ app(["size", "python:envherd.workers.testing:CountingEnv", "--budget", "60", "--
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [pytest.param("probe: step", marks=pytest.mark.full), "starting", "round 2"])
+@pytest.mark.parametrize("stage", [pytest.param("probe: step", marks=pytest.mark.full), "starting", "round 1"])
 def test_ctrl_c_leaves_nothing_behind(stage, script_host, tmp_path):
     script = tmp_path / "pressed.py"
     script.write_text(CTRL_C)

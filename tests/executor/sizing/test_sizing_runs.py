@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from dataclasses import replace
 
 import pytest
 
 from envherd.executor import ParallelEnv
-from envherd.executor.machine.cgroups import Cgroup
-from envherd.executor.machine.machine import read_machine
 from envherd.executor.sizing import confirming, probe
 from envherd.executor.sizing.driving import Driver
 from envherd.executor.sizing.recommending import recommend
-from envherd.executor.sizing.settings import WORKERS_ONLY, Goal
+from envherd.executor.sizing.settings import Goal
 from envherd.workers.errors import EnvherdError
 from envherd.workers.testing import CountingEnv
 from tests.envs import sized_envs
@@ -30,33 +26,14 @@ def sized(make_env, budget_s=30.0, progress=lambda _text, _share: None, **goal):
 
 def test_envs_that_wait_get_more_workers_than_cores():
     done = sized(sized_envs.SleepingEnv, budget_s=12.0, num_envs=8 * CORES, workers_only=True)
-    assert done.advice.setting.num_workers > CORES
+    assert done.setting.num_workers > CORES
     assert {one.setting.mode for one in done.runs} == {"sync"}
 
 
 def test_heavy_tailed_envs_get_first_k():
     done = sized(sized_envs.TailedEnv, budget_s=12.0, num_envs=8, num_workers=8)
-    assert done.advice.setting.mode == "first-k"
-    assert any("recv(min_envs=num_envs // 2)" in line for line in done.advice.why)
-
-
-def test_what_was_run_is_reported_with_what_serial_makes():
-    done = sized(CountingEnv, num_envs=8)
-    assert done.serial.steps_per_s > 0
-    assert (done.serial.rounds, done.serial.setting.num_envs) == (0, 8)
-    ran = [one for one in done.runs if one.rounds]
-    assert 1 <= len(ran) <= 3
-    assert all(one.steps_per_s > 0 and 0 < one.busy_share <= 1 for one in ran)
-    assert done.advice.setting in [one.setting for one in ran]
-    assert not done.advice.predicted.is_scaled
-
-
-def test_for_another_machine_only_the_probe_is_run():
-    shown = []
-    machine = replace(read_machine(), cpus=tuple(range(64)), cgroup=Cgroup())
-    done = recommend(CountingEnv, goal=WORKERS_ONLY, machine=machine, progress=lambda text, _share: shown.append(text))
-    assert done.advice.setting.num_workers == 64
-    assert {text.partition(":")[0] for text in shown} == {"probe"}
+    assert done.setting.mode == "first-k"
+    assert any("recv(min_envs=num_envs // 2)" in line for line in done.why)
 
 
 def test_a_budget_is_kept():
@@ -72,7 +49,7 @@ def test_a_budget_is_kept():
 
 def test_an_interrupt_leaves_nothing_behind():
     def press(text, _share):
-        if text.startswith("round 2"):
+        if text.startswith("round 1"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -81,22 +58,18 @@ def test_an_interrupt_leaves_nothing_behind():
 
 @pytest.mark.broken_pool
 def test_a_setting_that_fails_is_struck_out_with_its_reason():
-    done = sized(sized_envs.LonelyEnv, num_envs=2)
-    failed = [one for one in done.runs if one.refusal is not None]
-    assert {one.setting.num_workers for one in done.runs if one.rounds} == {1}
-    assert failed
-    assert all("Address already in use" in one.refusal.text for one in failed)
+    done = sized(sized_envs.LonelyEnv, budget_s=300.0, num_envs=2)
+    failed = {one.setting.num_workers: one.refusal for one in done.runs if one.refusal is not None}
+    assert 2 in failed
+    assert 1 not in failed
+    assert all("Address already in use" in refusal.text for refusal in failed.values())
 
 
 def test_an_alarm_of_the_program_ends_the_search(monkeypatch):
-    turn, calls = Driver.turn, itertools.count()
+    def interrupted(*_):
+        raise TimeoutError("alarm")
 
-    def interrupted(*args):
-        if next(calls) == 1:
-            raise TimeoutError("alarm")
-        return turn(*args)
-
-    monkeypatch.setattr(Driver, "turn", interrupted)
+    monkeypatch.setattr(confirming.Confirmation, "_turn", interrupted)
     with pytest.raises(TimeoutError, match=r"^alarm$"):
         sized(sized_envs.SleepingEnv, num_envs=2)
 
@@ -112,11 +85,11 @@ def test_an_alarm_of_the_program_ends_the_search(monkeypatch):
 def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(make_env, said, monkeypatch):
     monkeypatch.setattr(confirming, "_PATIENCE_S", 5.0)
     monkeypatch.setattr(probe, "_SHORT_ENVS", 2)
-    done = sized(make_env, budget_s=60.0, num_envs=4)
+    done = sized(make_env, budget_s=300.0, num_envs=4)
     failed = {one.setting.num_workers: one.refusal for one in done.runs if one.refusal is not None}
-    assert set(failed) == {1}
-    assert (failed[1].kind, said in failed[1].text) == ("failure", True), failed[1].text
-    assert done.advice.setting.num_workers >= 2
+    assert set(failed) == {0, 1}
+    assert all(refusal.kind == "failure" and said in refusal.text for refusal in failed.values()), failed
+    assert done.setting.num_workers >= 2
 
 
 @pytest.mark.broken_pool
@@ -128,19 +101,18 @@ def test_if_every_setting_fails_the_command_fails_with_the_last_error(monkeypatc
 
 def test_a_driver_goes_on_in_another_mode_from_where_the_envs_are():
     with ParallelEnv(4, CountingEnv, num_workers=2, seed=0) as env:
-        driver = Driver(lambda: env, 0.01)
+        driver = Driver(env, 0.01)
         turns = [driver.turn(mode) for mode in ("sync", "first-k", "first-k", "sync")]
         made = env.statistics().env_steps
     assert all(turn.steps >= 4 for turn in turns)
     assert made > sum(turn.steps for turn in turns)
     assert made - sum(turn.steps for turn in turns) <= 4 * (2 * 4 + 4)  # warm-up, and what was under way at the end
-    assert all(0 < turn.busy_s < 2 * turn.seconds for turn in turns)
+    assert all(0 < turn.busy_share <= 1 for turn in turns)
 
 
 @needs("torchrl")
-def test_a_driver_steps_envs_that_take_their_state():
-    from torchrl.envs import PendulumEnv
-
-    with ParallelEnv(2, PendulumEnv, num_workers=1, seed=0) as env:
-        driver = Driver(lambda: env, 0.01)
+@pytest.mark.parametrize("name", ["torchrl:torchrl.envs:PendulumEnv", "gymnasium_vec:CartPole-v1:3"])
+def test_a_driver_steps_envs_that_take_their_state_and_envs_that_are_batches(name):
+    with ParallelEnv(2, name, num_workers=1, seed=0) as env:
+        driver = Driver(env, 0.01)
         assert all(driver.turn(mode).steps >= 2 for mode in ("sync", "first-k"))

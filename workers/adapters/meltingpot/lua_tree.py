@@ -1,8 +1,9 @@
-"""A copy of the installed Melting Pot's Lua code that resets faster and, on request, walks tables in a fixed order.
+"""A copy of the installed Melting Pot's Lua code that is faster and, on request, walks tables in a fixed order.
 
 Faster: `base_simulation.lua` formats its whole world for a log that is not printed, by concatenation in quadratic time.
 That is half to nine tenths of a reset. The copy lacks such lines. LuaJIT's garbage collector,
-which takes a fifth of a step, is off while a level is built, and after that waits for more garbage.
+which takes a fifth of a step, is off while a level is built, and after that waits for more garbage. The copy of a
+release that `lua_edits` knows also has its edits, which halve what is left of a reset.
 
 Fixed order: Lua's `pairs` walks string keys in an order that differs from one Lua state to the next, and Melting Pot
 deals spawn points and random draws along such walks. So equal seeds give unequal episodes. In an ordered copy, `pairs`
@@ -28,6 +29,7 @@ import tempfile
 from pathlib import Path
 
 from envherd.shm import platforms
+from envherd.workers.adapters.meltingpot.lua_edits import COLLECT_SELDOM, DRAW_ONCE, VERSIONS, edited, misfit
 from envherd.workers.errors import FactoryError
 
 #: Runs first in every Lua state, before any of Melting Pot's own code walks a table.
@@ -41,9 +43,10 @@ _LOGS_A_TEXT = re.compile(
     rb"""^[ \t]*log\.v\(\d, (?:"[^"\n]*"|'[^'\n]*') \.\. (?:helpers\.)?tostring\(\w+\)\)[ \t]*$""", re.MULTILINE
 )
 
-# dmlab2d makes two full collections when it has built a level, which turn the collector on again. The next one then
-# begins at 4 times the memory that is in use, in place of 2: steps are 5 to 10 % faster, and the memory of a process is
-# below what the texts took (commons_harvest__open 86 in place of 172 MiB, clean_up 140 of 142; 2026-11).
+# For code without the edits. dmlab2d makes two full collections when it has built a level, which turn the collector on
+# again. The next one then begins at 4 times the memory that is in use, in place of 2: steps are 5 to 10 % faster, and
+# the memory of a process is below what the texts took (commons_harvest__open 86 in place of 172 MiB, clean_up 140 of
+# 142; 2026-11).
 _COLLECT_LATER = "collectgarbage('setpause', 400) collectgarbage('stop')"
 
 # A table whose keys are numbers in ascending order (nearly all that a step walks) keeps the native walk. The sorted
@@ -166,7 +169,7 @@ def _placed(files: dict[str, bytes]) -> str:
     digest = hashlib.sha256()
     for name, content in sorted(files.items()):
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    target = _cache_folder() / f"meltingpot-{_version()}-{digest.hexdigest()[:16]}"
+    target = _cache_folder() / f"meltingpot-{_version('dm-meltingpot')}-{digest.hexdigest()[:16]}"
     if not _holds(target, files):
         try:
             _place(target, files)
@@ -190,17 +193,40 @@ def _installed_lua() -> Path:
     return lua
 
 
+def why_not_edited() -> str:
+    """Return why the installed Lua code runs without the edits of `lua_edits`, or "" if it has them.
+
+    Raises:
+        FactoryError: Melting Pot is absent or has another layout.
+    """
+    return misfit(_read(_installed_lua()), _versions())
+
+
+def _read(lua: Path) -> dict[str, bytes]:
+    return {path.relative_to(lua).as_posix(): path.read_bytes() for path in lua.rglob("*") if path.is_file()}
+
+
 def _copied_files(lua: Path, *, is_ordered: bool) -> dict[str, bytes]:
-    files = {path.relative_to(lua).as_posix(): path.read_bytes() for path in lua.rglob("*") if path.is_file()}
+    files = _read(lua)
+    prefix = [_ORDERED_PAIRS] if is_ordered else []
+    if misfit(files, _versions()):
+        prefix.insert(0, _COLLECT_LATER)
+    else:
+        files = edited(files)
+        prefix = [COLLECT_SELDOM, *prefix, DRAW_ONCE]
     files = {name: _LOGS_A_TEXT.sub(b"", content) for name, content in files.items()}
-    prefix = f"{_COLLECT_LATER} {' '.join(_ORDERED_PAIRS.split()) if is_ordered else ''} "
-    files[_PREFIXED_FILE] = prefix.encode() + files[_PREFIXED_FILE]
+    first = " ".join(" ".join(prefix).split())
+    files[_PREFIXED_FILE] = f"{first} ".encode() + files[_PREFIXED_FILE]
     return {f"meltingpot/lua/{name}": content for name, content in files.items()}
 
 
-def _version() -> str:
+def _versions() -> dict[str, str]:
+    return {name: _version(name) for name in VERSIONS}
+
+
+def _version(package: str) -> str:
     try:
-        return importlib.metadata.version("dm-meltingpot")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "unversioned"
 

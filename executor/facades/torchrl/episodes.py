@@ -6,6 +6,7 @@ of a group by the mask that decides for the group, length and time with any part
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,13 @@ from tensordict import TensorDictBase
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase, Transform
 
-from envherd.workers.adapters.base import StepValues
+from envherd.workers.adapters.base import Adapter, Mask, Options
 from envherd.workers.adapters.torchrl.adapter import require_dense
-from envherd.workers.adapters.torchrl.direct import DirectWay, direct_way
 from envherd.workers.adapters.torchrl.private_api import aggregate_ends
 from envherd.workers.adapters.torchrl.reading import reader, topmost
 from envherd.workers.adapters.torchrl.specs import place_leaves
-from envherd.workers.block.episode_leaves import EpisodeSums
-from envherd.workers.block.wrapping import refuse_taken
+from envherd.workers.block.episode_leaves import EpisodeLeaves, EpisodeSums
+from envherd.workers.block.wrapping import Wrapping, refuse_taken
 
 
 class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
@@ -32,7 +32,6 @@ class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
 
     Attributes:
         sums: the statistics.
-        reward_paths: of the rewards, in the order of the sums.
 
     Raises:
         SpecError: the env has an observation named `episode` itself, or a reward without a fixed shape.
@@ -45,7 +44,6 @@ class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
         self.sums = EpisodeSums(tuple(env.batch_size), [leaf.spec for leaf in rewards])
         observed = [(key,) if isinstance(key, str) else key for key in env.observation_keys]
         refuse_taken(observed, self.sums.roots, "episode_statistics")
-        self.reward_paths = [leaf.path for leaf in rewards]
         self._readers = [reader(leaf) for leaf in rewards]
         self._masks = [(*path, "_reset") for path in ends]
         self._deciding = [next((path for path in ends if path == leaf.path[: len(path)]), ()) for leaf in rewards]
@@ -60,12 +58,6 @@ class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
         for leaf in self.sums.leaves:
             observation_spec[leaf.key] = Unbounded(leaf.shape, dtype=getattr(torch, leaf.dtype), device=device)
         return observation_spec
-
-    def direct_way(self, env: EnvBase, inputs: list[Any], observed: list[Any], rewards: list[Any]) -> DirectWay | str:
-        """Return an object that steps the env directly, with the statistics, or why there is none."""
-        counted = {leaf.key for leaf in self.sums.leaves}
-        way = direct_way(env, inputs, [key for key in observed if key not in counted], rewards)
-        return way if isinstance(way, str) else CountedWay(way, self, observed)
 
     def written(self, td: TensorDictBase) -> TensorDictBase:
         """Copy the statistics into a root or `next`; return it."""
@@ -88,46 +80,23 @@ class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
         return self.written(tensordict_reset)
 
 
-class CountedWay(DirectWay):
-    """A direct way whose values include the statistics.
+class CountedLeaves(EpisodeLeaves):
+    """The statistics behind the row of a guest whose steps go through the slab.
 
     Args:
-        way: of the env without them.
-        statistics: the transform that writes them.
-        observed: keys of the values.
+        inner: the guest's `GuestAdapter`.
+        sums: the statistics of its episode.
     """
 
-    def __init__(self, way: DirectWay, statistics: EpisodeStatistics, observed: list[Any]) -> None:
-        super().__init__(way.torchrl_env, way.inputs, observed, way.rewards)
-        self._way, self._statistics, self._sums = way, statistics, statistics.sums
-        sources = [*way.observed, *(leaf.key for leaf in self._sums.leaves)]
-        self._order = [sources.index(key) for key in observed]
-        paths = [(key,) if isinstance(key, str) else key for key in way.rewards]
-        self._reward_order = [paths.index(path) for path in statistics.reward_paths]
+    def __init__(self, inner: Adapter, sums: EpisodeSums) -> None:
+        leaves = [replace(leaf, key=(f"observation:{'/'.join(leaf.key)}",)) for leaf in sums.leaves]
+        Wrapping.__init__(self, inner, leaves, (), "episode_statistics")
+        self._sums = sums
 
-    def step(self, action: list[Any]) -> StepValues:
-        self._sums.begin()
-        values, rewards, has_ended, _ = self._way.step(action)
-        self._sums.add([rewards[index] for index in self._reward_order])
-        self.is_ahead = True
-        return self._ordered(values), rewards, has_ended, False
-
-    def reset(self) -> list[Any]:
-        values = self._way.reset()
-        self._sums.restart()
-        self.is_ahead = True
-        return self._ordered(values)
-
-    def follow(self, root: Any) -> None:
-        self._way.follow(root)
-
-    def root(self) -> Any:
-        self.is_ahead = False
-        return self._statistics.written(self._way.root())
-
-    def _ordered(self, values: list[Any]) -> list[Any]:
-        sources = [*values, *self._sums.values]
-        return [sources[index] for index in self._order]
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
+        if self.env.direct is not None:
+            return super().reset(seed, options, mask)
+        return [*self.inner.reset(seed, options, mask), *self._sums.values]  # the transform knows which parts are reset
 
 
 def _selected(td: TensorDictBase, masks: list[Any]) -> np.ndarray:

@@ -24,13 +24,13 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Composite
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.common import EnvMetaData
 
+from envherd.executor.facades.torchrl.crossing import dumps, loads
 from envherd.shm.specs import EnvSpec, Key, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, EnvCall, Mask, Options, StepValues
-from envherd.workers.adapters.hosts.torchrl_crossing import dumps, loads
-from envherd.workers.adapters.registry import register
 from envherd.workers.adapters.torchrl.direct import DirectWay, direct_way
 from envherd.workers.adapters.torchrl.generators import own_generators
 from envherd.workers.adapters.torchrl.gym import refuse_late_resets
@@ -71,14 +71,15 @@ class GuestFactory:
         self._has_statistics = has_statistics
         self._make: Callable[..., Any] | None = None
 
-    def __call__(self, **kwargs: Any) -> Guest:
-        """Build an env and return it as a guest."""
+    def __call__(self, **kwargs: Any) -> Adapter:
+        """Build an env and return it as a guest, behind its adapter."""
         if self._make is None:
-            importlib.import_module("envherd.workers.adapters.hosts.light_tensorboard")
+            importlib.import_module("envherd.executor.facades.light_tensorboard")
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
             self._make = pickle.loads(self._pickled)
-        return Guest(own_env(self._make(**kwargs), self.__qualname__), has_statistics=self._has_statistics)
+        env = own_env(self._make(**kwargs), self.__qualname__)
+        return adapter_of(Guest(env, has_statistics=self._has_statistics))
 
 
 _known: weakref.WeakSet[EnvBase] = weakref.WeakSet()
@@ -108,7 +109,7 @@ class Guest:
 
     Args:
         env: what the factory returned.
-        has_statistics: add the statistics of the episode to its data; see `hosts.torchrl_episodes`.
+        has_statistics: add the statistics of the episode to its data; see `episodes`.
 
     Attributes:
         env: the env that is stepped, its specs locked: `built`, or with statistics a `TransformedEnv` around it.
@@ -126,7 +127,7 @@ class Guest:
         self.built = env
         self.statistics: Any = None
         if has_statistics:
-            from envherd.workers.adapters.hosts.torchrl_episodes import EpisodeStatistics
+            from envherd.executor.facades.torchrl.episodes import EpisodeStatistics
 
             self.statistics = EpisodeStatistics(env)
             env = TransformedEnv(env, self.statistics, auto_unwrap=False)
@@ -151,6 +152,8 @@ class Guest:
         """Run as if the process were this env's own: no gradients, and its own random generator."""
         if self.direct is not None and self.direct.is_ahead:
             self.root = self.direct.root()
+        if self.statistics is not None and self.root is not None:
+            self.statistics.written(self.root)
         with torch.no_grad(), self.generator:
             yield
 
@@ -265,21 +268,23 @@ def _without_locks(state: Mapping[str, Any]) -> dict[str, Any]:
 # ---- the way to the slab ---------------------------------------------------------------------
 
 
-def dense_leaves(env: EnvBase) -> dict[str, list[tuple[Any, LeafSpec]]] | None:
+def dense_leaves(specs: Composite) -> dict[str, list[tuple[Any, LeafSpec]]] | None:
     """Return the leaves that the slab would hold, `(key, spec)` by group, or None where it cannot hold all of them.
 
-    The parent derives the same from the same specs. Observation and done leaves have separate flat names, because the
-    executor's `done` at the root is not the env's.
+    Observation and done leaves have separate flat names, because the executor's `done` at the root is not the env's.
+
+    Args:
+        specs: of one env. The parent has those of each env; the specs of the batch are stacks where tasks differ in
+            their bounds.
     """
     groups: dict[str, list[tuple[Any, LeafSpec]]] = {"input": [], "observation": [], "done": [], "reward": []}
-    for name, source in (
-        ("input", "action"),
-        ("input", "state"),
-        ("observation", "observation"),
-        ("done", "done"),
-        ("reward", "reward"),
+    for name, composite in (
+        ("input", specs["input_spec", "full_action_spec"]),
+        ("input", specs["input_spec", "full_state_spec"]),
+        ("observation", specs["output_spec", "full_observation_spec"]),
+        ("done", specs["output_spec", "full_done_spec"]),
+        ("reward", specs["output_spec", "full_reward_spec"]),
     ):
-        composite = getattr(env, f"full_{source}_spec")
         for key, spec in composite.items(include_nested=True, leaves_only=True):
             path = (key,) if isinstance(key, str) else key
             shape = tuple(spec.shape)
@@ -288,34 +293,33 @@ def dense_leaves(env: EnvBase) -> dict[str, list[tuple[Any, LeafSpec]]] | None:
                 return None
             flat: Key = path if name == "input" else (f"{name}:{'/'.join(path)}",)
             groups[name].append((key, LeafSpec(flat, shape, dtype)))
-    has_lazy_nodes = any(
-        hasattr(item, "stack_dim")
-        for source in ("observation", "action", "reward", "done", "state")
-        for item in getattr(env, f"full_{source}_spec").values(include_nested=True)
-    )
+    has_lazy_nodes = any(hasattr(item, "stack_dim") for item in specs.values(include_nested=True))
     shapes = {key: leaf.shape for key, leaf in groups["observation"]}
     # as state and as observed
     disagrees = any(shapes.get(key, leaf.shape) != leaf.shape for key, leaf in groups["input"])
+    groups["reward"].sort(key=lambda pair: (pair[1].key[0].count("/"), pair[1].key[0].split("/")))  # as `place_leaves`
     return None if has_lazy_nodes or disagrees else groups
 
 
 class GuestAdapter(Adapter):
-    """The plain steps of a guest, through the slab; an env whose leaves do not fit there has an empty spec."""
+    """The plain steps of a guest, through the slab; an env whose leaves do not fit there has an empty spec.
+
+    They are without the statistics of the episode: see `adapter_of`.
+    """
 
     family: ClassVar[str] = "torchrl"
 
     def __init__(self, guest: Guest) -> None:
         self.env = guest
-        self._torchrl_env = env = guest.env
-        leaves = dense_leaves(env)
+        self._torchrl_env = env = guest.built
+        leaves = dense_leaves(env.specs)
         groups = leaves or {"input": [], "observation": [], "done": [], "reward": []}
         self._inputs = [(key, getattr(torch, leaf.dtype)) for key, leaf in groups["input"]]
         self._observed = [key for key, _ in (*groups["observation"], *groups["done"])]
         self._rewards = [key for key, _ in groups["reward"]]
         way: DirectWay | str = "its leaves do not fit into the slab"
         if leaves is not None:
-            make = direct_way if guest.statistics is None else guest.statistics.direct_way
-            way = make(guest.built, [key for key, _ in self._inputs], self._observed, self._rewards)
+            way = direct_way(env, [key for key, _ in self._inputs], self._observed, self._rewards)
         guest.direct = None if isinstance(way, str) else way
         self.spec = EnvSpec(
             observation=tuple(leaf for _, leaf in (*groups["observation"], *groups["done"])),
@@ -372,4 +376,11 @@ class GuestAdapter(Adapter):
         self.env.close()
 
 
-register(Guest, GuestAdapter)
+def adapter_of(guest: Guest) -> Adapter:
+    """Return a guest's adapter; with statistics, they are behind the rows that go through the slab."""
+    adapter = GuestAdapter(guest)
+    if guest.statistics is None or not adapter.spec.metadata["is_dense"]:
+        return adapter
+    from envherd.executor.facades.torchrl.episodes import CountedLeaves
+
+    return CountedLeaves(adapter, guest.statistics.sums)

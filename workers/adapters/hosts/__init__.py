@@ -1,1 +1,0 @@
-"""The worker's side of the facades of other libraries."""
