@@ -22,7 +22,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
-import envherd.executor.facades.light_tensorboard  # noqa: F401  # before a test imports Stable-Baselines3
+import envherd.workers.adapters.light_tensorboard  # noqa: F401  # before a test imports Stable-Baselines3
 from envherd.shm import platforms
 from envherd.shm.segment import NAMES
 from envherd.workers import processes

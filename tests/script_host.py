@@ -27,7 +27,7 @@ from pathlib import Path
 
 #: The first makes the import of SB3 light, as in workers.
 _IMPORTED = (
-    *("envherd.executor.facades.light_tensorboard", "torch", "tensordict", "gymnasium"),
+    *("envherd.workers.adapters.light_tensorboard", "torch", "tensordict", "gymnasium"),
     *("torchrl.envs", "envherd.executor.parallel", "envherd.executor.serial"),
 )
 

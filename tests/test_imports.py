@@ -241,7 +241,7 @@ MAY_LOAD: dict[tuple[str, ...], set[str]] = {
         (f"{_FACADES}.{facade}.worker",): {"gymnasium"}
         for facade in ("cleanrl", "gymnasium", "pettingzoo", "rllib", "sb3")
     },
-    (f"{_FACADES}.sb3.factory", f"{_FACADES}.light_tensorboard"): set(),
+    (f"{_FACADES}.sb3.factory", "envherd.workers.adapters.light_tensorboard"): set(),
 }
 #: Imports each line of modules in a fork of a process that has imported nothing, and prints the packages loaded there.
 LOADING = """

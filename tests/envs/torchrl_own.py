@@ -19,7 +19,7 @@ from torchrl.data import Binary, Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
 #: Modules that workers with TorchRL's envs import, in order: Gym wrappers import SB3, which imports TensorBoard.
-PRELOADED = ("envherd.executor.facades.light_tensorboard", "torchrl.envs", "stable_baselines3")
+PRELOADED = ("envherd.workers.adapters.light_tensorboard", "torchrl.envs", "stable_baselines3")
 
 _INSTALLED = importlib.metadata.version("torchrl")  # 0.10's own version string is wrong
 #: Version of the installed TorchRL, e.g. `(0, 14)`.

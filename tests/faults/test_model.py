@@ -68,13 +68,13 @@ def test_the_model_sees_what_is_wrong(name):
 
 
 class Watched:
-    """Words of the slab, or a doorbell, that record their uses."""
+    """Words of the slab, or a doorbell, that record their uses: writes and calls, and reads if they are wanted."""
 
-    def __init__(self, name: str, real: Any, notes: list[str]) -> None:
-        self._name, self._real, self._notes = name, real, notes
+    def __init__(self, name: str, real: Any, notes: list[str], *, has_reads: bool = False) -> None:
+        self._name, self._real, self._notes, self._has_reads = name, real, notes, has_reads
 
     def __getitem__(self, index: Any) -> Any:
-        if self._name == "command_seq":
+        if self._has_reads:
             self._notes.append(self._name)
         return self._real[index]
 
@@ -108,7 +108,7 @@ def test_a_worker_does_it_in_that_order():
         block, words = pool._block, pool.slab.words
         loop = Loop(block, pool.slab, (go, done), lambda: True, lambda: None)
         for name in ("command_seq", "status", "reply_seq"):
-            loop._words[name] = Watched(name, loop._words[name], notes)
+            loop._words[name] = Watched(name, loop._words[name], notes, has_reads=name == "command_seq")
         loop._done = SimpleNamespace(ring=Watched("done", done.ring, notes))
         carry_out = block._carry_out
         block._carry_out = lambda *args: (carry_out(*args), notes.append("rows"))

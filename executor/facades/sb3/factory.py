@@ -17,7 +17,7 @@ from envherd.workers.build import Factory, describe, modules_of, pickle_factory
 from envherd.workers.interpreters import interpreter_of
 
 #: Keeps TensorBoard from importing TensorFlow in workers: 255 MB instead of 927 MB with SB3 loaded.
-_LIGHT = "envherd.executor.facades.light_tensorboard"
+_LIGHT = "envherd.workers.adapters.light_tensorboard"
 
 
 class Sb3Factory:

@@ -40,7 +40,7 @@ _BACKENDS = {
 }
 
 #: Keeps TensorBoard, which Stable-Baselines3 imports, from importing TensorFlow; imported before anything else.
-_LIGHT = "envherd.executor.facades.light_tensorboard"
+_LIGHT = "envherd.workers.adapters.light_tensorboard"
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 

@@ -74,7 +74,7 @@ class GuestFactory:
     def __call__(self, **kwargs: Any) -> Adapter:
         """Build an env and return it as a guest, behind its adapter."""
         if self._make is None:
-            importlib.import_module("envherd.executor.facades.light_tensorboard")
+            importlib.import_module("envherd.workers.adapters.light_tensorboard")
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
             self._make = pickle.loads(self._pickled)
