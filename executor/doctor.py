@@ -70,6 +70,7 @@ _FIXES = {
         "pip install --force-reinstall --no-deps --no-cache-dir dm-meltingpot, where its archive can be downloaded or "
         "meltingpot-assets-2.3.0.tar.gz is in the temporary directory"
     ),
+    "mujoco": "pip install --force-reinstall --no-deps mujoco mujoco-core mujoco-studio",
     "rendering": "export MUJOCO_GL=egl (a GPU or Mesa) or osmesa; `envherd rollout --gif` does so by itself",
     "EGL device": "mount the GPU's devices into the container; allow its files for this user; update the driver",
     "cores": "raise the quota (docker --cpus, limits.cpu, CPUQuota=), or use one worker",
@@ -112,6 +113,7 @@ def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding
         ("plain steps", plain_steps),
         ("dmlab2d", _dmlab2d),
         ("meltingpot", _meltingpot),
+        ("mujoco", _mujoco),
         ("rendering", _rendering),
         ("egl", _egl),
         ("shared memory", _shared_memory),
@@ -220,6 +222,15 @@ def _meltingpot() -> Iterator[Finding]:
     found = f"its Lua runs as it is installed, because of {reason}" if reason else "its Lua runs with faster resets"
     fix = f"install {' and '.join(map('=='.join, lua_edits.VERSIONS.items()))}; a reset takes up to twice as long now"
     yield _judged("meltingpot's Lua", found, fix, is_ok=not reason)
+
+
+def _mujoco() -> Iterator[Finding]:
+    """Look for files of MuJoCo 4 that pip removed with MuJoCo 3, which had the same, in an upgrade in place."""
+    version = version_of("mujoco-core")
+    if version is not None:
+        lost = [str(file) for file in importlib.metadata.files("mujoco-core") or () if not Path(file.locate()).exists()]
+        found = f"{version}; {len(lost)} of its files are missing, such as {lost[0]}" if lost else version
+        yield _judged("mujoco", found, is_ok=not lost, otherwise="fail")
 
 
 def _rendering() -> Iterator[Finding]:

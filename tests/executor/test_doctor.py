@@ -117,6 +117,23 @@ def test_a_check_that_raises_is_a_finding(monkeypatch):
     assert (finding.level, finding.found) == ("fail", "the check raised OSError: no such place")
 
 
+def test_files_of_mujoco_that_an_upgrade_removed_are_missed(tmp_path, monkeypatch):
+    """The files of the packages are those that pip leaves; the lost one is MuJoCo's own."""
+    package = tmp_path / "mujoco_core-4.0.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: mujoco-core\nVersion: 4.0.0\n")
+    (package / "RECORD").write_text("mujoco/_specs.so,,\nmujoco_core-4.0.0.dist-info/METADATA,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (finding,) = doctor._mujoco()
+    assert finding.level == "fail"
+    assert finding.found == "4.0.0; 1 of its files are missing, such as mujoco/_specs.so"
+    assert finding.fix == "pip install --force-reinstall --no-deps mujoco mujoco-core mujoco-studio"
+    (tmp_path / "mujoco").mkdir()
+    (tmp_path / "mujoco/_specs.so").touch()
+    (finding,) = doctor._mujoco()
+    assert finding.level == "ok"
+
+
 @pytest.mark.parametrize(
     ("renderer", "found", "level"),
     [
