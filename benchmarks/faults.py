@@ -150,7 +150,7 @@ PACKAGES = ("gymnasium", "stable_baselines3", "torchrl")
 def run_case(executor: str, fault: str, folder: str) -> None:
     """Run in the process with the fault: record what the caller sees, and when."""
     stamp = f"{folder}/stamp"
-    say = functools.partial(_say, f"{folder}/said")
+    say = functools.partial(_say, f"{folder}/reported")
     breaking = functools.partial(Faulty, "gil" if fault == "owner" else fault, stamp)
     makers: list[Callable[[], Any]] = [Faulty] * NUM_ENVS
     makers[VICTIM] = breaking
@@ -214,8 +214,8 @@ def _follow(pid: int, folder: Path, fault: str) -> dict[str, Any]:
     heard: dict[str, Any] = {}
     limit = time.monotonic() + 60
     while True:
-        said = folder / "said"
-        for line in map(json.loads, said.read_text().splitlines() if said.exists() else ()):
+        reported = folder / "reported"
+        for line in map(json.loads, reported.read_text().splitlines() if reported.exists() else ()):
             if line["stage"] not in heard:
                 heard[line["stage"]] = line
                 limit = time.monotonic() + LIMIT_S

@@ -49,7 +49,7 @@ def test_a_supplied_archive_survives_the_build_without_models(script, tmp_path):
     assert supplied.read_bytes() == b"models"
 
 
-def test_wheels_with_and_without_models_are_told_apart(script, tmp_path):
+def test_wheels_with_and_without_models_are_distinguished(script, tmp_path):
     assert script.wheel_has_models(write_wheel(tmp_path / "a.whl", "meltingpot/assets/saved_models/x/saved_model.pb"))
     assert not script.wheel_has_models(write_wheel(tmp_path / "b.whl", "meltingpot/__init__.py", "meltingpot/assets/"))
 

@@ -64,8 +64,8 @@ def run_case(fuzzer: str, variant: str, seed: int, operations: int, log: Path) -
     lines = log.read_text(errors="replace").splitlines()
     if any(line.startswith("Timeout (") for line in lines):
         return "hung"
-    said = [line for line in lines if line[:1].strip() and not line.startswith(("Traceback", "During", "The above"))]
-    return said[-1] if said else f"exit code {code}"
+    causes = [line for line in lines if line[:1].strip() and not line.startswith(("Traceback", "During", "The above"))]
+    return causes[-1] if causes else f"exit code {code}"
 
 
 def _is_runnable(variant: str) -> bool:

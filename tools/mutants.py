@@ -450,10 +450,10 @@ def _try_all(pool: ProcessPoolExecutor, chosen: dict[str, list[Mutant]]) -> int:
     paths = {where: where.partition(":")[0] for where in chosen}
     sources = {path: (ROOT / path).read_bytes() for path in paths.values()}  # they may be edited later
     originals = {}
-    for where, (said, took) in zip(chosen, pool.map(_try_original, paths.values()), strict=True):
-        originals[where] = said, took
-        print(f"{where}: {len(chosen[where])} mutants; tests of the original: {said} in {took:.0f} s", flush=True)
-        if said != "passed":
+    for where, (outcome, took) in zip(chosen, pool.map(_try_original, paths.values()), strict=True):
+        originals[where] = outcome, took
+        print(f"{where}: {len(chosen[where])} mutants; tests of the original: {outcome} in {took:.0f} s", flush=True)
+        if outcome != "passed":
             return 1
     tried = [
         (mutant, pool.submit(_try_mutant, mutant, 30 + 1.5 * originals[where][1]))
@@ -462,10 +462,10 @@ def _try_all(pool: ProcessPoolExecutor, chosen: dict[str, list[Mutant]]) -> int:
     ]
     survivors: list[Mutant] = []
     for mutant, future in tried:
-        said, took = future.result()
-        verdict = "SURVIVED" if said == "passed" else "killed"
-        print(f"{mutant.path}:{mutant.line} {verdict} after {took:.0f} s: {mutant.text!r} {said}", flush=True)
-        if said == "passed":
+        outcome, took = future.result()
+        verdict = "SURVIVED" if outcome == "passed" else "killed"
+        print(f"{mutant.path}:{mutant.line} {verdict} after {took:.0f} s: {mutant.text!r} {outcome}", flush=True)
+        if outcome == "passed":
             survivors.append(mutant)
             print(mutant.diff(sources[mutant.path]), flush=True)
     for where, mutants in chosen.items():

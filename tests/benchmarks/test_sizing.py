@@ -12,7 +12,7 @@ import pytest
 from benchmarks.sizing import shares_of_best
 
 
-def test_a_choice_that_is_slower_in_every_round_is_told_by_how_much() -> None:
+def test_a_choice_that_is_slower_in_every_round_is_reported_with_the_ratio() -> None:
     speed_of_round = [100.0, 60.0, 140.0, 90.0]  # a machine whose speed changes
     rates = {"chosen": [0.9 * speed for speed in speed_of_round], "best": speed_of_round}
     assert np.median(shares_of_best(rates, "chosen")) == pytest.approx(0.9)
@@ -20,7 +20,7 @@ def test_a_choice_that_is_slower_in_every_round_is_told_by_how_much() -> None:
     assert shares_of_best({"chosen": [80.0], "best": [100.0]}, "chosen") == pytest.approx([0.8])
 
 
-def test_equal_settings_are_not_told_apart_by_chance() -> None:
+def test_equal_settings_are_not_distinguished_by_chance() -> None:
     rng = np.random.default_rng(0)
     shares, largest = [], []
     for _ in range(200):

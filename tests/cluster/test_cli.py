@@ -58,7 +58,7 @@ for address in (sys.argv[1], None):
 
 
 @needs("ray")
-def test_without_a_cluster_or_without_ray_it_is_said(script_host, tmp_path):
+def test_a_missing_cluster_or_ray_is_reported(script_host, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with socket.socket() as listener:  # bound and not listening: nothing answers there

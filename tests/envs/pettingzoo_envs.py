@@ -163,11 +163,11 @@ def outcome(ends: Mapping[Any, tuple[bool, bool] | None], *, seen: Any = None) -
         ends: agent -> how it ended.
         seen: who has an observation; None for all of them.
     """
-    said = {agent: end for agent, end in ends.items() if end is not None}
+    given_ends = {agent: end for agent, end in ends.items() if end is not None}
     return (
         {agent: np.ones(2, np.float32) for agent in (ends if seen is None else seen)},
-        dict.fromkeys(said, 1.0),
-        {agent: end[0] for agent, end in said.items()},
-        {agent: end[1] for agent, end in said.items()},
-        {agent: {} for agent in said},
+        dict.fromkeys(given_ends, 1.0),
+        {agent: end[0] for agent, end in given_ends.items()},
+        {agent: end[1] for agent, end in given_ends.items()},
+        {agent: {} for agent in given_ends},
     )

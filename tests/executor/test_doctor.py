@@ -28,7 +28,7 @@ def levels(check, machine):
     return [finding.level for finding in check(machine)]
 
 
-def test_limits_that_are_too_low_are_said():
+def test_limits_that_are_too_low_are_reported():
     machine = replace(read_machine(), cpu_pressure=0.0, limits={"nofile": 100}, open_files=10, cgroup=Cgroup())
     assert levels(doctor.limits, machine) == ["fail", "ok"]
     finding = next(doctor.limits(machine))

@@ -60,7 +60,7 @@ FROM_OUTSIDE = {
     "stop": signal.SIGSTOP,
 }
 
-_ENDS = {**{name: said for name, (_, said) in DEATHS.items()}, "term": "SIGTERM(-15)"}
+_ENDS = {**{name: outcome_text for name, (_, outcome_text) in DEATHS.items()}, "term": "SIGTERM(-15)"}
 FAULTS = (*EXCEPTIONS, *BAD_OBSERVATIONS, *_ENDS, *HANGS, "stop")
 
 
@@ -255,12 +255,12 @@ def _break_and_go_on(cell: Cell, env: Any) -> tuple[Any, float, str]:
 
 def _step_on(env: Any, env_ids: list[int]) -> str:
     """Step some envs twice, and require that each row follows from the previous one; return how they continued."""
-    said = "go on"
+    outcome_text = "go on"
     while env._engine.states.under_way.any():
         env.recv(1)
     ended = [i for i in env_ids if env._engine.states.needs_reset[i]]
     if ended:
-        said = "go on after a reset"
+        outcome_text = "go on after a reset"
         env.reset(only(*ended))
     for _ in range(2):
         counts = {i: int(env.current([i])["observation"][0, 1]) for i in env_ids}
@@ -270,7 +270,7 @@ def _step_on(env: Any, env_ids: list[int]) -> str:
         assert not _interrupted(td).any()
         for env_id, row in zip(td["env_ids"].tolist(), td["next", "observation"].tolist(), strict=True):
             assert row[1:] == [counts[env_id] + 1, 1], f"env {env_id} went from {counts[env_id]} to {row}"
-    return said
+    return outcome_text
 
 
 #: State -> the command that the envs have in it, if they have one.
@@ -398,7 +398,7 @@ def _demand(cell: Cell, seen: Any) -> None:
 
 def _brief(seen: Any) -> str:
     if isinstance(seen, WorkerLost):
-        return "`WorkerLost` " + next((said for said in _ENDS.values() if said in str(seen)), "")
+        return "`WorkerLost` " + next((end for end in _ENDS.values() if end in str(seen)), "")
     return f"`{type(seen).__name__}`" if isinstance(seen, Exception) else str(seen)
 
 

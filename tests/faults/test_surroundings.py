@@ -68,7 +68,7 @@ def works(env: Any) -> str:
     return "works"
 
 
-def said(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     return f"`{type(error).__name__}`: {str(error).splitlines()[0]}"
 
 
@@ -114,7 +114,7 @@ def few_files_at_a_restart(start_method: str) -> str:
             env.reset()
         works(env)
     assert not _left(before)
-    return said(caught.value)
+    return message_of(caught.value)
 
 
 def deleted_folder(start_method: str, folder: str) -> str:
@@ -146,7 +146,7 @@ def few_processes(num_allowed: int, start_method: str) -> str:
     with pytest.raises(WorkerLost, match=r"starting a worker failed.*ulimit -u") as caught:
         make_by(start_method)
     assert not _left(before)
-    return said(caught.value)
+    return message_of(caught.value)
 
 
 def little_address_space() -> str:
@@ -156,7 +156,7 @@ def little_address_space() -> str:
         with pytest.raises(MemoryError, match="address space") as caught:
             env.rollout(2**23)
         works(env)
-    return said(caught.value) + " Steps continue"
+    return message_of(caught.value) + " Steps continue"
 
 
 def little_address_space_in_workers() -> str:
@@ -185,7 +185,7 @@ def killed_for_memory(flag: str) -> str:
             assert data["interrupted"][..., 0].tolist() == [[False, True, False, False], [False] * 4]
             assert data["observation"][1, :, 1].tolist() == [1, 2, 3, 4]
             works(env)
-    return said(caught.value)
+    return message_of(caught.value)
 
 
 def small_shm() -> str:
@@ -471,7 +471,7 @@ def test_bad_actions_step_nobody():
                 with pytest.raises((ActionError, ValueError, KeyError)) as caught:
                     call(bad())
                 assert env.statistics().steps_per_env == (0, 0), name
-            record(f"actions {name}", what=f"actions {name}", seen=said(caught.value).replace("|", "/"))
+            record(f"actions {name}", what=f"actions {name}", seen=message_of(caught.value).replace("|", "/"))
         works(env)
 
 
@@ -555,4 +555,8 @@ def test_more_memory_than_there_is():
         with pytest.raises(MemoryError, match="expected at most 90%") as caught:
             env.rollout(2**36)
         works(env)
-    record("memory", what="a rollout larger than memory", seen=said(caught.value).partition("the ")[0] + "what is free")
+    record(
+        "memory",
+        what="a rollout larger than memory",
+        seen=message_of(caught.value).partition("the ")[0] + "what is free",
+    )

@@ -109,7 +109,7 @@ class FacadeSession(Session):
         for env_id, where in enumerate(found or ()):
             row = self.oracle.at[env_id, 0]
             if row is not None and not self._has_lost() and tuple(where) != (row.nonce, row.episode, row.t):
-                raise Violation(f"env {env_id} is at {where}, its row said {row}")
+                raise Violation(f"env {env_id} is at {where}, its row has {row}")
 
     def take_reset(self, observations: Any, given: Given, mask: Any = None) -> None:
         """Check the rows of a reset (of some envs) against the oracle."""
@@ -190,8 +190,8 @@ class GymnasiumSession(FacadeSession):
         self._do_reset(seed, options, given, mask)
 
     def _do_reset(self, seed: Any, options: dict[str, Any] | None, given: Given, mask: Any) -> None:
-        told = None if options is None else {k: v if k == "level" else v.tolist() for k, v in options.items()}
-        made = self.attempt(f"reset seed={seed} options={told}", lambda: self.env.reset(seed=seed, options=options))
+        printed = None if options is None else {k: v if k == "level" else v.tolist() for k, v in options.items()}
+        made = self.attempt(f"reset seed={seed} options={printed}", lambda: self.env.reset(seed=seed, options=options))
         if made is None:
             return
         if mask is None or not self._has_lost():

@@ -257,12 +257,12 @@ class Session:
         key: Any = ("place", "row") if self.setting.kinds[env_id] == "other" else "observation"
         rows: np.ndarray = part.get(key).cpu().numpy().reshape(-1, self.lanes, WIDTH)
         if self.setting.kinds[env_id] == "text":
-            said = part.get("text")
-            said = said.tolist() if hasattr(said, "tolist") else said
-            said = [said] if isinstance(said, str) else said
+            reported = part.get("text")
+            reported = reported.tolist() if hasattr(reported, "tolist") else reported
+            reported = [reported] if isinstance(reported, str) else reported
             expected = [f"{row[2]}:{row[3]}:{row[4]}" for row in rows[:, 0].tolist()]
-            if said != expected and any(rows.flatten()):
-                raise Violation(f"env {env_id}: torn row, text {said}, expected {expected}")
+            if reported != expected and any(rows.flatten()):
+                raise Violation(f"env {env_id}: torn row, text {reported}, expected {expected}")
         if self.setting.kinds[env_id] == "other":
             pixels = part.get("pixels").cpu().numpy().reshape(-1, 4)
             if (pixels != (rows[:, 0, 4] % 256).astype(np.uint8)[:, None]).any():
@@ -726,11 +726,11 @@ class Session:
         for env_id, where in zip(ids, found, strict=True):
             for lane in range(self.lanes):
                 row = self.oracle.at[env_id, lane]
-                said = tuple(where[3 * lane : 3 * lane + 3])
-                if row is not None and env_id not in self.doubt and said != (row.nonce, row.episode, row.t):
+                reported = tuple(where[3 * lane : 3 * lane + 3])
+                if row is not None and env_id not in self.doubt and reported != (row.nonce, row.episode, row.t):
                     if self.oracle.ended[env_id, lane] or self._has_lost():
                         continue
-                    raise Violation(f"env {env_id}.{lane} is at {said}, its row said {row}")
+                    raise Violation(f"env {env_id}.{lane} is at {reported}, its row has {row}")
 
     def _echo(self) -> None:
         ids = [i for i in range(self.num_envs) if i not in self.dead]
@@ -806,12 +806,12 @@ class Session:
         for section, batch in (("next", made[0]["next"]), ("root", made[1])):
             infos = self.env.infos(section)
             for env_id, part in enumerate(self._parts(batch, list(range(self.num_envs)))):
-                said = infos[env_id].get("where")
-                if said is None and (section == "root" or lost[env_id]):
+                reported = infos[env_id].get("where")
+                if reported is None and (section == "root" or lost[env_id]):
                     continue
                 row = Row(*map(int, self._observed(part, env_id)[0, 0]))
-                if not lost[env_id] and said != [row.nonce, row.episode, row.t]:
-                    raise Violation(f"the info of env {env_id} ({section}) is of {said}, its row of {row}")
+                if not lost[env_id] and reported != [row.nonce, row.episode, row.t]:
+                    raise Violation(f"the info of env {env_id} ({section}) is of {reported}, its row of {row}")
 
     @property
     def slack(self) -> int:
@@ -820,17 +820,19 @@ class Session:
 
     def _statistics(self) -> None:
         self.watch.begin("statistics")
-        said = self.executor.statistics()
+        counts = self.executor.statistics()
         self.oracle.read_diary()
         made = sum(count for (_, lane), count in self.oracle.steps.items() if lane == 0)
-        if not made - self.slack <= said.env_steps <= made:
-            raise Violation(f"statistics() says {said.env_steps} steps, made were {made} ({self.slack} may be missing)")
-        if said.interrupted * self.lanes < self.oracle.num_interrupted:
+        if not made - self.slack <= counts.env_steps <= made:
             raise Violation(
-                f"statistics() says {said.interrupted} interrupted rows, handed out were {self.oracle.num_interrupted}"
+                f"statistics() says {counts.env_steps} steps, made were {made} ({self.slack} may be missing)"
             )
-        if said.env_errors > self.max_errors or said.env_errors < self.num_errors:
-            raise Violation(f"statistics() says {said.env_errors} env errors, raised were {self.num_errors}")
+        if counts.interrupted * self.lanes < self.oracle.num_interrupted:
+            raise Violation(
+                f"statistics() says {counts.interrupted} interrupted rows, got {self.oracle.num_interrupted}"
+            )
+        if counts.env_errors > self.max_errors or counts.env_errors < self.num_errors:
+            raise Violation(f"statistics() says {counts.env_errors} env errors, raised were {self.num_errors}")
 
     # ---- faults ------------------------------------------------------------------------------
 

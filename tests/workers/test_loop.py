@@ -123,7 +123,7 @@ def test_a_command_is_carried_out_once_however_many_tokens_come(worker):
     assert worker.executed == [1, 2]
 
 
-def test_a_worker_that_is_told_to_leave_carries_nothing_more_out(worker):
+def test_a_worker_that_must_leave_begins_no_other_command(worker):
     worker.command(Op.RESET, 1)
     worker.send(None)
     assert worker.serve(num_tokens=2)

@@ -17,11 +17,11 @@ def test_pack_and_unpack(op, target, column, flags):
 
 
 @pytest.mark.parametrize(
-    ("op", "said"), [(Op.STEP, "step"), (Op.STEP_RESET, "step"), (Op.RESET, "reset")]
+    ("op", "phase_name"), [(Op.STEP, "step"), (Op.STEP_RESET, "step"), (Op.RESET, "reset")]
 )  # fmt: skip
 @pytest.mark.parametrize("env_id", [0, 1, 4711])
-def test_phases_name_the_env(op, said, env_id):
-    assert describe_phase(pack_phase(op, env_id)) == (said, env_id)
+def test_phases_name_the_env(op, phase_name, env_id):
+    assert describe_phase(pack_phase(op, env_id)) == (phase_name, env_id)
 
 
 def test_zero_is_idle():

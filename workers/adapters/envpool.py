@@ -77,8 +77,8 @@ class EnvPoolAdapter(Adapter):
         self._ids = np.arange(n, dtype=np.int32)
         self._ended = np.ones(n, bool)
         self._state: dict[str, np.ndarray] = {}  # the current values of all rows, by the pool's own names
-        self._told = {name: name.removeprefix("info:") for name in self._names if name.startswith("info:")}
-        self._told["elapsed_step"] = "elapsed_step"
+        self._info_names = {name: name.removeprefix("info:") for name in self._names if name.startswith("info:")}
+        self._info_names["elapsed_step"] = "elapsed_step"
         self._is_reseeded = True
         self.spec = EnvSpec(
             observation=tuple(leaf.spec for leaf in observation),
@@ -153,7 +153,7 @@ class EnvPoolAdapter(Adapter):
                 whole[ids] = value
                 state[name] = whole
         self._state = state
-        self.info = {self._told[name]: state[name] for name in self._told}
+        self.info = {self._info_names[name]: state[name] for name in self._info_names}
 
     def step(self, action: list[Any]) -> StepValues:
         """Make one transition in every row; see `Adapter.step`.

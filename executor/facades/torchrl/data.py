@@ -209,7 +209,7 @@ class BatchedData(Batched):
         mask = tensordict.get("_step", None)
         if mask is not None and not mask.all():
             return self._step_some(tensordict, self._whole_envs(mask))
-        return self._step_told(tensordict, range(self.num_workers))
+        return self._step_by_message(tensordict, range(self.num_workers))
 
     def _whole_envs(self, mask: torch.Tensor) -> torch.Tensor:
         """Return the envs that a `_step` mask selects, bool `[N]`.
@@ -230,7 +230,7 @@ class BatchedData(Batched):
         selected = mask.nonzero(as_tuple=True)[0].tolist()
         if not selected:
             return skipped_step(self, td)
-        out = self._step_told(td, selected)
+        out = self._step_by_message(td, selected)
         if self._keys_without_tensors:
             skipped = skipped_step(self, td)
             skipped = skipped.clear_device_() if out.device is None else skipped.to(out.device)
@@ -242,7 +242,7 @@ class BatchedData(Batched):
         result[mask] = out
         return result
 
-    def _step_told(self, td: TensorDictBase, selected: Any) -> TensorDictBase:
+    def _step_by_message(self, td: TensorDictBase, selected: Any) -> TensorDictBase:
         crew = self._open()
         ids = [self._env_ids[i] for i in selected]
         rows = [self._step_row(td[i]) for i in selected]
@@ -302,12 +302,12 @@ class BatchedData(Batched):
         if shells is None or shells.has_own_state or is_compiled(self):
             if tensordict.get("_step", None) is not None or not self._fixed_shapes:
                 return EnvBase.step_and_maybe_reset(self, tensordict)
-            return self._step_and_maybe_reset_told(tensordict)
+            return self._step_and_maybe_reset_by_message(tensordict)
         flat, flat_root = self._step_slab(shells, tensordict, Op.STEP_RESET)
         set_next(tensordict, without_collected(self, shells.next_of(flat)))
         return tensordict, shells.root_of(flat_root)
 
-    def _step_and_maybe_reset_told(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+    def _step_and_maybe_reset_by_message(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         crew, ids = self._open(), self._env_ids
         rows = [self._step_row(td[i]) for i in range(self.num_workers)]
         answers = crew.tell(ids, [("step_and_maybe_reset", (row,), {}) for row in rows])

@@ -296,7 +296,7 @@ def test_a_misspelt_name_of_the_package_is_corrected():
 
 
 @pytest.mark.parametrize("make", [SerialEnv, ParallelEnv])
-def test_a_factory_with_arguments_is_told_where_they_come_from(make):
+def test_the_message_says_where_a_factorys_arguments_come_from(make):
     def needs_one(index):
         return CountingEnv(index)
 

@@ -49,7 +49,7 @@ def act_alone(_root=None):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_said_before_anything_starts(kind):
+def test_a_missing_gpu_is_reported_before_anything_starts(kind):
     with pytest.raises(ValueError, match=r"got 'cuda', but there is no GPU that torch can use"):
         kind(NUM_ENVS, CountingEnv, device="cuda")
 

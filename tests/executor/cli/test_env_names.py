@@ -197,7 +197,7 @@ def test_families_without_a_limit_are_refused():
 
 
 @needs("pettingzoo")
-def test_only_envs_that_must_know_are_told_of_frames():
+def test_only_envs_that_must_know_are_notified_of_frames():
     assert factory_for("gymnasium:CartPole-v1", with_frames=True) == NamedFactory(
         "gymnasium", "CartPole-v1", render_mode="rgb_array"
     )

@@ -263,7 +263,7 @@ def test_a_factory_builds_the_policy_when_it_is_needed(env):
     assert collector.policy is built[0]
 
 
-def test_nothing_is_said_about_policies_that_may_stay(env, holding):
+def test_no_warning_about_policies_that_may_stay(env, holding):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Collector(env, holding, frames_per_batch=3, policy_device="cpu", close_env=False).collect()

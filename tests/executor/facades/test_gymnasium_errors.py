@@ -299,12 +299,12 @@ def test_steps_and_resets_have_limits_of_their_own(limit):
 
 
 def test_arguments_that_cannot_be():
-    for kwargs, said in (
+    for kwargs, expected_text in (
         ({"worker": print}, "expected no `worker`"),
         ({"max_concurrency": 0}, "must be a positive"),
         ({"max_concurrency": 1.5}, "must be an integer"),
         ({"autoreset_mode": "Never"}, "Never"),
         ({"num_workers": 0}, "num_workers failed"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=expected_text):
             AsyncVectorEnv([Failing], **kwargs)

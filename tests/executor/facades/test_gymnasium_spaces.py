@@ -156,13 +156,13 @@ def test_calls_and_attributes(facade):
 def test_reset_masks_that_cannot_be(facade):
     envs = facade([Failing] * 2)
     envs.reset()
-    for mask, kind, said in (
+    for mask, kind, expected_text in (
         ([True, False], TypeError, "must be a numpy array"),
         (np.array([True]), ValueError, r"must have shape `\(2,\)`, got \(1,\)"),
         (np.array([1, 0]), TypeError, "must have `dtype=np.bool_`"),
         (np.array([False, False]), ValueError, "at least one True"),
     ):
-        with pytest.raises(kind, match=said):
+        with pytest.raises(kind, match=expected_text):
             envs.reset(options={"reset_mask": mask})
     envs.close()
 

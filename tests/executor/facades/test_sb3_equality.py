@@ -45,9 +45,9 @@ def play(make, env_fns, num_steps):
     """Return all outputs of a vec env over some random steps, and the number of ends of each kind."""
     env = make(env_fns)
     try:
-        said = []
+        returned = []
         env.seed(5)
-        said.append((env.reset(), list(env.reset_infos)))
+        returned.append((env.reset(), list(env.reset_infos)))
         space = env.action_space
         is_stacked = bool(space.shape) or isinstance(space, Discrete)
         space.seed(11)
@@ -55,11 +55,11 @@ def play(make, env_fns, num_steps):
         for _ in range(num_steps):
             actions = [space.sample() for _ in env_fns]
             obs, rewards, dones, infos = env.step(np.stack(actions) if is_stacked else actions)
-            said.append((obs, rewards, dones, list(map(sort, infos)), list(env.reset_infos)))
+            returned.append((obs, rewards, dones, list(map(sort, infos)), list(env.reset_infos)))
             for done, info in zip(dones, infos, strict=True):
                 assert ("terminal_observation" in info) == done
                 ends["truncated" if info["TimeLimit.truncated"] else "terminated"] += bool(done)
-        return said, ends
+        return returned, ends
     finally:
         env.close()
 

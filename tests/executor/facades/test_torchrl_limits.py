@@ -212,11 +212,11 @@ def test_outputs_keep_no_graph():
     weight = torch.ones(1, requires_grad=True)
     with started(2, lambda: GymEnv("Pendulum-v1"), num_processes=1) as env:
         rollout = env.rollout(3, lambda td: td.set("action", weight * torch.ones(2, 1)))
-        told = (
+        by_message = (
             env.reset().set("action", weight * torch.ones(2, 1)).set("next", TensorDict({"kept": torch.ones(2)}, [2]))
         )
-        told = env.step(told)  # by message
-    for td in (rollout["next"], told["next"]):
+        by_message = env.step(by_message)  # by message
+    for td in (rollout["next"], by_message["next"]):
         assert not any(leaf.requires_grad for leaf in td.values(include_nested=True, leaves_only=True))
 
 

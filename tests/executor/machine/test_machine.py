@@ -194,7 +194,7 @@ _SAY = (
 )
 
 
-def said(prefix: list[str]) -> list:
+def figures_under(prefix: list[str]) -> list:
     done = subprocess.run([*prefix, sys.executable, "-c", _SAY], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
@@ -218,7 +218,7 @@ def test_a_system_may_hide_its_limits(monkeypatch, getrlimit):
 @pytest.mark.slow
 def test_taskset_and_prlimit_are_seen():
     first = min(os.sched_getaffinity(0))
-    cores, workers, _, _, limits = said(["taskset", "-c", str(first), "prlimit", "--nofile=200:200"])
+    cores, workers, _, _, limits = figures_under(["taskset", "-c", str(first), "prlimit", "--nofile=200:200"])
     assert (workers, limits["nofile"]) == (1, 200)
     assert cores <= 1
 
@@ -251,7 +251,7 @@ def test_a_real_cpu_quota_is_seen():
         pytest.skip("no v1 cpu controller that can be written")
     with group(folder / f"envherd-test-{os.getpid()}", {"cpu.cfs_quota_us": "50000"}) as own:
         enter = f'echo $$ > {own}/cgroup.procs && exec "$@"'
-        cores, workers, *_ = said(["sh", "-c", enter, "sh"])
+        cores, workers, *_ = figures_under(["sh", "-c", enter, "sh"])
     assert (cores, workers) == (0.5, 1)
 
 
@@ -262,6 +262,6 @@ def test_a_real_memory_limit_is_seen():
         pytest.skip("no v1 memory controller that can be written")
     with group(folder / f"envherd-test-{os.getpid()}", {"memory.limit_in_bytes": str(GIB)}) as own:
         enter = f'echo $$ > {own}/cgroup.procs && exec "$@"'
-        _, _, limit, available, _ = said(["sh", "-c", enter, "sh"])
+        _, _, limit, available, _ = figures_under(["sh", "-c", enter, "sh"])
     assert limit == GIB
     assert GIB // 2 < available < GIB

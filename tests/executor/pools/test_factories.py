@@ -20,7 +20,7 @@ def cartpole():
     return gymnasium.make("CartPole-v1")
 
 
-def said(make, make_env, num_envs=2):
+def message_of(make, make_env, num_envs=2):
     with pytest.raises(FactoryError) as caught:
         make(num_envs, make_env)
     return str(caught.value)
@@ -128,7 +128,7 @@ def test_a_captured_substrate_is_named():
     from meltingpot import substrate
 
     built = substrate.build("collaborative_cooking__cramped", roles=["default"] * 2)
-    message = said(ParallelEnv, lambda: built)
+    message = message_of(ParallelEnv, lambda: built)
     built.close()
     assert "captured the variable `built`, a meltingpot.utils.substrates.substrate.Substrate, which holds a" in message
     assert "dmlab2d.dmlab2d_pybind.Lab2d that cannot be pickled" in message
@@ -156,7 +156,7 @@ def capturing(what):
 @pytest.mark.parametrize("what", ["closure", "nested", "attribute", "partial", "keyword", "method"])
 def test_what_cannot_be_pickled_is_named(what):
     factory, variable = capturing(what)
-    message = said(ParallelEnv, factory)
+    message = message_of(ParallelEnv, factory)
     assert f"captured the variable `{variable}`" in message
     assert "_thread.lock" in message
 

@@ -73,8 +73,8 @@ def in_terminal(terminal: int) -> list[str]:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     with ParallelEnv(1, _Printing, seed=0, options=ExecutorOptions(worker_output="inherit")) as env:
         env.reset()
-        said: list[str] = env.call("terminal")
-        return said
+        answers: list[str] = env.call("terminal")
+        return answers
 
 
 @pytest.mark.slow

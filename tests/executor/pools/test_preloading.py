@@ -130,7 +130,7 @@ def test_workers_are_forked_unless_a_module_has_started_a_thread(tmp_path, monke
         assert env.call("has_imported", f"{name}_starts") == [is_forked]
 
 
-def test_what_cannot_be_imported_is_said():
+def test_a_module_that_cannot_be_imported_is_named():
     with (
         pytest.raises(ImportError, match=r"no_such_module_here.*ModuleNotFoundError"),
         preloaded("no_such_module_here"),

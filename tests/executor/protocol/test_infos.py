@@ -416,7 +416,7 @@ def test_names_are_looked_up_and_become_leaves_of_rollouts(kind):
     assert data["info", "level", "_depth"][0].tolist() == [True, False, False, True]
 
 
-def test_what_comes_later_is_said_beforehand():
+def test_later_changes_are_announced():
     with made(infos={("episode", "r"): float, ("episode", "l"): 0, "never": np.zeros(3, np.float32)}) as env:
         data = env.rollout(3)["next", "info"]
     assert data["episode", "r"][0].tolist() == [0.0, 0.0, 1.5]

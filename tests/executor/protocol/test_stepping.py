@@ -339,7 +339,7 @@ def test_those_sent_longest_ago_come_first():
 
 
 @both
-def test_a_sent_env_that_ends_is_reset_unless_told_otherwise(make):
+def test_a_sent_env_that_ends_is_reset_by_default(make):
     with make(NUM_ENVS, functools.partial(CountingEnv, 1), seed=0) as env:
         env.send(act(env.reset()))
         td = env.recv()

@@ -104,7 +104,7 @@ def test_what_cannot_be_recorded_is_refused(tmp_path):
 
 
 @needs("gymnasium")
-def test_envs_that_could_draw_are_told_how(tmp_path):
+def test_the_message_says_how_to_let_an_env_draw(tmp_path):
     import gymnasium
 
     with (

@@ -164,20 +164,20 @@ def test_an_affinity_is_kept(script_host, tmp_path):
 
 
 def test_what_cannot_be_sized_is_exit_code_2():
-    for arguments, said in (
+    for arguments, expected_text in (
         (["gymnasium:CartPol-v1"], "Did you mean CartPole-v1"),
         (["gymnasium:CartPole-v1", "--envs", "1000000000"], "num_envs failed: expected at most"),
         (["gymnasium:CartPole-v1", "--cpus", "64"], "No such option: --cpus"),
     ):
         done = size(*arguments, columns=200)
         assert done.exit_code == 2
-        assert said in done.stderr
+        assert expected_text in done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.broken_pool
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected_text"),
     [
         ("FailingEnv", "the env raised ValueError: no such key"),
         ("DyingEnv", "step failed: worker 0 ended with exit code 7"),
@@ -185,10 +185,10 @@ def test_what_cannot_be_sized_is_exit_code_2():
         ("make_failing", "the factory raised RuntimeError: no licence"),
     ],
 )
-def test_an_env_that_fails_is_exit_code_1_and_says_where(name, said):
+def test_an_env_that_fails_is_exit_code_1_and_says_where(name, expected_text):
     done = size(f"python:tests.envs.sized_envs:{name}", "--budget", "0.5", columns=300)
     assert done.exit_code == 1
-    assert said in done.stderr
+    assert expected_text in done.stderr
     assert done.stdout == ""
 
 

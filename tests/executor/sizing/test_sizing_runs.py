@@ -76,19 +76,19 @@ def test_an_alarm_of_the_program_ends_the_search(monkeypatch):
 
 @pytest.mark.broken_pool
 @pytest.mark.parametrize(
-    ("make_env", "said"),
+    ("make_env", "expected_text"),
     [
         (sized_envs.CrowdedEnv, "exit code 7"),
         (sized_envs.CrowdedHangingEnv, "hung: a call took longer than "),  # 5 s and ten times a call's usual time
     ],
 )
-def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(make_env, said, monkeypatch):
+def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(make_env, expected_text, monkeypatch):
     monkeypatch.setattr(confirming, "_PATIENCE_S", 5.0)
     monkeypatch.setattr(probe, "_SHORT_ENVS", 2)
     done = sized(make_env, budget_s=300.0, num_envs=4)
     failed = {one.setting.num_workers: one.refusal for one in done.runs if one.refusal is not None}
     assert set(failed) == {0, 1}
-    assert all(refusal.kind == "failure" and said in refusal.text for refusal in failed.values()), failed
+    assert all(refusal.kind == "failure" and expected_text in refusal.text for refusal in failed.values()), failed
     assert done.setting.num_workers >= 2
 
 
