@@ -220,6 +220,14 @@ def test_pages_and_sources_avoid_the_worst_words():
     assert [(where, found) for where, text in texts if (found := worst.findall(text))] == []
 
 
+@pytest.mark.parametrize("folder", ["shm", "workers", "executor", "tests", "tools", "benchmarks", "examples"])
+def test_names_avoid_the_worst_words(folder):
+    for path in sorted((ROOT / folder).glob("**/*.py")):
+        with path.open() as file:
+            names = {token.string for token in tokenize.generate_tokens(file.readline) if token.type == tokenize.NAME}
+        assert [name for name in names if {"said", "told", "whoever"} & set(name.lower().split("_"))] == [], path
+
+
 def members_of(path: str) -> dict[str, object]:
     """Return the documented parts of an object: itself, and for a class its public methods and properties."""
     value = pydoc.locate(path)
