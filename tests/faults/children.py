@@ -38,8 +38,8 @@ def in_child(body: Callable[..., Any], *args: Any) -> Any:
     os.close(write)
     with os.fdopen(read, "rb") as file:  # to its end: nothing that the child has started may hold the other one
         text = file.read()
-    os.waitpid(pid, 0)
-    assert text, "the child ended without a word"
+    _, status = os.waitpid(pid, 0)
+    assert text, f"the child ended without a word: exit code {os.waitstatus_to_exitcode(status)}"
     answer = json.loads(text)
     assert "error" not in answer, answer.get("error")
     return answer["value"]
