@@ -95,8 +95,10 @@ class Field(NamedTuple):
 
     def write(self, value: Any, to: np.ndarray) -> None:
         """Write a value that has been described by this field."""
-        for item, own in zip(self.items, value.values() if self.kind == Kind.DICT else value) if self.items else ():  # noqa: B905
-            item.write(own, to)
+        if self.items:
+            values = value.values() if self.kind == Kind.DICT else value
+            for item, own in zip(self.items, values, strict=True):
+                item.write(own, to)
         if self.kind == Kind.TEXT:
             value = _encoded(value)
         if self.dtype:
@@ -209,9 +211,10 @@ class Schema:
             has_schema = _Description().field_of(info) == self.root
         except DoesNotFit:
             return 0
-        if has_schema:
-            self.root.write(info, to)
-        return self.id * has_schema
+        if not has_schema:
+            return 0
+        self.root.write(info, to)
+        return self.id
 
     def records(self, rows: np.ndarray) -> np.ndarray:
         """Return rows, uint8 `[k, width]` and contiguous, as records `[k]` (VIEW), whose items are named by places."""

@@ -105,7 +105,9 @@ class InfoReader:
             self._rows[:, env_ids] = self._rows_now[:, env_ids]
             self._ids[:, env_ids] = self._ids_now[:, env_ids]
         for section, others in self._others.items():
-            for env_id in env_ids.tolist() if others or messages else ():
+            if not (others or messages):
+                continue
+            for env_id in env_ids.tolist():
                 others.pop(env_id, None)
                 packed = messages[env_id][section] if env_id in messages else None
                 if packed is not None:
