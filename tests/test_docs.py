@@ -27,10 +27,12 @@ from tests.extras import needs
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("**/*.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "AGENTS.md", "llms.txt")), *sorted(DOCS.glob("**/*.md"))]
 #: Page -> the extras that its blocks need.
 NEEDED = {
-    "README.md": ("meltingpot", "gymnasium"),
+    "README.md": ("meltingpot", "gymnasium", "sb3", "torchrl"),
+    "llms.txt": ("gymnasium",),
+    "docs/index.md": ("gymnasium",),
     "docs/checkpoints.md": ("gymnasium", "box2d"),
     "docs/cluster.md": ("gymnasium", "ray"),
     "docs/custom_envs.md": ("gymnasium",),
@@ -192,7 +194,7 @@ def test_every_link_has_a_target():
 def test_the_index_has_every_page_by_its_title():
     links = re.findall(r"\[([^\]]+)\]\(((?:\w+/)?\w+\.md)\)", (DOCS / "index.md").read_text())
     titles = {DOCS / link: text for text, link in links}
-    pages = [page for page in PAGES[1:] if page.name != "index.md"]
+    pages = [page for page in PAGES if page.is_relative_to(DOCS) and page.name != "index.md"]
     assert {name_of(page): titles.get(page) for page in pages} == {
         name_of(page): re.search(r"^# (.+)$", prose_of(page), re.MULTILINE).group(1) for page in pages
     }
