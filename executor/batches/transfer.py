@@ -92,7 +92,7 @@ def packed(batch: TensorDictBase, device: torch.device) -> TensorDictBase:
     batch.apply(leaves.append, filter_empty=True)
     sizes = [-(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT for leaf in leaves]
     is_pinned = device.type == "cuda" and sum(sizes) > _AT_ONCE
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_pinned)
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
     targets = []
     for leaf, part in zip(leaves, buffer.split_with_sizes(sizes), strict=True):
         target = part[: leaf.nbytes].view(leaf.dtype).view(leaf.shape)

@@ -19,6 +19,7 @@ from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.transfer import Mover, as_device, packed, to_device
 from envherd.executor.rollouts.policy_state import Carried
 from envherd.executor.rollouts.stepwise import StepwiseRun
+from envherd.executor.show.evaluate import evaluate
 from envherd.workers.testing import AgentsEnv, CountingEnv
 from tests.executor.batches.test_loans import assert_saved_as_held
 
@@ -282,6 +283,20 @@ def test_a_batch_is_packed_into_one_transfer_to_a_device():
         assert packed(td, META)["in", "b"].dtype == torch.bfloat16
     assert operations.names.count("_to_copy") == 1
     assert packed(td.select(), META).shape == td.shape
+
+
+def test_torchs_default_device_is_not_that_of_batches():
+    def act(td):
+        assert td.get("valid", td["done"]).is_cpu
+        return td.set("action", td["observation"][:, 0] % 2)
+
+    td = TensorDict({"a": torch.arange(3), "b": torch.ones(3, 2)}, [3])
+    env = SerialEnv(NUM_ENVS, CountingEnv, seed=0)
+    with torch.device(META):
+        assert (packed(td, torch.device("cpu")) == td).all()
+        with AsyncCollector(env, act, frames_per_batch=6, batch_sizes=(2, 4)) as collector:
+            assert collector.collect()["action"].is_cpu
+        assert len(evaluate(act, CountingEnv, 2, num_workers=1).episodes) == 2
 
 
 def test_packed_batches_keep_names_unlike_rows_and_what_is_no_tensor():
