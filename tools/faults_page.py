@@ -116,7 +116,7 @@ def write(recorded: dict[str, dict[str, Any]], page: Path = PAGE) -> None:
     parts += ["\n", "\n".join(table(recorded, "raise")), "\n", _INTERLUDE, "\n".join(table(recorded, "restart"))]
     parts += [_RAISING, "\n".join(table(recorded, "interrupt"))]
     parts += [_METHODS, "\n".join(methods(recorded)), "\n\n", _SURROUNDINGS]
-    parts += [f"| {found['what']} | {found['seen']} |\n" for found in recorded.values() if "what" in found]
+    parts += sorted(f"| {found['what']} | {found['seen']} |\n" for found in recorded.values() if "what" in found)
     old = page.read_text() if page.exists() else ""
     peers = old[old.index(PEERS) :] if PEERS in old else ""
     page.write_text("".join(parts) + ("\n" + peers if peers else ""))
