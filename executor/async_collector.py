@@ -726,5 +726,5 @@ def _padded(root: TensorDictBase, size: int) -> TensorDictBase:
     count, padded = len(root), root
     if size > count:
         padded = take_rows(root, [*range(count), *[0] * (size - count)])
-    valid = torch.arange(size) < count
+    valid = torch.arange(size, device="cpu") < count
     return padded.set(VALID, valid.reshape(size, *(1 for _ in root.batch_size[1:])).expand(padded.batch_size).clone())

@@ -49,6 +49,12 @@ workers continue (after a reset if a cell says so). The envs of the crashed work
 
 """
 
+_RAISING = """
+
+With `on_env_error="interrupt"`, an exception in a step or reset ends only the episode of its env:
+
+"""
+
 _METHODS = """
 
 The next table has faults for which the start method could matter, with the other methods. With the portable pool, the
@@ -73,7 +79,7 @@ def record(name: str, **found: Any) -> None:
 
 
 def table(recorded: dict[str, dict[str, Any]], policy: str) -> list[str]:
-    """Return the lines of the table of faults by states, for one `on_worker_loss`."""
+    """Return the lines of the table of faults by states, for one policy of `Cell`."""
     states = [state for state in STATES if policy == "raise" or state not in ("build", "close")]
     lines = ["| fault | " + " | ".join(states) + " |", "|---" * (1 + len(states)) + "|"]
     for fault in FAULTS:
@@ -108,8 +114,9 @@ def write(recorded: dict[str, dict[str, Any]], page: Path = PAGE) -> None:
     parts = [_HEAD.format(machine=machine), "## Envs and workers\n\n"]
     parts += [f"- **{state}**: {meaning}.\n" for state, (_, meaning) in STATES.items()]
     parts += ["\n", "\n".join(table(recorded, "raise")), "\n", _INTERLUDE, "\n".join(table(recorded, "restart"))]
+    parts += [_RAISING, "\n".join(table(recorded, "interrupt"))]
     parts += [_METHODS, "\n".join(methods(recorded)), "\n\n", _SURROUNDINGS]
-    parts += [f"| {found['what']} | {found['seen']} |\n" for found in recorded.values() if "what" in found]
+    parts += sorted(f"| {found['what']} | {found['seen']} |\n" for found in recorded.values() if "what" in found)
     old = page.read_text() if page.exists() else ""
     peers = old[old.index(PEERS) :] if PEERS in old else ""
     page.write_text("".join(parts) + ("\n" + peers if peers else ""))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from envherd.executor.batches.grad_mode import outside_inference_mode
 from envherd.shm.specs import Key
 
 _new_unsafe = TensorDict._new_unsafe  # noqa: SLF001
@@ -159,17 +160,13 @@ def num_writes(leaves: Iterable[torch.Tensor]) -> float:
         return float("nan")  # another object each time, for `in`
 
 
+@outside_inference_mode
 def as_tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a tensor over an array (no copy) that can also be used outside of `torch.inference_mode`.
-
-    Torch's own functions return inference tensors in that mode: without a version, and read-only outside of it.
 
     Args:
         array: of a dtype that torch has.
         dtype: one of the same size as which to view it; None for its own.
     """
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(mode=False):
-            return as_tensor(array, dtype)
     tensor = torch.from_numpy(array)
     return tensor if dtype is None else tensor.view(dtype)

@@ -1,4 +1,4 @@
-"""`without_grad`: run a function without recording gradients, and restore the thread's grad mode."""
+"""Run a function without recording gradients, or outside of `torch.inference_mode`."""
 
 from __future__ import annotations
 
@@ -28,5 +28,21 @@ def without_grad(function: Callable[_P, _R]) -> Callable[_P, _R]:
         finally:
             if torch.is_grad_enabled() is not was_enabled:
                 torch.set_grad_enabled(was_enabled)
+
+    return call
+
+
+def outside_inference_mode(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a function that makes tensors which can also be used outside of `torch.inference_mode`.
+
+    Torch's own functions return inference tensors in that mode: without a version, and read-only outside of it.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(mode=False):
+            return function(*args, **kwargs)
 
     return call

@@ -16,8 +16,9 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from envherd.executor.batches.fast_tensordict import Shell, as_tensor
+from envherd.executor.batches.grad_mode import outside_inference_mode
 from envherd.executor.batches.memory import LARGEST_RECORD, Leaves, Loans, ReusedMemory, StepMemory, splitter
-from envherd.executor.batches.transfer import Mover
+from envherd.executor.batches.transfer import Mover, apart
 from envherd.shm.slab import GroupSlab, next_leaves, root_leaves
 from envherd.shm.specs import Key
 
@@ -75,6 +76,8 @@ class GroupBatch:
         self.next_bytes = [slab.next_bytes(column) for column in range(num_frames)]
         self._mover = mover
         self._sources = [as_tensor(frame) for frame in self.next_bytes]
+        ends = [*(f.offset for f in self._fields[1:]), slab.plan.next_nbytes]
+        self._sizes = [end - f.offset for f, end in zip(self._fields, ends, strict=True)]
         self._views = [[as_tensor(slab.columns[f.name][c]) for f in self._fields] for c in range(num_frames)]
         self.next_arrays = [slab.columns["next", *key] for key in self.next_keys]
         self.root_arrays = [slab.columns["root", *key] for key in self.root_keys]
@@ -110,17 +113,10 @@ class GroupBatch:
     def next_copies(self, column: int) -> Leaves:
         """Return copies of the `next` leaves of a frame, on the device; a frame that is lent is its own copy."""
         if self._mover is not None:
-            return self._split_on_device(self._mover.move(self._sources[column], column))
+            return apart(self._mover.move(self._sources[column], column), self._sizes, self._views[0])
         buffer, leaves = self.memory.take(column)
         if buffer is not None:
             buffer[:] = self.next_bytes[column]
-        return leaves
-
-    def _split_on_device(self, buffer: torch.Tensor) -> Leaves:
-        leaves = []
-        for field, view in zip(self._fields, self._views[0], strict=True):
-            leaf = buffer[field.offset : field.offset + field.nbytes].view(view.dtype)
-            leaves.append(leaf.view(field.shape))
         return leaves
 
     def gather_next(self, columns: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
@@ -188,14 +184,16 @@ class GroupBatch:
             places.append((self._fields[index].offset, offset, array.strides[0], array[0, :1].nbytes))
         return places
 
+    @outside_inference_mode
     def _mend(self, leaf: torch.Tensor, roots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
         mended = leaf.clone()
         mended[torch.from_numpy(rows).to(mended.device)] = torch.from_numpy(roots[rows]).to(mended.device)
         return mended
 
+    @outside_inference_mode
     def to_tensors(self, arrays: Sequence[np.ndarray]) -> Leaves:
         """Return arrays as tensors on the device (cpu: no copy)."""
-        tensors = [*map(as_tensor if torch.is_inference_mode_enabled() else torch.from_numpy, arrays)]
+        tensors = [*map(torch.from_numpy, arrays)]
         return tensors if self.is_on_cpu else [tensor.to(self.device) for tensor in tensors]
 
 

@@ -14,7 +14,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
-from envherd.executor.batches.fast_tensordict import as_tensor
+from envherd.executor.batches.grad_mode import outside_inference_mode
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers import seeding
 from envherd.workers.random_values import Draw, draw_masked, drawer, mask_key
@@ -50,6 +50,7 @@ class ActionSampler:
         """Refuse what is no state of this generator, with an exception of any type."""
         np.random.PCG64().state = dict(seeding.bits_of(state).state)  # type: ignore[assignment]
 
+    @outside_inference_mode
     def fill(
         self,
         td: TensorDictBase | None,
@@ -78,14 +79,14 @@ class ActionSampler:
                     drawn = draw(self._rng, (len(kinds), *leaf.shape))
                 else:
                     drawn = draw_masked(self._rng, to_numpy(mask), leaf)
-                td.set(leaf.key, as_tensor(drawn))
+                td.set(leaf.key, torch.from_numpy(drawn))
             return td
         rows = [TensorDict({}, self._specs[kind].batch_shape) if td is None else td[i] for i, kind in enumerate(kinds)]
         for row, kind in zip(rows, kinds, strict=True):
             for leaf, draw, mask_key in self._draws[kind]:
                 mask = None if mask_key is None else row.get(mask_key, None)
                 drawn = draw(self._rng, leaf.shape) if mask is None else draw_masked(self._rng, to_numpy(mask), leaf)
-                row.set(leaf.key, as_tensor(np.asarray(drawn)))
+                row.set(leaf.key, torch.from_numpy(np.asarray(drawn)))
         return td if is_stack and td is not None else LazyStackedTensorDict(*rows, stack_dim=0)
 
 

@@ -1,10 +1,10 @@
 """Move batches to a device: one copy each, from memory that the device can read directly.
 
-Guarantees: a whole `next` is one transfer, for any number of keys. On CUDA the slab is page-locked in place (once),
-transfers are asynchronous on the current stream, and workers reuse a frame of the ring only after its transfer has
-ended. A batch for a policy on another device is one transfer from page-locked memory; a collecting thread has its own
-stream (`Lane`). Copies on the host use one thread: torch would copy with all of its threads, which then spin for a
-while and take processors from the workers.
+Guarantees: a whole `next` is one transfer, for any number of keys, and each leaf gets its own storage. On CUDA the slab
+is page-locked in place (once), transfers are asynchronous on the current stream, and workers reuse a frame of the ring
+only after its transfer has ended. A batch for a policy on another device is one transfer from page-locked memory; a
+collecting thread has its own stream (`Lane`). Copies on the host use one thread: torch would copy with all of its
+threads, which then spin for a while and take processors from the workers.
 Assumes: for CUDA, that the slab stays mapped until `close`. Other devices copy synchronously.
 """
 
@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
+
+from envherd.executor.batches.grad_mode import outside_inference_mode
 
 _CUDA_REGISTER_PORTABLE = 1  # cuda_runtime_api.h: cudaHostRegisterPortable
 _ALIGNMENT = 64  # bytes; a multiple of every dtype's size
@@ -70,12 +72,13 @@ def take_rows(td: TensorDictBase, rows: Any) -> TensorDictBase:
     return td.apply(taken, batch_size=[len(rows), *td.batch_size[1:]])
 
 
+@outside_inference_mode
 def to_device(batch: TensorDictBase, device: torch.device | str) -> TensorDictBase:
     """Return a batch on a device; a copy unless it is there already.
 
     From the host to CUDA it is one copy, and the caller does not wait: later work on the current stream runs after the
     transfer. Larger batches are copied from page-locked memory, which torch keeps for later ones and reuses only after
-    the transfer has ended. The leaves share memory on the device.
+    the transfer has ended. Each leaf has its own storage on the device.
     """
     device = torch.device(device)
     if device.type != "cuda" or batch.device not in (None, torch.device("cpu")):
@@ -84,23 +87,37 @@ def to_device(batch: TensorDictBase, device: torch.device | str) -> TensorDictBa
 
 
 def packed(batch: TensorDictBase, device: torch.device) -> TensorDictBase:
-    """Return a copy of a batch on the CPU whose leaves are on a device, in one tensor; see `to_device`."""
+    """Return a copy of a batch on the CPU whose leaves are on a device, by one transfer; see `to_device`."""
     leaves: list[torch.Tensor] = []
     batch.apply(leaves.append, filter_empty=True)
-    starts = [0]
-    for leaf in leaves:
-        starts.append(starts[-1] + -(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT)
-    is_pinned = device.type == "cuda" and starts[-1] > _AT_ONCE
-    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=is_pinned)
-    for leaf, start in zip(leaves, starts, strict=False):
-        target = buffer[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
+    sizes = [-(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT for leaf in leaves]
+    is_pinned = device.type == "cuda" and sum(sizes) > _AT_ONCE
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+    targets = []
+    for leaf, part in zip(leaves, buffer.split_with_sizes(sizes), strict=True):
+        target = part[: leaf.nbytes].view(leaf.dtype).view(leaf.shape)
         np.copyto(as_array(target), as_array(leaf))
-    moved = buffer.to(device, non_blocking=True)
-    views = iter(
-        moved[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
-        for leaf, start in zip(leaves, starts, strict=False)
-    )
-    return batch.apply(lambda _leaf: next(views), device=device)
+        targets.append(target)
+    moved = iter(apart(buffer.to(device, non_blocking=True), sizes, targets))
+    return batch.apply(lambda _leaf: next(moved), device=device)
+
+
+@outside_inference_mode
+def apart(moved: torch.Tensor, sizes: Sequence[int], like: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the leaves of a batch that was moved as bytes, each with its own storage: one copy on the device.
+
+    A storage of all leaves could not be saved, because torch saves none as several dtypes, and a leaf would save all of
+    it. The storages belong to the current stream, as the bytes do.
+
+    Args:
+        moved: uint8 `[sum(sizes)]`.
+        sizes: bytes of each leaf, with padding.
+        like: contiguous; dtype and shape of each leaf.
+    """
+    parts = [torch.empty(size, dtype=torch.uint8, device=moved.device) for size in sizes]
+    if len(moved):
+        torch.split_with_sizes_copy(moved, sizes, out=parts)
+    return [part.view(leaf.dtype).as_strided(leaf.shape, leaf.stride()) for part, leaf in zip(parts, like, strict=True)]
 
 
 class Lane:

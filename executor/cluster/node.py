@@ -201,7 +201,7 @@ def load_weights(policy: Any, weights: Sequence[np.ndarray]) -> None:
     """Write a module's parameters, then its buffers; a policy that is no module has none."""
     with torch.no_grad():
         for mine, array in zip((*policy.parameters(), *policy.buffers()) if weights else (), weights, strict=True):
-            mine.copy_(torch.tensor(array))
+            mine.copy_(torch.tensor(array, device="cpu"))
 
 
 def as_arrays(data: TensorDictBase) -> Any:

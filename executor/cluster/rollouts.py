@@ -298,7 +298,7 @@ class RayRollouts:
                     begin(share)
                 share, part = self._next_answer()
                 data = _join([part])
-                data["env_ids"] = torch.tensor(share.env_ids)[:, None].expand(data.batch_size[:2]).clone()
+                data["env_ids"] = torch.tensor(share.env_ids, device="cpu")[:, None].expand(data.batch_size[:2]).clone()
                 data["policy_version"] = torch.full_like(data["env_ids"], share.version)
                 waiting = [share]
                 if overlap:

@@ -10,6 +10,7 @@ all; `close` is bounded by one deadline and never raises.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -47,6 +48,9 @@ from envherd.workers.current import WorkerInfo
 
 #: Kinds of frames that belong to the rows of a command, not to a call that waits for an answer.
 _ROW_KINDS = ("side", "infos", "schema", "notice", "left_out")
+
+#: Errors of a machine at its limits: they do not mean that an argument cannot be pickled.
+_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN)
 
 
 @dataclass(frozen=True)
@@ -210,9 +214,9 @@ class Crew:
             process.channel.queue_message(messages.Register(entries=self._registered))
         try:
             process.channel.queue_message(build)
-        except MemoryError:  # does not say that an argument cannot be pickled
-            raise
         except Exception as error:
+            if isinstance(error, MemoryError) or getattr(error, "errno", None) in _LIMITS:
+                raise
             raise kwargs_error(build.env_kwargs, error) from error
         with contextlib.suppress(ConnectionError):  # the thread that waits for the worker notices its death
             process.channel.flush_nowait()  # the rest is sent while waiting for the answer

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from envherd.executor.batches.grad_mode import outside_inference_mode
 from envherd.executor.progress import counted
 from envherd.executor.rollouts.policy_state import Carried, leaf_keys, run_policy
 from envherd.shm.specs import Key
@@ -22,6 +23,8 @@ from envherd.workers.protocol import Op
 
 if TYPE_CHECKING:
     from envherd.executor.protocol.engine import Engine
+
+_stack = outside_inference_mode(torch.stack)
 
 
 class StepwiseRun:
@@ -66,7 +69,7 @@ class StepwiseRun:
             if self._breaks and (engine.states.needs_reset.any() or cut is not None):
                 break
             cut = None
-        data: Any = torch.stack(self._steps, 1)
+        data: Any = _stack(self._steps, 1)
         data.refine_names(None, "time", ...)
         return data
 

@@ -390,7 +390,7 @@ class _Session:
     def _reset(self, begun: Mapping[int, _Episode]) -> _Work:
         """Reset envs, and begin films."""
         num_envs = self._env.num_envs
-        mask = torch.zeros(num_envs, dtype=torch.bool)
+        mask = torch.zeros(num_envs, dtype=torch.bool, device="cpu")
         mask[list(begun)] = True
         seeds = [begun[env_id].seed if env_id in begun else None for env_id in range(num_envs)]
         root = yield partial(self._env.reset, TensorDict({"_reset": mask}, [num_envs]), seed=seeds)

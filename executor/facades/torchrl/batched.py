@@ -166,10 +166,10 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         Raises:
             NotImplementedError: it is a boolean mask. IndexError: it is out of bounds, empty or of several dimensions.
         """
-        index = item if isinstance(item, slice) else torch.as_tensor(item)
+        index = item if isinstance(item, slice) else torch.as_tensor(item, device="cpu")
         if getattr(index, "dtype", None) == torch.bool:
             raise NotImplementedError("Boolean masks are not supported for batched envs.")
-        found = torch.arange(self.num_workers)[index]
+        found = torch.arange(self.num_workers, device="cpu")[index]
         if found.ndim > 1 or not found.numel():
             raise IndexError(f"Batched env indices must be scalar or 1D and not empty, got shape {found.shape}.")
         return found.reshape(-1).tolist()

@@ -12,17 +12,21 @@ import numpy as np
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from envherd.executor import ActionError, AsyncCollector, Collector, ParallelEnv, SerialEnv
 from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.transfer import Mover, as_device, packed, to_device
 from envherd.executor.rollouts.policy_state import Carried
 from envherd.executor.rollouts.stepwise import StepwiseRun
+from envherd.executor.show.evaluate import evaluate
 from envherd.workers.testing import AgentsEnv, CountingEnv
+from tests.executor.batches.test_loans import assert_saved_as_held
 
 NUM_ENVS = 3
 META = torch.device("meta")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+on_devices = pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=needs_gpu)])
 
 
 @pytest.fixture(params=["serial", "parallel"])
@@ -37,6 +41,18 @@ def moves(monkeypatch):
     real = Mover.move
     monkeypatch.setattr(Mover, "move", lambda self, frame, column: found.append(column) or real(self, frame, column))
     return found
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of torch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **kwargs or {})
 
 
 def actions():
@@ -91,6 +107,7 @@ def test_what_is_moved_are_the_right_bytes(kind):
         num_frames = env._engine.positions.num_frames
         mover = Mover(env._engine.pool.slab.buffer, torch.device("cpu"), num_frames)
         moved = GroupBatch(batch.slab, num_frames, None, has_interrupted=False, mover=mover).next_copies(column)
+        assert_saved_as_held(moved)
         for key, leaf in zip(batch.next_keys, moved, strict=True):
             assert torch.equal(leaf, td["next", *key])
             assert not np.shares_memory(leaf.numpy(), env._engine.pool.slab.buffer)
@@ -182,6 +199,20 @@ def test_views_are_no_longer_views_on_a_device(kind):
         assert td["next", "observation"].device == META
 
 
+@on_devices
+def test_batches_that_were_made_in_inference_mode_can_be_used_outside_of_it(kind, device):
+    action = act_alone()
+    with kind(NUM_ENVS, CountingEnv, seed=0, device=device) as env:
+        with torch.inference_mode():
+            root, drawn = env.reset(), env.rand_action()
+            stepped = [env.step_and_maybe_reset(action.copy()) for _ in range(6)]
+            env.send(action)
+            batches = [root, drawn, *stepped[0], *stepped[-1], env.recv(), env.current([0, 2]), env.current()]
+            batches.append(env.rollout(4, act_alone, break_when_any_done=False))
+        for batch in batches:
+            batch.apply_(torch.Tensor.zero_)
+
+
 @needs_gpu
 def test_values_and_pinning_on_a_gpu(kind):
     with kind(NUM_ENVS, CountingEnv, seed=0, device="cuda") as env, kind(NUM_ENVS, CountingEnv, seed=0) as on_cpu:
@@ -192,6 +223,7 @@ def test_values_and_pinning_on_a_gpu(kind):
             td_cpu, other = on_cpu.step_and_maybe_reset(other.set("action", actions()))
             assert (td["next"].cpu() == td_cpu["next"]).all()
             assert (root.cpu() == other).all()
+            assert_saved_as_held([*td.values(include_nested=True, leaves_only=True), *root.values()])
 
 
 def test_the_action_may_be_anywhere_but_nowhere():
@@ -238,17 +270,33 @@ def test_batches_that_do_not_cross_to_a_gpu_are_moved_as_torch_moves_them():
     assert (to_device(td, "cpu") == td).all()
 
 
-def test_a_batch_is_packed_into_one_tensor_of_a_device():
+def test_a_batch_is_packed_into_one_transfer_to_a_device():
     inner = TensorDict({"b": torch.rand(3, 5).bfloat16(), "none": TensorDict({}, [3])}, [3])
     td = TensorDict({"a": torch.arange(6).view(3, 2).T.contiguous().T, "in": inner, "z": torch.zeros(3, 0)}, [3])
     moved = packed(td, torch.device("cpu"))
+    assert_saved_as_held(moved.values(include_nested=True, leaves_only=True))
     assert (moved == td).all()
     assert moved["in"].batch_size == inner.batch_size
     assert {*moved.keys(include_nested=True)} == {*td.keys(include_nested=True)}
-    storages = {leaf.untyped_storage().data_ptr() for leaf in (moved["a"], moved["in", "b"])}
-    assert len(storages) == 1
-    assert storages.isdisjoint({td["a"].untyped_storage().data_ptr()})
-    assert packed(td, META)["in", "b"].dtype == torch.bfloat16
+    assert not np.shares_memory(moved["a"].numpy(), td["a"].numpy())
+    with Operations() as operations:
+        assert packed(td, META)["in", "b"].dtype == torch.bfloat16
+    assert operations.names.count("_to_copy") == 1
+    assert packed(td.select(), META).shape == td.shape
+
+
+def test_torchs_default_device_is_not_that_of_batches():
+    def act(td):
+        assert td.get("valid", td["done"]).is_cpu
+        return td.set("action", td["observation"][:, 0] % 2)
+
+    td = TensorDict({"a": torch.arange(3), "b": torch.ones(3, 2)}, [3])
+    env = SerialEnv(NUM_ENVS, CountingEnv, seed=0)
+    with torch.device(META):
+        assert (packed(td, torch.device("cpu")) == td).all()
+        with AsyncCollector(env, act, frames_per_batch=6, batch_sizes=(2, 4)) as collector:
+            assert collector.collect()["action"].is_cpu
+        assert len(evaluate(act, CountingEnv, 2, num_workers=1).episodes) == 2
 
 
 def test_packed_batches_keep_names_unlike_rows_and_what_is_no_tensor():
@@ -268,6 +316,7 @@ def test_batches_cross_to_a_gpu_from_page_locked_memory():
     for _ in range(20):
         moved = to_device(td, "cuda")
         assert (moved.cpu() == td).all()
+        assert_saved_as_held(moved.values(include_nested=True, leaves_only=True))
 
 
 @needs_gpu

@@ -12,7 +12,7 @@ import pickle
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import gymnasium
@@ -399,6 +399,14 @@ def saved(value: Any) -> bytes:
     return file.getvalue()
 
 
+def assert_saved_as_held(leaves: Iterable[torch.Tensor]) -> None:
+    """Assert that leaves can be saved together, and that the file of one has its own bytes."""
+    assert saved([*leaves])
+    for leaf in leaves:
+        texts = saved(leaf), saved(leaf[:1]), saved(copy.deepcopy(leaf)), pickle.dumps(leaf)
+        assert max(map(len, texts)) < leaf.nbytes + 3000
+
+
 @pytest.mark.parametrize("env_type", [Pictures, CountingEnv])
 @pytest.mark.parametrize("maker", ["2 workers", "serial", "general path"])
 def test_what_is_saved_is_what_is_held(maker, env_type):
@@ -413,9 +421,7 @@ def test_what_is_saved_is_what_is_held(maker, env_type):
         for batch in (root, td, after, received, env.current(received["env_ids"]), env.current(), rollout):
             before = values_of(batch)
             assert_same(values_of(torch.load(io.BytesIO(saved(batch)), weights_only=False)), before)
-            for key, leaf in batch.items(include_nested=True, leaves_only=True):
-                texts = saved(leaf), saved(leaf[:1]), saved(copy.deepcopy(leaf)), pickle.dumps(leaf)
-                assert max(map(len, texts)) < leaf.nbytes + 3000, key
+            assert_saved_as_held([*batch.values(include_nested=True, leaves_only=True)])
 
 
 def fork_of(check: Callable[[], None]) -> Callable[[], int]:

@@ -1,5 +1,6 @@
 """Anything but a factory is refused at once, by name, with the fix."""
 
+import errno
 import functools
 import re
 import threading
@@ -8,7 +9,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from envherd.executor import ExecutorOptions, FactoryError, ParallelEnv, SerialEnv, SpecError
+from envherd.executor import ExecutorOptions, FactoryError, ParallelEnv, SerialEnv, SpecError, WorkerLost
 from envherd.workers.testing import CountingEnv
 from tests.extras import needs
 
@@ -280,3 +281,29 @@ def test_a_factory_of_the_script_in_a_child_of_multiprocessing(script_host, tmp_
     script.write_text(SCRIPT)
     done = script_host.run(script, folder=tmp_path, output=tmp_path)
     assert done.stdout == "collected 6\n", done.stderr
+
+
+class Raising:
+    """Cannot be pickled."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __reduce__(self):
+        raise self.error
+
+
+@pytest.mark.broken_pool
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("error", "expected", "message"),
+    [
+        (ValueError("no"), FactoryError, r"env_kwargs failed: .* got a \S*Raising at .* \(no\)"),
+        (OSError(errno.ENOENT, "no file"), FactoryError, r"env_kwargs failed: .* got a \S*Raising at .*no file"),
+        (OSError(errno.EMFILE, "too many"), WorkerLost, r"starting a worker failed: .*too many.*ulimit -n"),
+        (MemoryError("none"), MemoryError, "none"),
+    ],
+)
+def test_arguments_that_cannot_be_pickled_are_no_limit_of_the_machine(error, expected, message):
+    with pytest.raises(expected, match=message):
+        ParallelEnv(1, CountingEnv, env_kwargs={"length": Raising(error)})
