@@ -6,8 +6,8 @@
 How such simulators treat rows that end, and what the adapter does:
 - It resets them within `step` by `_reset_idx` (IsaacLab, mjlab): the adapter takes the last observation before that
   call (see `native_resets`), and keeps the first one of the next episode until the caller resets the row.
-- It resets them within `step`, declares it (`metadata["autoreset_mode"]` SAME_STEP), and returns `final_obs`. IsaacLab 3
-  does so only if `cfg.compute_final_obs` is set, so the adapter sets it.
+- It resets them within `step`, declares it (`metadata["autoreset_mode"]` SAME_STEP), and returns `final_obs`. In
+  IsaacLab 3, `cfg.compute_final_obs` is the switch for it, which is off by default; the adapter turns it on.
 - It never resets by itself (autoreset mode DISABLED, or `cfg.auto_reset` False; ManiSkill).
 - It declares nothing: refused with a message that names what to declare. A reset observation is never taken for a last
   one.
