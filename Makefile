@@ -19,7 +19,7 @@ ROLLOUT_ENVS ?= 4
 ROLLOUT_STEPS ?= 200
 ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 
-.PHONY: help venv try rollout test golden test-quick test-small test-portable test-newest test-full test-python test-oldest compat matrix faults fuzz soak mutants lint format types examples bench bench-quick docs docs-serve dist wheels clean
+.PHONY: help venv try rollout test golden test-quick test-small test-portable test-newest test-isaaclab test-full test-python test-oldest compat matrix faults fuzz soak mutants lint format types examples bench bench-quick docs docs-serve dist wheels clean
 .DELETE_ON_ERROR:
 .SHELLFLAGS := -eu -c
 
@@ -33,6 +33,7 @@ help:
 	@echo "make test-small   run the fast tests with Gymnasium only, in .venv.small/"
 	@echo "make test-portable  run the tests of the portable pool: on macOS and Windows for real, on Linux by emulation"
 	@echo "make test-newest  run tests with the newest releases of all libraries, also beyond the upper bounds"
+	@echo "make test-isaaclab  run IsaacLab's own env classes over stubs of the simulator's modules (Python 3.11)"
 	@echo "make golden       compare the data of all envs, modes and facades with recorded hashes (or CASES=PATTERN)"
 	@echo "make test-full    run the test suite with long sweeps, trainings and all Melting Pot substrates (an hour or two)"
 	@echo "make matrix       check every family of envs in full (or FAMILY=NAME); writes docs/reports/families.md"
@@ -90,13 +91,26 @@ else
 	ENVHERD_LACKS=nothing $(SMALL_BIN)/python tests/lacking/everything.py
 endif
 
-# Installs the newest releases, without constraints and upper bounds: what breaks here breaks for users soon.
+# Installs the newest releases, without constraints and upper bounds: what breaks here breaks for users soon. The newest
+# TensorDict comes second, because TorchRL may not accept it yet.
 NEWEST := .venv.newest
+NEWEST_PYTHON := $(NEWEST)/$(SCRIPTS)/python
 test-newest:
 	$(call small_venv,$(NEWEST)) -e ".[gymnasium,dev]"
-	$(NEWEST)/$(SCRIPTS)/python -m pip install -qq --upgrade tensordict gymnasium stable-baselines3
-	$(NEWEST)/$(SCRIPTS)/python -m pytest -n $(JOBS) tests/executor/protocol/test_stepping.py tests/executor/batches/test_arguments.py \
-		tests/executor/facades tests/workers
+	$(NEWEST_PYTHON) -m pip install -qq --upgrade torchrl gymnasium stable-baselines3 pettingzoo mpe2 mujoco
+	$(NEWEST_PYTHON) -m pytest -n $(JOBS) -m "not quiet" tests/executor/facades tests/workers
+	$(NEWEST_PYTHON) -m pip uninstall -qq --yes torchrl
+	$(NEWEST_PYTHON) -m pip install -qq --upgrade tensordict
+	$(NEWEST_PYTHON) -m pytest -n $(JOBS) -m "not quiet" tests/executor/protocol/test_stepping.py tests/executor/batches \
+		tests/executor/rollouts
+
+# IsaacLab's wheel requires older versions of what all other extras need, so it is put above .venv without its
+# requirements, for these tests only.
+ISAACLAB := build/isaaclab
+test-isaaclab: $(STAMP)
+	$(PIP) install -qq --progress-bar off --no-deps --upgrade --target $(ISAACLAB) isaaclab==2.3.2 toml prettytable trimesh \
+		flatdict warp-lang hydra-core omegaconf "antlr4-python3-runtime<4.10"
+	PYTHONPATH=$(ISAACLAB) $(BIN)/python -m pytest tests/workers/test_isaaclab.py
 
 rollout: $(STAMP)
 	@mkdir -p $(dir $(ROLLOUT_NAME))

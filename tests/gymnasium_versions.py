@@ -9,6 +9,8 @@ import gymnasium
 from gymnasium.spaces import Discrete
 
 TAXI = "Taxi-v4" if "Taxi-v4" in gymnasium.registry else "Taxi-v3"
+#: Whether its `AsyncVectorEnv` has `max_concurrency`.
+HAS_LIMIT = "max_concurrency" in inspect.signature(gymnasium.vector.AsyncVectorEnv).parameters
 _HAS_DTYPE = "dtype" in inspect.signature(Discrete).parameters
 
 

@@ -423,7 +423,8 @@ def _add_names_of_classes(function: types.FunctionType, reduced: _Reduced) -> No
     """Add the globals that class statements in a function use to what cloudpickle sends with it."""
     known = reduced[2][1]["__globals__"]
     for code in _codes_in(function.__code__):
-        if not code.co_flags & inspect.CO_OPTIMIZED:  # the body of a class
+        # The body of a class, or from Python 3.14 on its annotations, which are evaluated when they are read.
+        if not code.co_flags & inspect.CO_OPTIMIZED or code.co_name == "__annotate__":
             used = (name for name in code.co_names if name in function.__globals__)
             known.update((name, function.__globals__[name]) for name in used)
 

@@ -30,7 +30,8 @@ class Cfg:
     num_envs: int = 4
     device: str = "cpu"
     max_length: int = 7
-    compute_final_obs: bool = False
+    compute_final_obs: bool | None = None  # None: of IsaacLab 2, which has no such setting
+    resets_by_mask: bool = False  # as IsaacLab 3 does for some simulators, without a call of `_reset_idx`
     reuses_buffers: bool = True
     keeps_actions: bool = False
     noise: float = 0.0
@@ -106,6 +107,8 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
     def __init__(self, cfg: Cfg | None = None, render_mode: str | None = None) -> None:
         self.cfg = cfg = cfg or Cfg()
         self.render_mode = render_mode
+        if cfg.compute_final_obs is not None:  # of IsaacLab 3
+            self.metadata = {**self.metadata, "autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
         self._is_closed = True
         self.sim = SimulationContext(cfg.device)
         self._is_closed = False
@@ -169,6 +172,13 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
         columns = (scene.place, scene.speed, episode, self.episode_length_buf.float())
         return torch.stack(columns, 1)
 
+    def reset_ended(self, ids: torch.Tensor) -> None:
+        """Reset rows as a step does."""
+        if self.cfg.resets_by_mask:
+            self._reset_rows(ids)
+        else:
+            self._reset_idx(ids)
+
     def ids_to_reset(self) -> torch.Tensor:
         ids = self.reset_buf.nonzero(as_tuple=False).squeeze(-1)
         if self.cfg.resets_too_many and len(ids):
@@ -176,6 +186,9 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
         return ids
 
     def _reset_idx(self, env_ids: torch.Tensor) -> None:
+        self._reset_rows(env_ids)
+
+    def _reset_rows(self, env_ids: torch.Tensor) -> None:
         self.ledger.resets.append(env_ids.tolist())
         self.scene.reset(env_ids)
         self.actions = self.actions.clone()
@@ -223,7 +236,7 @@ class DirectRLEnv(_BatchedEnv):
         if len(ids) > 0:
             if self.cfg.compute_final_obs:
                 self.extras["final_obs"] = self._noised(self._get_observations())
-            self._reset_idx(ids)
+            self.reset_ended(ids)
         self.obs_buf = self._noised(self._get_observations())
         return self.obs_buf, self.reward_buf, self.reset_terminated, self.reset_time_outs, self.extras
 
@@ -303,9 +316,9 @@ class ManagerBasedRLEnv(_BatchedEnv):
         self.obs_buf = self.observation_manager.compute(update_history=True)
         return self.obs_buf, self.extras
 
-    def _reset_idx(self, env_ids: torch.Tensor) -> None:
+    def _reset_rows(self, env_ids: torch.Tensor) -> None:
         self.observation_manager.reset(env_ids)
-        super()._reset_idx(env_ids)
+        super()._reset_rows(env_ids)
 
     def step(self, action: torch.Tensor) -> Any:
         self._advance(action)
@@ -313,7 +326,7 @@ class ManagerBasedRLEnv(_BatchedEnv):
         if len(ids) > 0:
             if self.cfg.compute_final_obs:
                 self.extras["final_obs"] = self.observation_manager.compute()
-            self._reset_idx(ids)
+            self.reset_ended(ids)
         self.obs_buf = self.observation_manager.compute(update_history=True)
         return self.obs_buf, self.reward_buf, self.reset_terminated, self.reset_time_outs, self.extras
 

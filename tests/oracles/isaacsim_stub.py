@@ -5,8 +5,7 @@ class that accepts any arguments and has any attribute. `_REAL` has the values t
 context (one per process), its device, the cloner's paths and origins, settings, and the version. Nothing of IsaacLab
 is replaced: `DirectRLEnv`, `DirectMARLEnv`, `ManagerBasedRLEnv`, its scene, managers and noise models are its own.
 
-IsaacLab 2.3 is installed with `pip install --no-deps isaaclab`, and needs toml, prettytable, trimesh, flatdict,
-warp-lang and hydra-core.
+`make test-isaaclab` installs IsaacLab 2.3 and runs the tests.
 """
 
 from __future__ import annotations

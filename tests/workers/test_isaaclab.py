@@ -9,7 +9,7 @@ import pytest
 from tests.oracles import isaacsim_stub
 
 if not isaacsim_stub.is_there():
-    pytest.skip("needs IsaacLab 2.3: tests/oracles/isaacsim_stub.py says how", allow_module_level=True)
+    pytest.skip("needs IsaacLab 2.3: make test-isaaclab", allow_module_level=True)
 
 import torch
 

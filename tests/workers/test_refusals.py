@@ -447,6 +447,14 @@ STEPPED: dict[str, tuple[Make, str]] = {
     "torch: no last observations": (simulators.Losing, r"final_obs.*compute_final_obs"),
     "torch: its own buffer": (simulators.Aliasing, "view of its observation buffer"),
     "isaaclab: another history": (managed_with_own_history, r"expected IsaacLab's CircularBuffer, got a OwnHistory"),
+    "isaaclab: a history and masks": (
+        partial(isaac.make_managed, compute_final_obs=False, resets_by_mask=True, history_length=3, max_length=1),
+        r"expected resets of ended rows by _reset_idx.*\. Their last observations are lost",
+    ),
+    "isaaclab: its own buffer and masks": (
+        partial(isaac.make_direct, compute_final_obs=False, resets_by_mask=True, max_length=1),
+        "view of its observation buffer",
+    ),
 }
 #: What -> how the env of several rows is made. The executor refuses such steps before the adapter.
 NOT_RESET: dict[str, Make] = {

@@ -121,9 +121,17 @@ CASES = {
     "direct": (isaac.make_direct, {}),
     "direct that publishes": (isaac.make_direct, {"compute_final_obs": True}),
     "direct with fresh tensors": (isaac.make_direct, {"compute_final_obs": True, "reuses_buffers": False}),
+    "direct that resets by mask": (
+        isaac.make_direct,
+        {"compute_final_obs": False, "resets_by_mask": True, "reuses_buffers": False},
+    ),
     "wrapped": (isaac.make_wrapped, {}),
     "managed": (isaac.make_managed, {}),
     "managed that publishes": (isaac.make_managed, {"compute_final_obs": True}),
+    "managed that resets by mask": (
+        isaac.make_managed,
+        {"compute_final_obs": False, "resets_by_mask": True, "reuses_buffers": False},
+    ),
     "managed with histories": (isaac.make_managed, {"history_length": 3}),
     "managed with histories that publishes": (isaac.make_managed, {"history_length": 3, "compute_final_obs": True}),
 }

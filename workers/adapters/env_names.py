@@ -33,6 +33,7 @@ from envherd.workers.adapters.named import (
     GYMNASIUM_PLUG_INS,
     NamedFactory,
     import_named,
+    is_pettingzoo_id,
     named_callable,
     plug_in_ids,
     registered_by_plug_ins,
@@ -68,7 +69,7 @@ def factory_for(name: str, *, with_frames: bool = False) -> Factory:
     rest, rows = _split_rows(rest) if family.has_rows else (rest, {})
     if family.names is None:
         named_callable(rest, name)
-    elif key == "pettingzoo" and "/" not in rest:
+    elif key == "pettingzoo" and not is_pettingzoo_id(rest):
         _check_module(rest, name)
     elif family.package:
         rest = _listed(key, rest, name)
@@ -145,7 +146,7 @@ def is_only_looked_up(name: str) -> bool:
     if key in ("gymnasium", "gymnasium_vec"):
         env_id = rest if key == "gymnasium" else _split_rows(rest)[0]
         return env_id.rpartition(":")[0] in ("", *GYMNASIUM_PLUG_INS)
-    return "/" in rest if key == "pettingzoo" else key in FAMILIES and FAMILIES[key].names is not None
+    return is_pettingzoo_id(rest) if key == "pettingzoo" else key in FAMILIES and FAMILIES[key].names is not None
 
 
 def known_names(family: str) -> tuple[str, ...]:
@@ -225,8 +226,8 @@ def _listed(key: str, rest: str, full_name: str) -> str:
     if module:
         import_named(module, full_name)
     known = sorted(family.names() if family.names else ())
-    if of_gymnasium and bare not in known:
-        bare = _latest(bare, [*known, *plug_in_ids()])
+    if bare not in known:
+        bare = _latest(bare, [*known, *plug_in_ids()] if of_gymnasium else known)
         rest = f"{module}:{bare}" if module else bare
     if of_gymnasium and not module:
         plug_in = (registered_by_plug_ins() if bare in known else plug_in_ids()).get(bare)

@@ -61,9 +61,9 @@ class PettingZooFactory:
     """Build a PettingZoo env, and say how its agents are grouped.
 
     Attributes:
-        env: an id, which has a slash (`sisl/multiwalker-v9`; for PettingZoo 1.26 and later); a module
-            (`mpe2.simple_spread_v3`), whose `parallel_env(...)` is called, or `env(...)` if it has no other; or
-            a callable that returns an env.
+        env: an id, which has a slash or a version (`sisl/multiwalker-v9`, `mine-v0`; for PettingZoo 1.26 and later);
+            a module (`mpe2.simple_spread_v3`), whose `parallel_env(...)` is called, or `env(...)` if it has no other;
+            or a callable that returns an env.
         render_mode: "rgb_array" for envs that are to be drawn; None leaves it to the env.
         group_map: group name -> its agents; None groups agents by name, as TorchRL does.
         return_state: also observe `state`, the env's view of everything, at the root (TorchRL's option of this name).
@@ -77,7 +77,7 @@ class PettingZooFactory:
     @property
     def preload(self) -> tuple[str, ...]:
         """Modules worth importing before workers are forked."""
-        is_module = isinstance(self.env, str) and "/" not in self.env
+        is_module = isinstance(self.env, str) and not is_pettingzoo_id(self.env)
         return (str(self.env),) if is_module else ("pettingzoo",)
 
     def __call__(self, **env_kwargs: Any) -> Any:
@@ -90,13 +90,18 @@ class PettingZooFactory:
     def _make(self) -> Callable[..., Any]:
         if callable(self.env):
             return self.env
-        if "/" in self.env:
+        if is_pettingzoo_id(self.env):
             import pettingzoo
 
             return functools.partial(pettingzoo.make, "parallel", self.env)
         module = importlib.import_module(self.env)
         make: Callable[..., Any] = getattr(module, "parallel_env", None) or module.env
         return make
+
+
+def is_pettingzoo_id(name: str) -> bool:
+    """Return whether a name is an id of PettingZoo's registry: no module has a slash, or a version after a hyphen."""
+    return "/" in name or re.search(r"-v[0-9]+$", name) is not None
 
 
 # ---- how the envs of a name are built --------------------------------------------------------------

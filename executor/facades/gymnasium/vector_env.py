@@ -107,10 +107,12 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
         factories = {id(env_fn): self._factory(env_fn, keeps_final=keeps_final) for env_fn in self.env_fns}
         if self.max_concurrency is not None:
-            if isinstance(num_workers, str):
+            runs_more = options is not None and (options.env_threads or options.alone)
+            if isinstance(num_workers, str) or runs_more:
                 raise ValueError(
-                    f"AsyncVectorEnv failed: expected a number of workers or None together with max_concurrency, got "
-                    f"{num_workers!r}. Give one of the two."
+                    f"AsyncVectorEnv failed: expected neither num_workers='auto' nor env_threads nor alone together "
+                    f"with max_concurrency, got max_concurrency={max_concurrency}. It limits the number of processes, "
+                    f"each of which runs one env at a time. Leave it out, or the others."
                 )
             num_workers = min(choose_workers(self.num_envs, num_workers), self.max_concurrency)
         with raising_gymnasiums():

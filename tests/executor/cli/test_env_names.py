@@ -27,11 +27,13 @@ KNOWN = {
     "dm_control:cartpole/balance": NamedFactory("dm_control", "cartpole/balance"),
     "pettingzoo:mpe2.simple_spread_v3": PettingZooFactory("mpe2.simple_spread_v3"),
     "pettingzoo:sisl/multiwalker-v9": PettingZooFactory("sisl/multiwalker-v9"),
+    "pettingzoo:sisl/multiwalker": PettingZooFactory("sisl/multiwalker-v9"),
     "gymnasium_vec:CartPole-v1": NamedFactory("gymnasium_vec", "CartPole-v1"),
     "gymnasium_vec:gymnasium.envs:CartPole-v1:3": NamedFactory(
         "gymnasium_vec", "gymnasium.envs:CartPole-v1", num_rows=3
     ),
     "envpool:CartPole-v1:2": NamedFactory("envpool", "CartPole-v1", num_rows=2),
+    "envpool:CartPole:2": NamedFactory("envpool", "CartPole-v1", num_rows=2),
     "python:envherd.workers.testing:CountingEnv": NamedFactory("python", "envherd.workers.testing:CountingEnv"),
     "python:collections:Counter.fromkeys": NamedFactory("python", "collections:Counter.fromkeys"),
     "torchrl:torchrl.envs:GymEnv": NamedFactory("torchrl", "torchrl.envs:GymEnv"),
@@ -55,6 +57,7 @@ UNKNOWN = {
     "dm_control:cartpole/balanc": ["cartpole/balance"],
     "dm_control:cartpole": ["DOMAIN/TASK", "cartpole/balance"],
     "pettingzoo:sisl/multiwalker-v8": ["sisl/multiwalker-v9"],
+    "pettingzoo:multiwalker-v9": ["expected pettingzoo:ID-OR-MODULE of an installed env", "sisl/multiwalker-v9"],
     "pettingzoo:mpe2.no_such_env_x": ["mpe2.no_such_env_x", "ModuleNotFoundError"],
     "pettingzoo:json": ["parallel_env", "mpe2.simple_spread_v3"],
     "envpool:CartPole-v1:many": ["number of rows", "'many'"],
@@ -194,6 +197,18 @@ def test_episodes_are_limited_by_a_field_or_an_argument(name, limit):
 def test_families_without_a_limit_are_refused():
     with pytest.raises(FactoryError, match="expected an env of one of meltingpot, gymnasium, pettingzoo, python"):
         made_for("gymnasium_vec:CartPole-v1", None, 5)
+
+
+@needs("pettingzoo")
+def test_an_id_of_pettingzoo_may_have_no_namespace(monkeypatch):
+    from pettingzoo import EnvSpec, parallel_registry
+
+    mine = EnvSpec("mine-v0", entry_point="mpe2.simple_spread_v3:parallel_env")
+    monkeypatch.setitem(parallel_registry, "mine-v0", mine)
+    assert factory_for("pettingzoo:mine-v0") == PettingZooFactory("mine-v0")
+    env = factory_for("pettingzoo:mine-v0")(max_cycles=2)
+    env.reset(seed=0)
+    assert env.possible_agents == ["agent_0", "agent_1", "agent_2"]
 
 
 @needs("pettingzoo")

@@ -438,6 +438,27 @@ show(lambda: Env(), start_method=(sys.argv[1:] or ["zygote"])[0])
 show(Env)
 """
 NAMED = UNGUARDED.replace("from . import", "import").replace("from .level", "from level")
+#: As Python 3.14 starts processes, with what scripts of public reports do: ids that the script registers.
+FORKSERVER = f"""
+import multiprocessing
+multiprocessing.set_start_method("forkserver")
+{NAMED}
+import gymnasium
+from envherd.gymnasium import AsyncVectorEnv
+
+class Mine(gymnasium.Env):
+    observation_space = action_space = gymnasium.spaces.Discrete(5)
+    def reset(self, *, seed=None, options=None):
+        return 0, {{}}
+    def step(self, action):
+        return 0, float(action), False, False, {{}}
+
+gymnasium.register("Mine-v0", entry_point=Mine)
+envs = AsyncVectorEnv([lambda: gymnasium.make("Mine-v0")] * 2)
+envs.reset()
+print(envs.step(envs.action_space.sample() * 0 + 3)[1].tolist())
+envs.close()
+"""
 PARSING = """
 import argparse
 parser = argparse.ArgumentParser()
@@ -467,6 +488,11 @@ PROGRAMS = {
         {"main.py": "import pkg", "pkg/__init__.py": UNGUARDED, "pkg/level.py": "LEVEL = 3"},
         ["main.py", "portable"],
         None,
+    ),
+    "by forkserver": (
+        {"main.py": FORKSERVER, "level.py": "LEVEL = 3"},
+        ["main.py"],
+        [[3.0, 3.0]] * 3,
     ),
     "arguments": (
         {"main.py": "import parsing\nfrom worlds import show\nshow(parsing.Env)", "parsing.py": PARSING},

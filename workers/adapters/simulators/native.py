@@ -6,7 +6,8 @@
 How such simulators treat rows that end, and what the adapter does:
 - It resets them within `step` by `_reset_idx` (IsaacLab, mjlab): the adapter takes the last observation before that
   call (see `native_resets`), and keeps the first one of the next episode until the caller resets the row.
-- It resets them within `step`, declares it (`metadata["autoreset_mode"]` SAME_STEP), and returns `final_obs`.
+- It resets them within `step`, declares it (`metadata["autoreset_mode"]` SAME_STEP), and returns `final_obs`. In
+  IsaacLab 3, `cfg.compute_final_obs` is the switch for it, which is off by default; the adapter turns it on.
 - It never resets by itself (autoreset mode DISABLED, or `cfg.auto_reset` False; ManiSkill).
 - It declares nothing: refused with a message that names what to declare. A reset observation is never taken for a last
   one.
@@ -92,6 +93,14 @@ class TorchNativeAdapter(TorchBatchAdapter):
             raise FactoryError(f"TorchNativeAdapter failed: expected resets in {get_args(Resets)}, got {resets!r}.")
         has_watch = self._resets == "same_step" and callable(getattr(inner, "_reset_idx", None))
         self._watch = ResetWatch(self._simulator, num_rows, final_observation) if has_watch else None
+        self._takes_published = self._resets == "same_step" and (self._watch is None or self._watch.takes_published)
+        cfg = getattr(inner, "cfg", None)
+        # Agents as one publish an observation for each agent, which nothing here would read.
+        is_off = self._simulator is inner and getattr(cfg, "compute_final_obs", None) is False
+        if cfg is not None and self._takes_published and is_off:
+            cfg.compute_final_obs = True
+        #: Whether it resets every row that has ended, perhaps without a call of `_reset_idx`.
+        self._resets_all = _autoreset_mode(inner) == "SAME_STEP"
         self._takes_ids = "env_ids" in inspect.signature(inner.reset).parameters
         self._reads_env_idx = _reads_option(type(inner), "env_idx")
         #: Rows that the simulator has reset and the caller has not, and their first observations.
@@ -189,7 +198,10 @@ class TorchNativeAdapter(TorchBatchAdapter):
 
     def _undo_resets(self, leaves: Leaves, ended: torch.Tensor) -> Leaves:
         """Return the observations with the last one in rows that have ended, and keep the first of the next episode."""
-        was_reset = ended if self._watch is None else self._watch.rows
+        watch = self._watch
+        was_reset, final = (ended, None) if watch is None else (watch.rows, watch.final)
+        if self._resets_all and bool((ended if was_reset is None else ended & ~was_reset).any()):
+            was_reset, final = ended, None
         if was_reset is None or not bool(was_reset.any()):
             return leaves
         if bool((was_reset & ~ended).any()):
@@ -198,7 +210,7 @@ class TorchNativeAdapter(TorchBatchAdapter):
                 f"step failed: expected resets of rows that have ended only, got one of row {row}, which the simulator "
                 f"says is neither terminated nor truncated. Fix the env: its episode would have no end."
             )
-        final = self._flatten(self._published() if self._watch is None else self._watch.final)
+        final = self._flatten(self._published() if final is None else final)
         self._waiting = was_reset.clone()
         self._fresh = [leaf.clone() for leaf in leaves]
         for last, first in zip(final, leaves, strict=True):
@@ -210,6 +222,12 @@ class TorchNativeAdapter(TorchBatchAdapter):
         return choose(self._waiting, final, leaves)
 
     def _published(self) -> Any:
+        if not self._takes_published:
+            raise SpecError(
+                f"step failed: expected resets of ended rows by _reset_idx, because the observations have a history or "
+                f"a final_observation=, got another way in {type(self._inner).__name__}. Their last observations are "
+                f"lost: leave out the histories, or turn its autoreset off."
+            )
         final = published_final(self._extras)
         if final is None or not isinstance(final, (torch.Tensor, Mapping)):
             raise SpecError(

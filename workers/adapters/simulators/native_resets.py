@@ -41,13 +41,14 @@ class ResetWatch:
         final: observations before the rows of the latest step were reset, all B rows; None if none was.
         rows: bool `[B]`, the rows that were reset in the latest step; None if none was.
         id_dtype: of the row ids that the simulator itself uses.
+        takes_published: whether `final` is what the simulator publishes, if it does.
     """
 
     def __init__(self, env: Any, num_rows: int, observe: Callable[[Any], Any] | None) -> None:
         self._env = env
         self._num_rows = num_rows
         self._observe = observe or _observer(env)
-        self._takes_published = observe is None and not list(_histories(env))
+        self.takes_published = observe is None and not list(_histories(env))
         self._native: Callable[..., Any] = env._reset_idx  # noqa: SLF001  # the hook that IsaacLab documents
         env._reset_idx = self._reset_idx  # noqa: SLF001
         self._is_stepping = False
@@ -72,7 +73,7 @@ class ResetWatch:
             self.id_dtype = env_ids.dtype
         if self._is_stepping:
             if self.final is None:
-                published = published_final(_extras(self._env)) if self._takes_published else None
+                published = published_final(_extras(self._env)) if self.takes_published else None
                 self.final = clone(self._observe(self._env) if published is None else published)
             self._note(env_ids)
         return self._native(env_ids, *args, **kwargs)
