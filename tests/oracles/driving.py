@@ -92,7 +92,7 @@ class Driven:
         return data.numel(), num_invalid
 
     def step_and_reset_at_random(self, num_steps: int, rng: np.random.Generator) -> int:
-        """Step by hand; reset ended envs and random others by mask, then none; return how many were reset."""
+        """Step by hand; reset ended envs and random others by two masks, then none; return how many were reset."""
         env, num_resets = self.env, 0
         roots = _rows(env.reset(), self.spec, "root")
         for mirror in self.mirrors:
@@ -103,13 +103,15 @@ class Driven:
             self._check_step(td, range(env.num_envs))
             mask = np.stack([mirror.done for mirror in self.mirrors])
             mask |= rng.random(mask.shape) < rng.choice([0.0, 0.2, 0.5])
-            roots = _rows(
-                env.reset(TensorDict({"_reset": torch.from_numpy(mask.copy())}, env.batch_size)), self.spec, "root"
-            )
-            for mirror, rows in zip(self.mirrors, mask, strict=True):
-                if rows.any():
-                    num_resets += int(rows.sum())
-                    mirror.reset(rows)
+            first = mask & (rng.random(mask.shape) < rng.choice([0.5, 1.0]))
+            for part in (first, mask & ~first):
+                root = env.reset(TensorDict({"_reset": torch.from_numpy(part.copy())}, env.batch_size))
+                roots = _rows(root, self.spec, "root")
+                for mirror, rows in zip(self.mirrors, part, strict=True):
+                    if rows.any():
+                        num_resets += int(rows.sum())
+                        mirror.reset(rows)
+                self._check_roots(roots)
         self._check_roots(roots)
         return num_resets
 

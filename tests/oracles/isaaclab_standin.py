@@ -6,14 +6,12 @@ tensors that are returned and written again in place, `extras` as one permanent 
 `reset_time_outs`, `episode_length_buf`, `common_step_counter`, `cfg.compute_final_obs`, observation noise, `reset` of
 direct envs without and of manager-based ones with `env_ids`, observation groups with histories, and one simulation
 context in a process. Written from IsaacLab's documentation and interface; none of its code is here.
-
-In addition it has a ledger of each row's physics steps, with the row's state before and after.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import gymnasium
@@ -79,25 +77,6 @@ class Scene:
         """Nothing is deferred here."""
 
 
-@dataclass
-class Entry:
-    """One physics step of all rows."""
-
-    before: torch.Tensor
-    after: torch.Tensor
-    episode: torch.Tensor
-    length: torch.Tensor
-    action: torch.Tensor
-
-
-@dataclass
-class Ledger:
-    """All that ever happened in a simulator."""
-
-    steps: list[Entry] = field(default_factory=list)
-    resets: list[list[int]] = field(default_factory=list)
-
-
 class _BatchedEnv(gymnasium.Env[Any, Any]):
     """The base of both kinds."""
 
@@ -118,7 +97,6 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
         self.reset_buf = torch.zeros_like(self.reset_terminated)
         self.reward_buf = torch.zeros(cfg.num_envs, device=cfg.device)
         self.previous_actions = self.actions = torch.zeros(cfg.num_envs, 1, device=cfg.device)
-        self.ledger = Ledger()
         if cfg.num_discrete:
             self.single_action_space: Any = gymnasium.spaces.Discrete(cfg.num_discrete)
         else:
@@ -148,15 +126,11 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
         action = action.to(self.device)
         self.previous_actions = self.actions
         self.actions = action if self.cfg.keeps_actions else action.clone()
-        before = self.state()
         force = self.actions[:, 0].float() * 0.05
         self.scene.speed += force + (self.actions - self.previous_actions)[:, 0].float() * 0.01
         self.scene.place += self.scene.speed
         self.episode_length_buf += 1
         self.common_step_counter += 1
-        lengths = self.episode_length_buf.clone()
-        episodes = self.scene.episode.clone()
-        self.ledger.steps.append(Entry(before, self.state(), episodes, lengths, self.actions.clone()))
         self.reset_terminated[:] = self.scene.place.abs() > LIMIT
         self.reset_time_outs[:] = self.episode_length_buf >= self.max_episode_length
         self.reset_buf = self.reset_terminated | self.reset_time_outs
@@ -176,7 +150,6 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
         return ids
 
     def _reset_idx(self, env_ids: torch.Tensor) -> None:
-        self.ledger.resets.append(env_ids.tolist())
         self.scene.reset(env_ids)
         self.actions = self.actions.clone()
         self.actions[env_ids] = 0
