@@ -24,7 +24,7 @@ import torch
 from gymnasium import spaces
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from envherd.executor import (
     Busy,
@@ -189,6 +189,8 @@ def state_of(env: Any) -> dict[str, Any]:
 
 
 def assert_same(one: Any, other: Any) -> None:
+    if isinstance(one, LazyStackedTensorDict):  # of different tasks
+        one, other = one.unbind(0), other.unbind(0)
     if isinstance(one, tuple):
         for mine, theirs in zip(one, other, strict=True):
             assert_same(mine, theirs)
@@ -204,6 +206,8 @@ def assert_same(one: Any, other: Any) -> None:
         if isinstance(mine, torch.Tensor):
             assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), key
             assert mine.detach().numpy().tobytes() == theirs.detach().numpy().tobytes(), key  # also for NaN
+        elif not isinstance(mine, TensorDictBase):
+            assert mine == theirs, key
 
 
 def state_but_mixed(env: Any) -> dict[str, Any]:
@@ -220,19 +224,20 @@ class Pair:
     """Two executors with the same calls, of which C makes those of one; see the module.
 
     Attributes:
-        state: what is compared after every call.
+        state: what is compared after every call, besides the results.
         results: of all calls.
         batches: the latest that each received, for the next `current` and `send`.
         held: batches of each that the caller keeps, with a copy.
     """
 
-    def __init__(self, fast: Any, general: Any) -> None:
+    def __init__(self, fast: Any, general: Any, state: Callable[[Any], Any] | None = None) -> None:
         self.envs = fast, general
-        self.state = state_of
+        self._state = state
+        self.num_envs = fast.num_envs
 
     def play(self, seed: int, deeds: list[tuple[str, int]]) -> None:
-        if not STEPS.issuperset(deed for deed, _ in deeds):
-            self.state = state_but_mixed
+        is_of_all = STEPS.issuperset(deed for deed, _ in deeds)
+        self.state = self._state or (state_of if is_of_all else state_but_mixed)
         self.results: list[list[Any]] = [[], []]
         self.batches: list[Any] = [None, None]
         self.held: list[list[tuple[Any, Any]]] = [[], []]
@@ -269,7 +274,8 @@ class Pair:
 
     # ---- arguments
 
-    def _action(self, env: Any, rng: np.random.Generator, count: int = NUM_ENVS) -> TensorDict:
+    def _action(self, env: Any, rng: np.random.Generator, count: int | None = None) -> TensorDict:
+        count = self.num_envs if count is None else count
         td = TensorDict({}, [count])
         for leaf in env.action_spec:
             if leaf.dtype == "float32":
@@ -284,15 +290,15 @@ class Pair:
         batch = self.batches[side]
         if batch is not None and "env_ids" in batch and rng.random() < 0.5:
             return batch["env_ids"]
-        ids = rng.permutation(NUM_ENVS)[: rng.integers(1, NUM_ENVS + 1)]
+        ids = rng.permutation(self.num_envs)[: rng.integers(1, self.num_envs + 1)]
         ways = [
             lambda: ids,
             lambda: torch.from_numpy(ids),
             ids.tolist,
             lambda: ids.astype(np.int32),
-            lambda: np.isin(np.arange(NUM_ENVS), ids),
+            lambda: np.isin(np.arange(self.num_envs), ids),
             lambda: np.array([ids[0], ids[0]]),
-            lambda: np.array([NUM_ENVS]),
+            lambda: np.array([self.num_envs]),
             lambda: ids.reshape(1, -1),
             lambda: None,
         ]
@@ -300,7 +306,7 @@ class Pair:
 
     def _odd(self, env: Any, rng: np.random.Generator) -> TensorDict:
         """Draw an odd batch, which may be legal."""
-        td, key, count = self._action(env, rng), env.action_spec[0].key, torch.arange(NUM_ENVS).float()
+        td, key, count = self._action(env, rng), env.action_spec[0].key, torch.arange(self.num_envs).float()
         value = td[key]
         changed: list[Callable[[], Any]] = [
             lambda: value.to(torch.int32),
@@ -317,7 +323,7 @@ class Pair:
         ]
         batches: list[Callable[[], Any]] = [
             *(lambda change=change: td.set(key, change()) for change in changed),
-            lambda: Derived(td.to_dict(), [NUM_ENVS]),
+            lambda: Derived(td.to_dict(), [self.num_envs]),
             td.lock_,
             lambda: td.refine_names("env"),
             lambda: td.to("cpu"),
@@ -326,7 +332,7 @@ class Pair:
             lambda: td.set("next", env.current()),
             lambda: td.clone().auto_batch_size_(),
             lambda: td[:2],
-            lambda: TensorDict({}, [NUM_ENVS]),
+            lambda: TensorDict({}, [self.num_envs]),
             lambda: TensorDict({}, []),
             lambda: torch.stack([*td.unbind(0)]),
             lambda: TensorDict.lazy_stack([*td.unbind(0)]),
@@ -338,7 +344,14 @@ class Pair:
     def _revive(self, env: Any, side: int = 0, rng: Any = None) -> None:
         mask = torch.from_numpy(env._engine.states.needs_reset)
         if mask.any():
-            env.reset(TensorDict({"_reset": mask}, [NUM_ENVS]))
+            env.reset(TensorDict({"_reset": mask}, [self.num_envs]))
+
+    def _seed(self, env: Any, side: int, rng: np.random.Generator) -> None:
+        env.set_seed(int(rng.integers(2**31)))
+
+    def _load(self, env: Any, side: int, rng: np.random.Generator) -> Any:
+        env.load_state_dict(env.state_dict())
+        return env.current()
 
     # ---- steps of all envs
 
@@ -357,7 +370,7 @@ class Pair:
         return (env.step, env.step_and_maybe_reset)[rng.integers(2)](self._odd(env, rng))
 
     def _reset(self, env: Any, side: int, rng: np.random.Generator) -> Any:
-        return env.reset(TensorDict({"_reset": torch.from_numpy(rng.random(NUM_ENVS) < 0.5)}, [NUM_ENVS]))
+        return env.reset(TensorDict({"_reset": torch.from_numpy(rng.random(self.num_envs) < 0.5)}, [self.num_envs]))
 
     def _rollout(self, env: Any, side: int, rng: np.random.Generator) -> Any:
         num_steps, auto_reset, breaks = int(rng.integers(1, 6)), bool(rng.integers(2)), bool(rng.integers(2))
@@ -370,7 +383,7 @@ class Pair:
     def _exchange(self, env: Any, side: int, rng: np.random.Generator) -> Any:
         """Send some, and receive them after a refused step of all."""
         self._revive(env)
-        env_ids = rng.permutation(NUM_ENVS)[: rng.integers(1, NUM_ENVS + 1)]
+        env_ids = rng.permutation(self.num_envs)[: rng.integers(1, self.num_envs + 1)]
         env.send(self._action(env, rng)[: len(env_ids)], env_ids)
         with pytest.raises(Busy):
             env.step_and_maybe_reset(self._action(env, rng))
@@ -380,7 +393,7 @@ class Pair:
 
     def _send(self, env: Any, side: int, rng: np.random.Generator) -> None:
         ids = self._ids(env, side, rng)
-        td = self._action(env, rng, NUM_ENVS if ids is None else len(env._exchange.as_ids(ids)))
+        td = self._action(env, rng, self.num_envs if ids is None else len(env._exchange.as_ids(ids)))
         if rng.random() < 0.3 and isinstance(ids, torch.Tensor):
             td, ids = td.set("env_ids", ids), None
         env.send(td, ids, maybe_reset=bool(rng.random() < 0.7))
@@ -394,7 +407,7 @@ class Pair:
         if rng.random() < 0.6:
             kwargs["min_envs"] = int(rng.integers(0 if rng.random() < 0.1 else 1, max(2, count + 1)))
         if rng.random() < 0.3:
-            kwargs["max_envs"] = int(rng.integers(1, NUM_ENVS + 1))
+            kwargs["max_envs"] = int(rng.integers(1, self.num_envs + 1))
         if rng.random() < 0.2:
             kwargs["timeout_s"] = 5.0
         if rng.random() < 0.3:
