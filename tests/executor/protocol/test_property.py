@@ -31,7 +31,7 @@ SETTINGS: list[tuple[int, bool, int, dict[str, Any]]] = [
 ]
 CALLS = sorted({*STEPS, *EXCHANGES, "seed", "load"} - {"step_oddly", "send_oddly", "step_in_a_rollout"})
 #: Each call at least once, and some calls in a row.
-ALL = [(call, number) for number, call in enumerate([*CALLS, "seed", "load", "send", "recv", "rollout", "fused", *CALLS])]
+ALL = [*enumerate([*CALLS, "seed", "load", "send", "recv", "rollout", "fused", *CALLS])]
 
 
 def ended(env: Any) -> list[int]:
@@ -47,7 +47,7 @@ def test_all_executors_give_the_same_data(name, setting):
     kind = functools.partial(ParallelEnv, num_workers=num_workers) if num_workers else SerialEnv
     with SerialEnv(NUM_ENVS, ENVS[name]) as serial, kind(NUM_ENVS, ENVS[name], copy=copy, options=options) as env:
         pair = Pair(serial, env, ended)
-        pair.play(11, ALL)
+        pair.play(11, [(call, number) for number, call in ALL])
         assert 0 < sum(ended(serial)[:NUM_ENVS]) < serial.statistics().env_steps
 
         @settings(max_examples=scaled(3, full=30), suppress_health_check=[HealthCheck.too_slow], deadline=None)
