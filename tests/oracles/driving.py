@@ -81,11 +81,16 @@ class Driven:
         data = self.env.rollout(num_steps, break_when_any_done=False)
         num_invalid = 0
         for env_id, mirror in enumerate(self.mirrors):
-            columns = {part: _arrays(data[env_id], self.spec, part) for part in ("root", "next", "action")}
+            rows = data[env_id]
+            parts = (
+                _rows(rows, self.spec, "root"),
+                _rows(rows, self.spec, "action"),
+                _rows(rows["next"], self.spec, "next"),
+            )
             mirror.reset()
-            for step in range(data.shape[1]):
-                was_there = mirror.is_at(_at(columns["root"], step))
-                was_made = mirror.makes(_at(columns["action"], step), _at(columns["next"], step))
+            for step, (root, action, following) in enumerate(zip(*parts, strict=True)):
+                was_there = mirror.is_at(root)
+                was_made = mirror.makes(action, following)
                 num_invalid += 0 if was_there and was_made else mirror.num_rows
                 if mirror.done.any() and step + 1 < data.shape[1]:  # the next rollout begins by resetting all envs
                     mirror.reset(mirror.done)
@@ -190,15 +195,6 @@ def _rows(td: TensorDictBase, spec: EnvSpec, part: str) -> list[Row]:
 
 def _plain(value: Any, leaf: LeafSpec) -> Any:
     return value.tolist() if leaf.is_side else value.numpy()
-
-
-def _arrays(data: TensorDictBase, spec: EnvSpec, part: str) -> dict[Key, np.ndarray]:
-    source = data["next"] if part == "next" else data
-    return {leaf.key: source.get(leaf.key).numpy() for leaf in _leaves_of(spec, part) if not leaf.is_side}
-
-
-def _at(arrays: Mapping[Key, np.ndarray], step: int) -> Row:
-    return {key: array[step] for key, array in arrays.items()}
 
 
 def _copied(values: Values) -> Values:

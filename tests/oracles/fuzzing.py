@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 
-from envherd.executor.pools.zygote import end_idle
 from envherd.workers.seeding import episode_seed
+from tests.faults.matrix import _held, _left
 from tests.oracles.fuzz_envs import FIELDS, RECORD, Kind, checksum
 
 #: Number of episodes per root seed whose seeds are known.
@@ -301,7 +300,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._before: tuple[set[int], set[str]] | None = None
+        self._before: Any = None
 
     def begin(self, what: str) -> None:
         """Print the next operation; it has `HANG_S` seconds from now."""
@@ -319,31 +318,13 @@ class Watch:
     def look(self) -> None:
         """Record this process's resources before a case."""
         resource_tracker.ensure_running()  # it lives as long as the process
-        self._before = self._held()
-
-    def _held(self) -> tuple[set[int], set[str]]:
-        children = {child.pid for child in psutil.Process().children(recursive=True)}
-        descriptors = set()
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                descriptors.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
-        return children, descriptors
+        self._before = _held()
 
     def check_leftovers(self) -> None:
         """Require that this process holds no more resources than before; end a helper that is kept."""
         gc.collect()
-        end_idle()
-        if self._before is None:
-            return
-        end = time.monotonic() + 8
-        while True:
-            children, descriptors = self._held()
-            gained = {*children - self._before[0], *descriptors - self._before[1]}
-            if not gained:
-                return
-            if time.monotonic() > end:
-                raise Violation(f"left behind: {gained}")
-            time.sleep(0.02)
+        if gained := _left(self._before):
+            raise Violation(f"left behind: {gained}")
 
 
 @contextlib.contextmanager

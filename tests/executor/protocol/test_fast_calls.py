@@ -36,7 +36,6 @@ from envherd.executor import (
 from envherd.executor.pools import fast_commands
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.protocol.env_states import NEXT, Event, State
-from envherd.executor.protocol.exchange import Exchange
 from envherd.executor.protocol.plain import Plain
 from envherd.workers import native
 from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv
@@ -539,15 +538,6 @@ def env(shared, monkeypatch):
     return shared
 
 
-@pytest.fixture
-def in_c(monkeypatch):
-    """Make sends and receives in Python fail."""
-    be_patient(monkeypatch)
-    for name in ("send", "recv", "recall"):
-        monkeypatch.setattr(Exchange, name, refuse)
-    monkeypatch.setattr(WorkerPool, "must_look", lambda _: False)
-
-
 @needs_c
 @pytest.mark.parametrize("copy", [True, False])
 def test_plain_steps_and_rollouts_are_made_in_c(copy, monkeypatch):
@@ -564,48 +554,6 @@ def test_plain_steps_and_rollouts_are_made_in_c(copy, monkeypatch):
         assert data["next", "observation"][1, :, 1].tolist() == [9, 10, 11, 12, 13]
         with pytest.raises(AssertionError, match="this was Python's"):
             env.step(td)  # which has a `next`
-
-
-@needs_c
-@pytest.mark.parametrize("with_root", [True, False])
-def test_a_plain_cycle_is_made_in_c(in_c, with_root):
-    """Also when episodes end: each env observes its number of steps since the latest end."""
-    with ParallelEnv(4, functools.partial(CountingEnv, 3), num_workers=2, seed=0) as env:
-        root = env.reset()
-        env.send(root.set("action", torch.tensor([0, 1, 2, 3])))
-        counts, num_ends = [0] * 4, 0
-        for _ in range(24):
-            td = env.recv(2, with_root=with_root)
-            assert ("action" in td, "observation" in td) == (with_root, with_root)
-            env_ids = td["env_ids"]
-            root = env.current(env_ids)
-            for row, env_id in enumerate(env_ids.tolist()):
-                if with_root:
-                    assert td["observation"][row, 1] == counts[env_id]
-                    assert td["action"][row] == env_id
-                counts[env_id] += 1
-                assert td["next", "observation"][row, 1:].tolist() == [counts[env_id], env_id]
-                if td["next", "done"][row]:
-                    counts[env_id], num_ends = 0, num_ends + 1
-                assert root["observation"][row, 1] == counts[env_id]
-            env.send(root.set("action", env_ids))
-        assert sorted(env.recv()["env_ids"].tolist()) == [0, 1, 2, 3]
-        assert num_ends > 10
-
-
-@needs_c
-def test_actions_of_agents_are_sent_in_c(in_c):
-    with ParallelEnv(4, AgentsEnv, num_workers=2, seed=0) as env:
-        env.reset()
-        given = torch.arange(4)[:, None] % torch.tensor([1, 2, 3])
-        env.send(TensorDict({"agents": TensorDict({"action": given}, [4, 3])}, [4]))
-        for _ in range(8):
-            td = env.recv(2)
-            env_ids = td["env_ids"]
-            assert torch.equal(td["agents", "action"], given[env_ids])
-            steps = td["next", "agents", "observation"][..., 1:2].float()
-            assert torch.equal(td["next", "agents", "reward"], steps + given[env_ids][..., None])
-            env.send(env.current(env_ids).set(("agents", "action"), given[env_ids]))
 
 
 # ---- delays, losses and interrupts -------------------------------------------------------------------
