@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 
 from envherd import Capsules
 from envherd.executor import EnvError
-from tests.oracles import fuzzing
 from tests.oracles.fuzz_session import DEADLY, Session, Setting, Stopped
 from tests.oracles.fuzzing import Watch
 
@@ -146,39 +145,30 @@ class Interrupter:
     def __init__(self) -> None:
         self.num_sent = self.num_dropped = 0
         self._has_arrived = self._is_sent = False
-        signal.signal(signal.SIGALRM, self._on_alarm)
-        signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(signal.SIGALRM, self._raising(Late))
+        signal.signal(signal.SIGTERM, self._raising(SystemExit))
 
-    def _on_alarm(self, *_: Any) -> NoReturn:
-        self._has_arrived = True
-        raise Late
+    def _raising(self, error: type[BaseException]) -> Callable[..., NoReturn]:
+        def handle(*_: Any) -> NoReturn:
+            self._has_arrived = True
+            raise error
 
-    def _on_term(self, *_: Any) -> NoReturn:
-        self._has_arrived = True
-        raise SystemExit(7)
-
-    def _on_int(self, *_: Any) -> NoReturn:
-        self._has_arrived = True
-        raise KeyboardInterrupt
+        return handle
 
     def _send(self, how: str, delay_s: float) -> None:
         time.sleep(delay_s)
         if how == "interrupt_main":
             _thread.interrupt_main()
-        elif how == "SIGALRM":
-            os.kill(os.getpid(), signal.SIGALRM)
-        elif how == "SIGTERM":
-            os.kill(os.getpid(), signal.SIGTERM)
         else:
+            os.kill(os.getpid(), getattr(signal, how, signal.SIGINT))
+        if how == "twice":
+            time.sleep(delay_s / 3)
             os.kill(os.getpid(), signal.SIGINT)
-            if how == "twice":
-                time.sleep(delay_s / 3)
-                os.kill(os.getpid(), signal.SIGINT)
         self._is_sent = True
 
     def call(self, call: Callable[[], Any], how: str, delay_s: float) -> tuple[bool, Any]:
         """Call something and interrupt it; return whether it was broken off, and what it returned."""
-        handler = self._on_int if how == "own SIGINT" else signal.default_int_handler
+        handler = self._raising(KeyboardInterrupt) if how == "own SIGINT" else signal.default_int_handler
         signal.signal(signal.SIGINT, handler)
         self._has_arrived = self._is_sent = False
         self.num_sent += 1
@@ -277,7 +267,7 @@ def play(
     kind = session_class(setting)
     if interrupter is not None:
         kind = type("Interrupted", (Interrupting, kind), {"_interrupter": interrupter})
-    with fuzzing.new_folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="envherd-fuzz-", ignore_cleanup_errors=True) as folder:
         session = kind(rng, setting, folder, watch)
         if interrupter is not None and variant != "interrupted deaths" and setting.facade != "collector":
             session.weights = {name: one for name, one in session.WEIGHTS.items() if name not in DEADLY}

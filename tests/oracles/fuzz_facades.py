@@ -13,49 +13,34 @@ from tensordict import TensorDict
 
 from envherd.executor import ExecutorOptions
 from tests.oracles.fuzz_collector import CollectorSession
-from tests.oracles.fuzz_envs import NUM_ACTIONS, WIDTH, Life, Traps, When
+from tests.oracles.fuzz_envs import NUM_ACTIONS, WIDTH, FuzzEnv
 from tests.oracles.fuzz_session import Session
 from tests.oracles.fuzzing import Given, Row, Transition, Violation
 
 
 class GymnasiumFuzzEnv(gymnasium.Env):
-    """A `FuzzEnv` as a Gymnasium env."""
+    """A `FuzzEnv` as a Gymnasium env, which observes the same array again and again."""
 
     observation_space = gymnasium.spaces.Box(-(2**62), 2**62, (WIDTH,), np.int64)
     action_space = gymnasium.spaces.Discrete(NUM_ACTIONS)
-    mark = 0
 
-    def __init__(self, folder: str, num_envs: int, env_id: int, length: int | None) -> None:
-        self.env_id = env_id
-        self._traps = Traps(folder, num_envs)
-        self._traps.spring(env_id, When.BUILD)
-        self.life = Life(folder, env_id, 0, length)
+    def __init__(self, *arguments: Any) -> None:
+        self.env = FuzzEnv(*arguments)
+        self.where, self.echo = self.env.where, self.env.echo
+
+    def close(self) -> None:
+        """Close the diary."""
+        self.env.close()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         """Begin an episode."""
-        self._traps.spring(self.env_id, When.RESET)
-        row = self.life.reset(seed, int((options or {}).get("level", 0)))
-        self._traps.spring(self.env_id, When.RESET_DONE)
+        (row,) = self.env.reset(seed, options)
         return row, {"t": 0}
 
     def step(self, action: Any) -> Any:
         """Make a step."""
-        self._traps.spring(self.env_id, When.STEP)
-        row, reward, terminated, truncated = self.life.step(int(action))
-        self._traps.spring(self.env_id, When.STEP_DONE)
-        return row, reward, terminated, truncated, {"t": self.life.t}
-
-    def where(self) -> list[int]:
-        """Return nonce, episode and step."""
-        return self.life.where()
-
-    def echo(self, number: int) -> int:
-        """Return the number."""
-        return number
-
-    def close(self) -> None:
-        """Close the diary."""
-        self.life.close()
+        (row,), (reward,), terminated, truncated = self.env.step([action])
+        return row, reward, terminated, truncated, {"t": int(row[4])}
 
 
 class Seen(NamedTuple):
@@ -113,15 +98,14 @@ class FacadeSession(Session):
         """See `Session.settle`."""
         self.ask("where")
 
-    def ask(self, name: str, *args: Any) -> list[Any]:
+    def ask(self, name: str, *args: Any, env_ids: list[int] | None = None) -> list[Any]:
+        """See `Session.ask`."""
+        answers = self.ask_all(name, *args)
+        return [answers[i] for i in (self.everyone if env_ids is None else env_ids)]
+
+    def ask_all(self, name: str, *args: Any) -> list[Any]:
         """Call a method of all envs."""
         raise NotImplementedError
-
-    def ask_echo(self, number: int, env_ids: list[int] | None = None) -> None:
-        """See `Session.ask_echo`."""
-        answers = self.ask("echo", number)
-        if answers != [number] * self.num_envs:
-            raise Violation(f"asked {number}, got {answers}")
 
     def act(self, actions: np.ndarray) -> Any:
         """Step all envs."""
@@ -136,13 +120,6 @@ class FacadeSession(Session):
         result = super().attempt(what, call, env_ids)
         self.needs_reset |= result is None
         return result
-
-    def _get(self) -> None:
-        found = self.attempt("where", lambda: self.ask("where"), [])
-        for env_id, where in enumerate(found or ()):
-            row = self.oracle.at[env_id, 0]
-            if row is not None and not self._has_lost() and tuple(where) != row.key:
-                raise Violation(f"env {env_id} is at {where}, its row has {row}")
 
     def take_reset(self, observations: Any, given: Given, mask: Any = None) -> None:
         """Check the rows of a reset (of some envs) against the oracle."""
@@ -220,7 +197,7 @@ class GymnasiumSession(FacadeSession):
 
         return AsyncVectorEnv(make, autoreset_mode=self.mode, num_workers=self.setting.num_workers, options=options)
 
-    def ask(self, name: str, *args: Any) -> list[Any]:
+    def ask_all(self, name: str, *args: Any) -> list[Any]:
         """See `FacadeSession`."""
         return list(self.env.call(name, *args))
 
@@ -282,7 +259,7 @@ class Sb3Session(FacadeSession):
 
         return SubprocVecEnv(make, num_workers=self.setting.num_workers, options=options)
 
-    def ask(self, name: str, *args: Any) -> list[Any]:
+    def ask_all(self, name: str, *args: Any) -> list[Any]:
         """See `FacadeSession`."""
         return list(self.env.env_method(name, *args))
 
@@ -344,7 +321,7 @@ class TorchRLSession(FacadeSession):
         self.env.close(raise_if_closed=False)
         self.traps.close()
 
-    def ask(self, name: str, *args: Any) -> list[Any]:
+    def ask_all(self, name: str, *args: Any) -> list[Any]:
         """See `FacadeSession`."""
         return list(getattr(self.env, name)(*args))
 
@@ -380,9 +357,6 @@ class TorchRLSession(FacadeSession):
             self._reset_masked(torch.tensor(ended)[:, None])
         return not self.needs_reset
 
-    def _acted_on(self) -> Any:
-        return self.last.clone().set("action", torch.tensor(self._drawn()))
-
     def _step(self) -> None:
         self._advance(lambda td: (self.env.step(td), None))
 
@@ -393,7 +367,7 @@ class TorchRLSession(FacadeSession):
         """Make a step, which returns its data and the roots after it (None for the last observations)."""
         if not self._is_ready():
             return
-        td = self._acted_on()
+        td = self.last.clone().set("action", torch.tensor(self._drawn()))
         made = self.attempt("step", lambda: call(td))
         if made is None:
             return

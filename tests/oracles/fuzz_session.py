@@ -9,10 +9,8 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,6 +20,7 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from envherd.executor import Busy, EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
 from envherd.executor.collector import Collector
 from envherd.workers.errors import WorkerTimeout
+from tests.executor.calls import await_death
 from tests.oracles.fuzz_envs import NUM_ACTIONS, WIDTH, FuzzEnv, How, Kind, Traps, When
 from tests.oracles.fuzzing import NOTHING, Given, Oracle, Place, Row, Transition, Violation, Watch
 
@@ -96,6 +95,7 @@ class Session:
         self.rng, self.setting, self.watch = rng, setting, watch
         self.num_envs, self.lanes = setting.num_envs, max(1, setting.lanes)
         self.everyone = list(range(self.num_envs))
+        self.marks = setting.restarts or setting.mends  # rows as `interrupted`
         self.places = [(i, lane) for i in range(self.num_envs) for lane in range(self.lanes)]
         self.oracle = Oracle(folder, self.places)
         self.oracle.root_seed = setting.root_seed
@@ -194,7 +194,7 @@ class Session:
                 raise
             self._note_broken(ids, error.env_ids)
         except (WorkerLost, WorkerTimeout) as error:
-            if not self._may_lose():
+            if not (self.num_kills or self.num_sprung):
                 raise
             if not self.setting.restarts:
                 self.dead |= set(error.env_ids)
@@ -234,9 +234,6 @@ class Session:
     def num_sprung(self) -> int:
         """Traps that were sprung."""
         return int(self.traps.words[:, 3].sum())
-
-    def _may_lose(self) -> bool:
-        return self.num_kills > 0 or self.num_sprung > 0
 
     def _has_lost(self) -> bool:
         return self.num_losses > 0 or (self.setting.mends and self.num_sprung > 0)
@@ -322,7 +319,7 @@ class Session:
         roots = self._observed(part, env_id) if has_root else None
         observed = self._observed(nexts, env_id)
         done, terminated, truncated = (self._flags(nexts, key) for key in ("done", "terminated", "truncated"))
-        is_lost = self._flags(nexts, "interrupted") if self._marks() else np.zeros_like(done)
+        is_lost = self._flags(nexts, "interrupted") if self.marks else np.zeros_like(done)
         rewards = nexts.get("reward").cpu().numpy().reshape(-1, self.lanes)
         sent = [self.pending[env_id][1]] if given is None else given.cpu().numpy()
         actions = np.reshape(sent, (-1, self.lanes))
@@ -341,9 +338,6 @@ class Session:
                     interrupted=bool(is_lost[t, lane]),
                 ),
             )
-
-    def _marks(self) -> bool:
-        return self.setting.restarts or self.setting.mends
 
     def _begins(self, place: tuple[int, int], root: Row, *, may: bool, is_first: bool) -> bool:
         """Return whether a root must be the first of an episode."""
@@ -543,7 +537,6 @@ class Session:
         maybe_reset = self.rng.random() < 0.8
         td = self._acted(ids)
         actions = td["action"].reshape(len(ids), -1).tolist()
-
         self.sending = {env_id: (maybe_reset, acted) for env_id, acted in zip(ids, actions, strict=True)}
         send = functools.partial(self.env.send, td, ids, maybe_reset=maybe_reset)
         if self.attempt(f"send {ids} maybe_reset={maybe_reset}", send, ids):
@@ -691,7 +684,7 @@ class Session:
         ids = self.rng.sample(ids, self.rng.randint(0, len(ids)))
         if not ids:
             return
-        found = self.attempt(f"get where {ids}", lambda: self.env.call("where", env_ids=ids), [])
+        found = self.attempt(f"get where {ids}", lambda: self.ask("where", env_ids=ids), [])
         if found is None:
             return
         for env_id, where in zip(ids, found, strict=True):
@@ -709,9 +702,14 @@ class Session:
         if ids:
             self.attempt(f"echo {self.num_asked}", lambda: self.ask_echo(self.num_asked, ids), [])
 
+    def ask(self, name: str, *args: Any, env_ids: list[int] | None = None) -> list[Any]:
+        """Call a method of some envs."""
+        answers: list[Any] = self.env.call(name, *args, env_ids=env_ids)
+        return answers
+
     def ask_echo(self, number: int, env_ids: list[int] | None = None) -> None:
         """Call the envs' `echo` with a number."""
-        answers = self.env.call("echo", number, env_ids=env_ids)
+        answers = self.ask("echo", number, env_ids=env_ids)
         if answers != [[[number], {}]] * (self.num_envs if env_ids is None else len(env_ids)):
             raise Violation(f"asked {number}, got {answers}")
 
@@ -824,7 +822,7 @@ class Session:
         self.timers = [one for one in self.timers if one.is_alive()] + [timer]
         if not delay_s and self.rng.random() < 0.6:
             timer.join()
-            _await_death(pid)
+            await_death(pid)
 
 
 def _kill(pid: int) -> None:
@@ -840,10 +838,3 @@ def _is_equal(one: Any, other: Any) -> bool:
         if isinstance(value, torch.Tensor) and not torch.equal(value, other.get(key)):
             return False
     return True
-
-
-def _await_death(pid: int) -> None:
-    end = time.monotonic() + 5
-    with contextlib.suppress(OSError):
-        while Path(f"/proc/{pid}/cmdline").read_bytes() and time.monotonic() < end:
-            time.sleep(0.002)

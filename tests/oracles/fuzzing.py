@@ -6,17 +6,14 @@ purpose, and compares every row with the envs' diary (see `tests.oracles.fuzz_en
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import functools
 import gc
 import os
-import shutil
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -325,16 +322,6 @@ class Watch:
         gc.collect()
         if gained := _left(self._before):
             raise Violation(f"left behind: {gained}")
-
-
-@contextlib.contextmanager
-def new_folder() -> Iterator[str]:
-    """Make a folder for one executor's diary and traps."""
-    folder = tempfile.mkdtemp(prefix="envherd-fuzz-")
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 Run = Callable[[int, str, Watch, int], None]
