@@ -80,4 +80,4 @@ def isaac(kind: str, **cfg: Any) -> Any:
     from tests.oracles import isaaclab_standin
 
     make = getattr(isaaclab_standin, f"make_{kind}")
-    return make(num_envs=NUM_ROWS, tells_episode=False, **cfg)
+    return make(num_envs=NUM_ROWS, **cfg)

@@ -99,11 +99,8 @@ class Driven:
     def step_and_reset_at_random(self, num_steps: int, rng: np.random.Generator) -> int:
         """Step by hand; reset ended envs and random others by two masks, then none; return how many were reset."""
         env, num_resets = self.env, 0
-        roots = _rows(env.reset(), self.spec, "root")
-        for mirror in self.mirrors:
-            mirror.reset()
+        self._check_roots(self._reset_all())
         for _ in range(num_steps):
-            self._check_roots(roots)
             td = env.step(env.rand_action(env.current()))
             self._check_step(td, range(env.num_envs))
             mask = np.stack([mirror.done for mirror in self.mirrors])
@@ -111,23 +108,19 @@ class Driven:
             first = mask & (rng.random(mask.shape) < rng.choice([0.5, 1.0]))
             for part in (first, mask & ~first):
                 root = env.reset(TensorDict({"_reset": torch.from_numpy(part.copy())}, env.batch_size))
-                roots = _rows(root, self.spec, "root")
                 for mirror, rows in zip(self.mirrors, part, strict=True):
                     if rows.any():
                         num_resets += int(rows.sum())
                         mirror.reset(rows)
-                self._check_roots(roots)
-        self._check_roots(roots)
+                self._check_roots(root)
         return num_resets
 
     def step_fused(self, num_steps: int) -> int:
         """Step and reset in one round trip; return the transitions."""
         env = self.env
-        root = env.reset()
-        for mirror in self.mirrors:
-            mirror.reset()
+        root = self._reset_all()
         for _ in range(num_steps):
-            self._check_roots(_rows(root, self.spec, "root"))
+            self._check_roots(root)
             td, root = env.step_and_maybe_reset(env.rand_action(root))
             self._check_step(td, range(env.num_envs))
             self._reset_ended(range(env.num_envs))
@@ -136,26 +129,31 @@ class Driven:
     def exchange(self, num_transitions: int) -> int:
         """Send envs and receive them one by one as they become ready; return the number of transitions."""
         env, count = self.env, 0
-        env.reset()
-        for mirror in self.mirrors:
-            mirror.reset()
+        self._reset_all()
         env.send(env.rand_action(env.current()))
         while count < num_transitions:
             td = env.recv(1)
             ids = _ids_of(td).tolist()
-            assert all(self.mirrors[i].is_at(row) for i, row in zip(ids, _rows(td, self.spec, "root"), strict=True))
+            self._check_roots(td, ids)
             self._check_step(td, ids)
             self._reset_ended(ids)
             count += td.numel()
             root = env.current(ids)
-            assert all(self.mirrors[i].is_at(row) for i, row in zip(ids, _rows(root, self.spec, "root"), strict=True))
+            self._check_roots(root, ids)
             env.send(_random(env, root), ids)
         env.recv()
         return count
 
-    def _check_roots(self, roots: list[Row]) -> None:
-        for env_id, (mirror, row) in enumerate(zip(self.mirrors, roots, strict=True)):
-            assert mirror.is_at(row), f"env {env_id} is not where a plain loop over it is"
+    def _reset_all(self) -> TensorDictBase:
+        for mirror in self.mirrors:
+            mirror.reset()
+        root: TensorDictBase = self.env.reset()
+        return root
+
+    def _check_roots(self, td: TensorDictBase, env_ids: Any = None) -> None:
+        ids = range(self.env.num_envs) if env_ids is None else env_ids
+        for env_id, row in zip(ids, _rows(td, self.spec, "root"), strict=True):
+            assert self.mirrors[env_id].is_at(row), f"env {env_id} is not where a plain loop over it is"
 
     def _check_step(self, td: TensorDictBase, env_ids: Any) -> None:
         actions, nexts = _rows(td, self.spec, "action"), _rows(td["next"], self.spec, "next")

@@ -30,12 +30,10 @@ class Cfg:
     max_length: int = 7
     compute_final_obs: bool = False
     reuses_buffers: bool = True
-    keeps_actions: bool = False
     noise: float = 0.0
     history_length: int = 0
     num_discrete: int = 0
     resets_too_many: bool = False
-    tells_episode: bool = True
     observation_noise_model: Any = None
 
 
@@ -65,13 +63,11 @@ class Scene:
         self.num_envs = num_envs
         self.place = torch.zeros(num_envs, device=device)
         self.speed = torch.zeros(num_envs, device=device)
-        self.episode = torch.full((num_envs,), -1, dtype=torch.long, device=device)
 
     def reset(self, env_ids: torch.Tensor) -> None:
         count = len(env_ids)
         self.place[env_ids] = torch.rand(count, device=self.place.device) * 0.6 - 0.3
         self.speed[env_ids] = torch.rand(count, device=self.place.device) * 0.2 - 0.1
-        self.episode[env_ids] += 1
 
     def write_data_to_sim(self) -> None:
         """Nothing is deferred here."""
@@ -125,7 +121,7 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
         self.given = action
         action = action.to(self.device)
         self.previous_actions = self.actions
-        self.actions = action if self.cfg.keeps_actions else action.clone()
+        self.actions = action.clone()
         force = self.actions[:, 0].float() * 0.05
         self.scene.speed += force + (self.actions - self.previous_actions)[:, 0].float() * 0.01
         self.scene.place += self.scene.speed
@@ -137,11 +133,9 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
         self.reward_buf[:] = 1.0 - self.scene.place.abs()
 
     def state(self) -> torch.Tensor:
-        """Return `[B, 4]`: place, speed, episode (counted over all resets, or 0), steps made in it."""
-        scene = self.scene
-        episode = scene.episode.float() if self.cfg.tells_episode else torch.zeros_like(scene.place)
-        columns = (scene.place, scene.speed, episode, self.episode_length_buf.float())
-        return torch.stack(columns, 1)
+        """Return `[B, 4]`: place, speed, 0, steps made in the episode."""
+        place = self.scene.place
+        return torch.stack((place, self.scene.speed, torch.zeros_like(place), self.episode_length_buf.float()), 1)
 
     def ids_to_reset(self) -> torch.Tensor:
         ids = self.reset_buf.nonzero(as_tuple=False).squeeze(-1)

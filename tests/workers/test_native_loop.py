@@ -53,6 +53,7 @@ def test_it_serves_until_a_message_says_to_leave(way):
     assert not thread.is_alive()
     assert side.words["env_steps"].tolist() == [0, 2, 2, 2]
     assert not side.done.try_wait()
+    assert not side.go.try_wait()  # it has waited for every token
 
 
 @pytest.fixture
