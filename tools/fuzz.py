@@ -25,15 +25,14 @@ from pathlib import Path
 #: Set before numpy is imported: a process that forks should have one thread. Cases start threads themselves.
 os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
-from tests.oracles import fuzz_collector, fuzz_executor, fuzzing  # see above
+from tests.oracles import fuzz_executor, fuzzing  # see above
 
 #: Seconds for a case as a whole.
 CASE_S = 4 * fuzzing.HANG_S
 TAIL = 25
-FUZZERS = {"executor": fuzz_executor, "collector": fuzz_collector}
 
 
-def run_case(fuzzer: str, variant: str, seed: int, operations: int, log: Path) -> str:
+def run_case(variant: str, seed: int, operations: int, log: Path) -> str:
     """Run one case in a fork; return "" or a text on its failure. `log` gets its operations."""
     pid = os.fork()
     if pid == 0:
@@ -44,7 +43,7 @@ def run_case(fuzzer: str, variant: str, seed: int, operations: int, log: Path) -
             os.dup2(descriptor, 2)
             os.close(descriptor)
             sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
-            code = fuzzing.run_case(FUZZERS[fuzzer].run, seed, variant, operations)
+            code = fuzzing.run_case(fuzz_executor.run, seed, variant, operations)
         except BaseException:
             code = 3
         os._exit(code)
@@ -75,16 +74,13 @@ def _is_runnable(variant: str) -> bool:
     return needed is None or importlib.util.find_spec(needed) is not None
 
 
-def cases(
-    only: str | None, variant: str | None, first: int, skipped: Sequence[str] = ()
-) -> Iterator[tuple[str, str, int]]:
-    """Yield fuzzer, option set and seed of cases: all option sets in a random order, again and again."""
-    found = [(name, one) for name, module in FUZZERS.items() for one in module.VARIANTS]
-    found = [(name, one) for name, one in found if only in (None, name) and variant in (None, one)]
-    found = [(name, one) for name, one in found if one not in skipped and _is_runnable(one)]
+def cases(variant: str | None, first: int, skipped: Sequence[str] = ()) -> Iterator[tuple[str, int]]:
+    """Yield option set and seed of cases: all option sets in a random order, again and again."""
+    found = [one for one in fuzz_executor.VARIANTS if variant in (None, one)]
+    found = [one for one in found if one not in skipped and _is_runnable(one)]
     random.Random(first).shuffle(found)
-    for seed, (name, one) in enumerate(itertools.cycle(found), first):
-        yield name, one, seed
+    for seed, one in enumerate(itertools.cycle(found), first):
+        yield one, seed
 
 
 def _tail(log: Path) -> list[str]:
@@ -102,7 +98,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.fuzz", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--cases", type=int, default=0, help="stop after so many; default: when the time is over")
-    parser.add_argument("--only", choices=FUZZERS)
     parser.add_argument("--variant", help="one option set alone")
     parser.add_argument("--skip", action="append", default=[], help="leave an option set out")
     parser.add_argument("--seed", type=int, help="of the first case; default: a fresh one")
@@ -114,16 +109,16 @@ def main() -> int:
     end = time.monotonic() + 60 * arguments.minutes
     passed: Counter[str] = Counter()
     failed: list[str] = []
-    for number, (fuzzer, variant, seed) in enumerate(cases(arguments.only, arguments.variant, first, arguments.skip)):
+    for number, (variant, seed) in enumerate(cases(arguments.variant, first, arguments.skip)):
         if time.monotonic() > end or (arguments.cases and number >= arguments.cases):
             break
-        log = arguments.logs / f"{fuzzer}-{variant.replace(' ', '_')}-{seed}.log"
-        what = run_case(fuzzer, variant, seed, arguments.operations, log)
+        log = arguments.logs / f"{re.sub(r'[ ,]+', '_', variant)}-{seed}.log"
+        what = run_case(variant, seed, arguments.operations, log)
         if not what:
-            passed[f"{fuzzer}: {variant}"] += 1
+            passed[variant] += 1
             log.unlink()
             continue
-        command = f"python -m tools.fuzz --only {fuzzer} --variant {variant!r} --seed {seed} --cases 1"
+        command = f"python -m tools.fuzz --variant {variant!r} --seed {seed} --cases 1"
         command += f" --operations {arguments.operations}"
         failed.append(f"{what}\n  repeat: {command}\n  log: {log}")
         print(f"\nFAILED {failed[-1]}", *_tail(log), sep="\n  ", flush=True)

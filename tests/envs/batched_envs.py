@@ -79,5 +79,5 @@ def isaac(kind: str, **cfg: Any) -> Any:
     """Make a stand-in of IsaacLab's interface; a process can hold only one."""
     from tests.oracles import isaaclab_standin
 
-    make = {"direct": isaaclab_standin.make_direct, "managed": isaaclab_standin.make_managed}[kind]
-    return make(num_envs=NUM_ROWS, tells_episode=False, **cfg)
+    make = getattr(isaaclab_standin, f"make_{kind}")
+    return make(num_envs=NUM_ROWS, **cfg)

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 import torch
+from tensordict import TensorDict
 
 NUM_ROWS = 4
+
+
+def recorded(make: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Callable[[], Any], list[Any]]:
+    """Return a factory of a simulator, and the list to which it adds what it builds, without wrappers."""
+    built: list[Any] = []
+
+    def make_env() -> Any:
+        env = make(*args, **kwargs)
+        built.append(env.unwrapped)
+        return env
+
+    return make_env, built
+
+
+def masked(rows: list[int]) -> TensorDict:
+    """Return a request to reset some rows of one simulator."""
+    return TensorDict({"_reset": torch.tensor([row in rows for row in range(NUM_ROWS)]).view(1, -1, 1)}, [1, NUM_ROWS])
 
 
 class Counter(gymnasium.Env[Any, Any]):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.workers.testing import CountingEnv
@@ -31,6 +31,13 @@ def act(env: Any) -> TensorDict:
     return TensorDict({leaf.key: torch.ones((env.num_envs, *leaf.shape), dtype=torch.int64)}, env.batch_size)
 
 
+def ones(td: Any) -> Any:
+    """Set action 1 for each row, also in a lazy stack of different tasks."""
+    for part in td.unbind(0) if isinstance(td, LazyStackedTensorDict) else [td]:
+        part["action"] = torch.ones(part.batch_size, dtype=torch.int64)
+    return td
+
+
 def only(env: Any, *env_ids: int) -> TensorDict:
     """Return a mask for a reset of some envs."""
     mask = torch.zeros(env.num_envs, dtype=torch.bool)
@@ -42,6 +49,11 @@ def kill(env: Any, worker_id: int) -> None:
     """Kill a worker, and wait until it has ended."""
     pid = env.statistics().workers[worker_id].pid
     os.kill(pid, signal.SIGKILL)
+    await_death(pid)
+
+
+def await_death(pid: int) -> None:
+    """Wait until a process has ended."""
     with contextlib.suppress(OSError):  # the process ended before or during the read
         while Path(f"/proc/{pid}/cmdline").read_bytes():
             time.sleep(0.005)

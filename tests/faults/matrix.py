@@ -33,6 +33,7 @@ from envherd.executor.protocol.env_states import FOLLOWS, Event, State
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from envherd.workers.testing.faults import BAD_OBSERVATIONS, DEATHS, EXCEPTIONS, HANGS
 from tests.conftest import command, descendants, shm_names
+from tests.executor.calls import only
 
 NUM_ENVS, VICTIM = 3, 1
 #: Numbers of envs in the victim's worker and in the other one.
@@ -261,7 +262,7 @@ def _step_on(env: Any, env_ids: list[int]) -> str:
     ended = [i for i in env_ids if env._engine.states.needs_reset[i]]
     if ended:
         outcome_text = "go on after a reset"
-        env.reset(only(*ended))
+        env.reset(only(env, *ended))
     for _ in range(2):
         counts = {i: int(env.current([i])["observation"][0, 1]) for i in env_ids}
         env.send(actions(len(env_ids)), env_ids)
@@ -355,13 +356,6 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 def actions(count: int = NUM_ENVS) -> TensorDict:
     """Return a batch of ones."""
     return TensorDict({"action": torch.ones(count, dtype=torch.int64)}, [count])
-
-
-def only(*env_ids: int) -> TensorDict:
-    """Return a mask for a reset of some envs."""
-    mask = torch.zeros(NUM_ENVS, dtype=torch.bool)
-    mask[list(env_ids)] = True
-    return TensorDict({"_reset": mask}, [NUM_ENVS])
 
 
 def _catch(call: Callable[[], Any]) -> tuple[Any, float]:

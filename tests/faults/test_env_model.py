@@ -9,7 +9,8 @@ import pytest
 
 from envherd.executor.protocol.env_states import COMMANDS, FOLLOWS, REFUSED_WITH, EnvStates, Event, State, table
 from envherd.workers.errors import Busy, ResetNeeded
-from tests.oracles.env_model import Model, Violation
+from tests.oracles.env_model import Model
+from tests.oracles.exploring import Violation
 
 
 def test_every_life_is_legal():

@@ -15,6 +15,7 @@ from envherd.executor import Busy
 from envherd.executor.protocol.env_states import FOLLOWS, Event, State
 from envherd.workers import native
 from envherd.workers.errors import EnvherdError
+from tests.executor.calls import only
 from tests.faults.test_interrupts import Interrupt, InterruptIn, at_each, tracing
 from tests.oracles.executor_model import Explorer
 from tests.oracles.simulated import GOES_ON, Fate, SimulatedPortablePool, simulated
@@ -81,17 +82,13 @@ def actions(num_envs: int) -> TensorDict:
     return TensorDict({"action": torch.full((num_envs,), GOES_ON)}, [num_envs])
 
 
-def only(num_envs: int, env_id: int) -> TensorDict:
-    return TensorDict({"_reset": torch.arange(num_envs) == env_id}, [num_envs])
-
-
 def test_an_interrupt_while_a_loss_is_noticed_in_another_envs_reset(monkeypatch):
     """All envs of the lost worker need a reset, and their rows say so."""
     for interrupt in at_each(Interrupt, scaled(7, full=1)):
         with contextlib.closing(simulated(monkeypatch, [[0, 1], [2]])) as env:
             env.reset()
             env._pool.crew.workers[0].kill()
-            interrupted(lambda: env.reset(only(3, 1)), interrupt)  # at once
+            interrupted(lambda: env.reset(only(env, 1)), interrupt)  # at once
             done = env.current()["done"].flatten().tolist()
             assert done == env._engine.states.needs_reset.tolist(), interrupt.where
             assert all(done[:2]) or not env._pool.lost, interrupt.where
@@ -165,7 +162,7 @@ def test_an_interrupt_before_a_successor_gets_the_reset_of_a_sent_env(monkeypatc
                 2
             ):  # the caller looks at the workers: it puts the successor into service, which looks for commands
                 env._pool.fates = {0: Fate.LATE}
-                env.reset(only(2, 0))
+                env.reset(only(env, 0))
             if env._engine.states.under_way.any():
                 assert env.recv()["next", "interrupted"].all(), interrupt.where
 

@@ -34,54 +34,63 @@ def oracle(tmp_path):
     return Oracle(str(tmp_path), [PLACE], checks_seeds=False)
 
 
-def stepped(life, action=1, **changed):
-    row, reward, terminated, truncated = life.step(action)
-    after = Row(*row.tolist())
-    flags = {"done": terminated or truncated, "terminated": terminated, "truncated": truncated}
-    one = {"root": None, "action": action, "next": after, "reward": reward, **flags, "interrupted": False}
-    return Transition(**(one | changed))
-
-
 def begun(life, oracle):
-    row = Row(*life.reset(4, 0).tolist())
+    row = Row.of(life.reset(4, 0))
     oracle.read_diary()
     oracle.begin(PLACE, row)
     return row
+
+
+def take(life, oracle, **changed):
+    """Step, hand out the transition with some values changed, and return it."""
+    row, reward, terminated, truncated = life.step(1)
+    oracle.read_diary()
+    one = Transition(None, 1, Row.of(row), reward, terminated or truncated, terminated, truncated, False)  # noqa: FBT003
+    one = one._replace(**changed)
+    oracle.follow(PLACE, one)
+    return one
 
 
 def test_what_was_really_done_is_accepted(life, oracle):
     for _ in range(2):
         begun(life, oracle)
         for _ in range(3):
-            one = stepped(life)
-            oracle.read_diary()
-            oracle.follow(PLACE, one)
+            take(life, oracle)
     assert oracle.num_transitions == 6
 
 
-@pytest.mark.parametrize("changed", [{"reward": 0.5}, {"action": 2}, {"truncated": True, "done": True}])
-def test_a_wrong_value_is_seen(life, oracle, changed):
+CUT = {"reward": 0.0, "done": True, "truncated": True, "interrupted": True}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"reward": 0.5}, "reward"),
+        ({"action": 2}, "action 2"),
+        ({"truncated": True, "done": True}, "it was"),
+        (CUT, "interr"),
+    ],
+)
+def test_a_wrong_value_is_seen(life, oracle, changed, message):
     begun(life, oracle)
-    one = stepped(life)._replace(**changed)
-    oracle.read_diary()
-    with pytest.raises(Violation):
-        oracle.follow(PLACE, one)
+    with pytest.raises(Violation, match=message):
+        take(life, oracle, **changed)
+
+
+def test_an_interrupted_row_that_is_the_last_true_one_is_accepted(life, oracle):
+    take(life, oracle, next=begun(life, oracle), **CUT)
 
 
 def test_a_step_that_is_left_out_is_seen(life, oracle):
     begun(life, oracle)
     life.step(0)
-    one = stepped(life)
-    oracle.read_diary()
     with pytest.raises(Violation, match="from"):
-        oracle.follow(PLACE, one)
+        take(life, oracle)
 
 
 def test_a_step_that_is_handed_out_twice_is_seen(life, oracle):
     begun(life, oracle)
-    one = stepped(life)
-    oracle.read_diary()
-    oracle.follow(PLACE, one)
+    one = take(life, oracle)
     oracle.forget([PLACE])
     with pytest.raises(Violation, match="before"):
         oracle.follow(PLACE, one)
@@ -91,15 +100,6 @@ def test_a_row_that_nobody_made_is_seen(life, oracle):
     row = begun(life, oracle)
     with pytest.raises(Violation, match="torn"):
         oracle.root(PLACE, row._replace(t=1), done=False)
-
-
-def test_an_interrupted_row_must_be_the_last_true_one(life, oracle):
-    row = begun(life, oracle)
-    one = stepped(life, reward=0.0, done=True, truncated=True, interrupted=True)
-    oracle.read_diary()
-    with pytest.raises(Violation, match="interrupted"):
-        oracle.follow(PLACE, one)
-    oracle.follow(PLACE, one._replace(next=row))
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
@@ -114,7 +114,7 @@ def test_a_step_without_a_reset_is_seen(life, oracle, is_reset):
 
 
 def test_a_reset_without_its_seed_is_seen(life, oracle):
-    row = Row(*life.reset(None, 0).tolist())
+    row = Row.of(life.reset(None, 0))
     oracle.read_diary()
     with pytest.raises(Violation, match="seed"):
         oracle.begin(PLACE, row, Given(seeds=(5,)))

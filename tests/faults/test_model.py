@@ -18,7 +18,8 @@ from envherd.workers import native
 from envherd.workers.process.loop import Loop
 from envherd.workers.protocol import PARENT_STEPS, RING, WORKER_STEPS, Op, pack
 from envherd.workers.testing import CountingEnv
-from tests.oracles.protocol_model import Protocol, Violation, explore
+from tests.oracles.exploring import Violation
+from tests.oracles.protocol_model import Protocol
 from tests.scale import IS_FULL
 
 
@@ -48,20 +49,20 @@ MUTATIONS: dict[str, tuple[Protocol, str]] = {
 @pytest.mark.timeout(1200)
 def test_three_workers_and_three_steps():
     """A death at any point; with ENVHERD_FULL an interrupt at any other too."""
-    assert explore(Protocol(num_interrupts=int(IS_FULL))) > 50_000
+    assert Protocol(num_interrupts=int(IS_FULL)).explore() > 50_000
 
 
 @pytest.mark.slow
 def test_deaths_and_interrupts_together():
     num_deaths = 2 if IS_FULL else 1
-    assert explore(small(num_deaths=num_deaths)) > 10_000
+    assert small(num_deaths=num_deaths).explore() > 10_000
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_model_sees_what_is_wrong(name):
     protocol, seen = MUTATIONS[name]
     with pytest.raises(Violation, match=seen):
-        explore(protocol)
+        protocol.explore()
 
 
 # ---- the model is of this code -----------------------------------------------------------------

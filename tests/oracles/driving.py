@@ -81,46 +81,46 @@ class Driven:
         data = self.env.rollout(num_steps, break_when_any_done=False)
         num_invalid = 0
         for env_id, mirror in enumerate(self.mirrors):
-            columns = {part: _arrays(data[env_id], self.spec, part) for part in ("root", "next", "action")}
+            rows = data[env_id]
+            parts = (
+                _rows(rows, self.spec, "root"),
+                _rows(rows, self.spec, "action"),
+                _rows(rows["next"], self.spec, "next"),
+            )
             mirror.reset()
-            for step in range(data.shape[1]):
-                was_there = mirror.is_at(_at(columns["root"], step))
-                was_made = mirror.makes(_at(columns["action"], step), _at(columns["next"], step))
+            for step, (root, action, following) in enumerate(zip(*parts, strict=True)):
+                was_there = mirror.is_at(root)
+                was_made = mirror.makes(action, following)
                 num_invalid += 0 if was_there and was_made else mirror.num_rows
                 if mirror.done.any() and step + 1 < data.shape[1]:  # the next rollout begins by resetting all envs
                     mirror.reset(mirror.done)
         return data.numel(), num_invalid
 
     def step_and_reset_at_random(self, num_steps: int, rng: np.random.Generator) -> int:
-        """Step by hand; reset ended envs and random others by mask, then none; return how many were reset."""
+        """Step by hand; reset ended envs and random others by two masks, then none; return how many were reset."""
         env, num_resets = self.env, 0
-        roots = _rows(env.reset(), self.spec, "root")
-        for mirror in self.mirrors:
-            mirror.reset()
+        self._check_roots(self._reset_all())
         for _ in range(num_steps):
-            self._check_roots(roots)
             td = env.step(env.rand_action(env.current()))
             self._check_step(td, range(env.num_envs))
             mask = np.stack([mirror.done for mirror in self.mirrors])
             mask |= rng.random(mask.shape) < rng.choice([0.0, 0.2, 0.5])
-            roots = _rows(
-                env.reset(TensorDict({"_reset": torch.from_numpy(mask.copy())}, env.batch_size)), self.spec, "root"
-            )
-            for mirror, rows in zip(self.mirrors, mask, strict=True):
-                if rows.any():
-                    num_resets += int(rows.sum())
-                    mirror.reset(rows)
-        self._check_roots(roots)
+            first = mask & (rng.random(mask.shape) < rng.choice([0.5, 1.0]))
+            for part in (first, mask & ~first):
+                root = env.reset(TensorDict({"_reset": torch.from_numpy(part.copy())}, env.batch_size))
+                for mirror, rows in zip(self.mirrors, part, strict=True):
+                    if rows.any():
+                        num_resets += int(rows.sum())
+                        mirror.reset(rows)
+                self._check_roots(root)
         return num_resets
 
     def step_fused(self, num_steps: int) -> int:
         """Step and reset in one round trip; return the transitions."""
         env = self.env
-        root = env.reset()
-        for mirror in self.mirrors:
-            mirror.reset()
+        root = self._reset_all()
         for _ in range(num_steps):
-            self._check_roots(_rows(root, self.spec, "root"))
+            self._check_roots(root)
             td, root = env.step_and_maybe_reset(env.rand_action(root))
             self._check_step(td, range(env.num_envs))
             self._reset_ended(range(env.num_envs))
@@ -129,26 +129,31 @@ class Driven:
     def exchange(self, num_transitions: int) -> int:
         """Send envs and receive them one by one as they become ready; return the number of transitions."""
         env, count = self.env, 0
-        env.reset()
-        for mirror in self.mirrors:
-            mirror.reset()
+        self._reset_all()
         env.send(env.rand_action(env.current()))
         while count < num_transitions:
             td = env.recv(1)
             ids = _ids_of(td).tolist()
-            assert all(self.mirrors[i].is_at(row) for i, row in zip(ids, _rows(td, self.spec, "root"), strict=True))
+            self._check_roots(td, ids)
             self._check_step(td, ids)
             self._reset_ended(ids)
             count += td.numel()
             root = env.current(ids)
-            assert all(self.mirrors[i].is_at(row) for i, row in zip(ids, _rows(root, self.spec, "root"), strict=True))
+            self._check_roots(root, ids)
             env.send(_random(env, root), ids)
         env.recv()
         return count
 
-    def _check_roots(self, roots: list[Row]) -> None:
-        for env_id, (mirror, row) in enumerate(zip(self.mirrors, roots, strict=True)):
-            assert mirror.is_at(row), f"env {env_id} is not where a plain loop over it is"
+    def _reset_all(self) -> TensorDictBase:
+        for mirror in self.mirrors:
+            mirror.reset()
+        root: TensorDictBase = self.env.reset()
+        return root
+
+    def _check_roots(self, td: TensorDictBase, env_ids: Any = None) -> None:
+        ids = range(self.env.num_envs) if env_ids is None else env_ids
+        for env_id, row in zip(ids, _rows(td, self.spec, "root"), strict=True):
+            assert self.mirrors[env_id].is_at(row), f"env {env_id} is not where a plain loop over it is"
 
     def _check_step(self, td: TensorDictBase, env_ids: Any) -> None:
         actions, nexts = _rows(td, self.spec, "action"), _rows(td["next"], self.spec, "next")
@@ -188,15 +193,6 @@ def _rows(td: TensorDictBase, spec: EnvSpec, part: str) -> list[Row]:
 
 def _plain(value: Any, leaf: LeafSpec) -> Any:
     return value.tolist() if leaf.is_side else value.numpy()
-
-
-def _arrays(data: TensorDictBase, spec: EnvSpec, part: str) -> dict[Key, np.ndarray]:
-    source = data["next"] if part == "next" else data
-    return {leaf.key: source.get(leaf.key).numpy() for leaf in _leaves_of(spec, part) if not leaf.is_side}
-
-
-def _at(arrays: Mapping[Key, np.ndarray], step: int) -> Row:
-    return {key: array[step] for key, array in arrays.items()}
 
 
 def _copied(values: Values) -> Values:

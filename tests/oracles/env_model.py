@@ -13,19 +13,15 @@ Checked in every reachable state:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from envherd.executor.protocol.env_states import FOLLOWS, Event, State
+from tests.oracles.exploring import Violation, explore
 
 Table = Mapping[State, Mapping[Event, State]]
 STEPS = (Event.STEP, Event.STEP_RESET)
-
-
-class Violation(AssertionError):
-    """A state that must not be reachable."""
 
 
 class Life(NamedTuple):
@@ -145,27 +141,15 @@ class Model:
         Raises:
             Violation: with the forbidden life.
         """
-        befores: dict[Life, set[Life]] = {Life(): set()}
-        queue = deque(befores)
-        while queue:
-            life = queue.popleft()
-            is_still = life.call == "" and life.command is None and life.answer is None
-            if is_still and life.state is State.RUNNING and life.is_alive and life.instance != "episode":
-                raise Violation(f"{life} counts as running")
-            for following in self.after(life):
-                if following not in befores:
-                    befores[following] = set()
-                    queue.append(following)
-                befores[following].add(life)
-        goals = [life for life in befores if life.state is State.RUNNING and life.is_alive and life.call == ""]
-        reached, queue = set(goals), deque(goals)
-        while queue:
-            for life in befores[queue.popleft()] - reached:
-                reached.add(life)
-                queue.append(life)
-        if stuck := befores.keys() - reached:
-            raise Violation(f"{next(iter(stuck))} never runs again")
-        return len(befores)
+        return explore(
+            Life(), self._checked, lambda life: life.state is State.RUNNING and life.is_alive and life.call == ""
+        )
+
+    def _checked(self, life: Life) -> Iterator[Life]:
+        is_still = life.call == "" and life.command is None and life.answer is None
+        if is_still and life.state is State.RUNNING and life.is_alive and life.instance != "episode":
+            raise Violation(f"{life} counts as running")
+        return self.after(life)
 
 
 def _command_of(state: State) -> Event:

@@ -34,15 +34,12 @@ from envherd.executor import Busy, EnvError, ResetNeeded, WorkerLost
 from envherd.executor.protocol.env_states import State
 from envherd.workers.errors import InternalError
 from tests.faults.test_interrupts import Interrupt
+from tests.oracles.exploring import Violation
 from tests.oracles.simulated import ENDS, GOES_ON, RAISES, RESET_RAISES, Fate, Scripted
 
 ACTIONS = (GOES_ON,) * 5 + (ENDS,) * 3 + (RAISES, RESET_RAISES)
 FATES = (Fate.PROMPT,) * 7 + (Fate.LATE,) * 2 + (Fate.DIES_BEFORE, Fate.DIES_AFTER)
 EXPECTED = (EnvError, WorkerLost, ResetNeeded, Busy, TimeoutError)
-
-
-class Violation(AssertionError):
-    """The executor and the simulated envs disagree."""
 
 
 class Explorer:

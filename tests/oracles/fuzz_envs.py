@@ -9,10 +9,11 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -99,16 +100,21 @@ class Traps:
             return
         words[0] = When.NEVER
         words[3] += 1
-        how = words[1]
-        if how == How.KILL:
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif how == How.EXIT:
-            os._exit(3)
-        elif how == How.RAISE:
-            raise EnvBroke("the env broke on purpose")
-        elif how == How.STOP:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.05 if how == How.SLOW else 1000)
+        DEEDS[How(words[1])]()
+
+
+def _raise() -> NoReturn:
+    raise EnvBroke("the env broke on purpose")
+
+
+DEEDS: dict[How, Callable[[], Any]] = {
+    How.KILL: partial(signal.raise_signal, signal.SIGKILL),
+    How.EXIT: partial(os._exit, 3),
+    How.RAISE: _raise,
+    How.HANG: partial(time.sleep, 1000),
+    How.SLOW: partial(time.sleep, 0.05),
+    How.STOP: partial(signal.raise_signal, signal.SIGSTOP),
+}
 
 
 class Life:

@@ -20,11 +20,12 @@ from typing import Any, NoReturn
 
 from envherd import Capsules
 from envherd.executor import EnvError
-from tests.oracles import fuzzing
-from tests.oracles.fuzz_session import DEADLY, Session, Setting
+from tests.oracles.fuzz_session import DEADLY, Session, Setting, Stopped
 from tests.oracles.fuzzing import Watch
 
 STEP_TIMEOUT_S = 0.5
+LATE = {"step_timeout_s": STEP_TIMEOUT_S, "on_worker_loss": "restart"}
+COLLECTOR = {**LATE, "facade": "collector", "num_workers": "few"}
 
 #: Option set -> its fixed options; the others are drawn.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -39,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pairs": {"lanes": 2, "on_worker_loss": "restart"},
     "tasks": {"kinds": "mixed", "on_worker_loss": "restart"},
     "text": {"kinds": "text", "on_worker_loss": "restart"},
-    "late": {"step_timeout_s": STEP_TIMEOUT_S, "on_worker_loss": "restart"},
+    "late": LATE,
     "capsules": {"capsules": True, "on_worker_loss": "restart"},
     "portable": {"start_method": "portable", "num_workers": "few", "on_worker_loss": "restart"},
     "serial": {"is_serial": True},
@@ -57,12 +58,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pettingzoo": {"facade": "pettingzoo", "on_worker_loss": "restart"},
     "sb3": {"facade": "sb3", "on_worker_loss": "restart"},
     "torchrl": {"facade": "torchrl", "on_worker_loss": "restart"},
+    "collector": {**COLLECTOR, "in_background": 0},
+    "collector of rows": {**COLLECTOR, "layout": "rows"},
+    "collector, flat": {**COLLECTOR, "layout": "flat"},
+    "collector of sizes": {**COLLECTOR, "batch_sizes": (2, 5)},
+    "collector of threads": {**COLLECTOR, "env_threads": True},
+    "collector in the background": {**COLLECTOR, "in_background": 2},
 }
-#: Those whose calls are also broken off; there, only "interrupted deaths" kills workers.
+#: Those whose calls are also broken off; there, only "interrupted deaths" and collectors lose workers.
 INTERRUPTED = (
     *("plain", "shared", "infos", "threads", "recycle", "serial", "raise", "raise views", "pairs", "tasks"),
     "portable",
     *("views", "gymnasium", "pettingzoo", "sb3", "mends", "mends alone", "mends serial"),
+    *("collector", "collector in the background"),
 )
 VARIANTS |= {f"interrupted {name}": VARIANTS[name] for name in INTERRUPTED}
 VARIANTS["interrupted deaths"] = VARIANTS["shared"]
@@ -109,6 +117,7 @@ def draw_setting(rng: random.Random, variant: str) -> Setting:
         root_seed=rng.randrange(1000),
         options=options,
         facade=asked.get("facade", ""),
+        asked=asked,
     )
 
 
@@ -136,39 +145,30 @@ class Interrupter:
     def __init__(self) -> None:
         self.num_sent = self.num_dropped = 0
         self._has_arrived = self._is_sent = False
-        signal.signal(signal.SIGALRM, self._on_alarm)
-        signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(signal.SIGALRM, self._raising(Late))
+        signal.signal(signal.SIGTERM, self._raising(SystemExit))
 
-    def _on_alarm(self, *_: Any) -> NoReturn:
-        self._has_arrived = True
-        raise Late
+    def _raising(self, error: type[BaseException]) -> Callable[..., NoReturn]:
+        def handle(*_: Any) -> NoReturn:
+            self._has_arrived = True
+            raise error
 
-    def _on_term(self, *_: Any) -> NoReturn:
-        self._has_arrived = True
-        raise SystemExit(7)
-
-    def _on_int(self, *_: Any) -> NoReturn:
-        self._has_arrived = True
-        raise KeyboardInterrupt
+        return handle
 
     def _send(self, how: str, delay_s: float) -> None:
         time.sleep(delay_s)
         if how == "interrupt_main":
             _thread.interrupt_main()
-        elif how == "SIGALRM":
-            os.kill(os.getpid(), signal.SIGALRM)
-        elif how == "SIGTERM":
-            os.kill(os.getpid(), signal.SIGTERM)
         else:
+            os.kill(os.getpid(), getattr(signal, how, signal.SIGINT))
+        if how == "twice":
+            time.sleep(delay_s / 3)
             os.kill(os.getpid(), signal.SIGINT)
-            if how == "twice":
-                time.sleep(delay_s / 3)
-                os.kill(os.getpid(), signal.SIGINT)
         self._is_sent = True
 
     def call(self, call: Callable[[], Any], how: str, delay_s: float) -> tuple[bool, Any]:
         """Call something and interrupt it; return whether it was broken off, and what it returned."""
-        handler = self._on_int if how == "own SIGINT" else signal.default_int_handler
+        handler = self._raising(KeyboardInterrupt) if how == "own SIGINT" else signal.default_int_handler
         signal.signal(signal.SIGINT, handler)
         self._has_arrived = self._is_sent = False
         self.num_sent += 1
@@ -234,32 +234,10 @@ class Interrupting(Session):
         except EnvError as error:
             if not (self.setting.is_serial and how in ("SIGALRM", "SIGTERM")):
                 raise
-            self.watch.note(f"  an env was broken off: {error!r}")  # a caller's handler raised in an env's own code
-            was_stopped, result = True, None
+            raise Stopped from error  # a caller's handler raised in an env's own code
         if was_stopped:
-            self._note_interrupted(what)
-            return None
+            raise Stopped
         return result
-
-    def _note_interrupted(self, what: str) -> None:
-        """Record that a call was broken off, and require that the next ones are answered."""
-        self.watch.begin(f"  {what.split(maxsplit=1)[0]} was broken off")
-        self.is_calm = False
-        if not hasattr(self, "env"):
-            return
-        if self.rng.random() < 0.3 and not self.dead:
-            self.num_asked += 1
-            self.ask_echo(self.num_asked)
-        else:
-            self.settle()
-        pending = self.executor.engine.states.under_way
-        self.pending = {i: one for i, one in (self.pending | self.sending).items() if pending[i]}
-        self.sending = {}
-        for env_id in range(self.num_envs):
-            self.doubt.add(env_id)
-            if not pending[env_id]:
-                self.oracle.forget(self._places(env_id))
-        self.is_open_seed = True
 
     @property
     def max_errors(self) -> int:
@@ -289,9 +267,9 @@ def play(
     kind = session_class(setting)
     if interrupter is not None:
         kind = type("Interrupted", (Interrupting, kind), {"_interrupter": interrupter})
-    with fuzzing.new_folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="envherd-fuzz-", ignore_cleanup_errors=True) as folder:
         session = kind(rng, setting, folder, watch)
-        if interrupter is not None and variant != "interrupted deaths":
+        if interrupter is not None and variant != "interrupted deaths" and setting.facade != "collector":
             session.weights = {name: one for name, one in session.WEIGHTS.items() if name not in DEADLY}
         try:
             session.play(num_operations)

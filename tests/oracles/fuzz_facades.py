@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -11,49 +12,53 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import ExecutorOptions
-from tests.oracles.fuzz_envs import NUM_ACTIONS, WIDTH, Life, Traps, When
+from tests.oracles.fuzz_collector import CollectorSession
+from tests.oracles.fuzz_envs import NUM_ACTIONS, WIDTH, FuzzEnv
 from tests.oracles.fuzz_session import Session
 from tests.oracles.fuzzing import Given, Row, Transition, Violation
 
 
 class GymnasiumFuzzEnv(gymnasium.Env):
-    """A `FuzzEnv` as a Gymnasium env."""
+    """A `FuzzEnv` as a Gymnasium env, which observes the same array again and again."""
 
     observation_space = gymnasium.spaces.Box(-(2**62), 2**62, (WIDTH,), np.int64)
     action_space = gymnasium.spaces.Discrete(NUM_ACTIONS)
-    mark = 0
 
-    def __init__(self, folder: str, num_envs: int, env_id: int, length: int | None) -> None:
-        self.env_id = env_id
-        self._traps = Traps(folder, num_envs)
-        self._traps.spring(env_id, When.BUILD)
-        self.life = Life(folder, env_id, 0, length)
+    def __init__(self, *arguments: Any) -> None:
+        self.env = FuzzEnv(*arguments)
+        self.where, self.echo = self.env.where, self.env.echo
+
+    def close(self) -> None:
+        """Close the diary."""
+        self.env.close()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         """Begin an episode."""
-        self._traps.spring(self.env_id, When.RESET)
-        row = self.life.reset(seed, int((options or {}).get("level", 0)))
-        self._traps.spring(self.env_id, When.RESET_DONE)
+        (row,) = self.env.reset(seed, options)
         return row, {"t": 0}
 
     def step(self, action: Any) -> Any:
         """Make a step."""
-        self._traps.spring(self.env_id, When.STEP)
-        row, reward, terminated, truncated = self.life.step(int(action))
-        self._traps.spring(self.env_id, When.STEP_DONE)
-        return row, reward, terminated, truncated, {"t": self.life.t}
+        (row,), (reward,), terminated, truncated = self.env.step([action])
+        return row, reward, terminated, truncated, {"t": int(row[4])}
 
-    def where(self) -> list[int]:
-        """Return nonce, episode and step."""
-        return self.life.where()
 
-    def echo(self, number: int) -> int:
-        """Return the number."""
-        return number
+class Seen(NamedTuple):
+    """The data of one env's step, as a host hands them out.
 
-    def close(self) -> None:
-        """Close the diary."""
-        self.life.close()
+    Attributes:
+        last: the row of the step; None if the step was a reset.
+        reward, terminated, truncated: of the step.
+        lost: whether the row is interrupted.
+        root: the first row of an episode that the step has begun; None for none.
+    """
+
+    last: Row | None
+    reward: Any
+    terminated: Any
+    truncated: Any
+    lost: Any = False
+    root: Row | None = None
 
 
 class FacadeSession(Session):
@@ -66,8 +71,7 @@ class FacadeSession(Session):
         "echo": 3,
         "statistics": 1,
         "trap": 8,
-        "kill": 3,
-        "kill_soon": 3,
+        "kill": 6,
     }
 
     def _open(self, folder: str) -> Any:
@@ -92,10 +96,23 @@ class FacadeSession(Session):
 
     def settle(self) -> None:
         """See `Session.settle`."""
-        self.ask_where()
+        self.ask("where")
 
-    def ask_where(self) -> list[list[int]]:
-        """Ask all envs where they are."""
+    def ask(self, name: str, *args: Any, env_ids: list[int] | None = None) -> list[Any]:
+        """See `Session.ask`."""
+        answers = self.ask_all(name, *args)
+        return [answers[i] for i in (self.everyone if env_ids is None else env_ids)]
+
+    def ask_all(self, name: str, *args: Any) -> list[Any]:
+        """Call a method of all envs."""
+        raise NotImplementedError
+
+    def act(self, actions: np.ndarray) -> Any:
+        """Step all envs."""
+        return self.env.step(actions)
+
+    def seen(self, made: Any) -> Iterator[Seen]:
+        """Yield the data of each env from the result of a step."""
         raise NotImplementedError
 
     def attempt(self, what: str, call: Any, env_ids: Any = None) -> Any:
@@ -104,37 +121,48 @@ class FacadeSession(Session):
         self.needs_reset |= result is None
         return result
 
-    def _get(self) -> None:
-        found = self.attempt("where", self.ask_where, [])
-        for env_id, where in enumerate(found or ()):
-            row = self.oracle.at[env_id, 0]
-            if row is not None and not self._has_lost() and tuple(where) != (row.nonce, row.episode, row.t):
-                raise Violation(f"env {env_id} is at {where}, its row has {row}")
-
     def take_reset(self, observations: Any, given: Given, mask: Any = None) -> None:
         """Check the rows of a reset (of some envs) against the oracle."""
-        for env_id, row in enumerate(_rows(observations)):
-            if mask is None or mask[env_id]:
+        for env_id, row in enumerate(map(Row.of, observations)):
+            is_new = self._has_lost() and row != self.oracle.at[env_id, 0]  # it was lost with others
+            if mask is None or mask[env_id] or is_new:
                 self.oracle.begin((env_id, 0), row, given)
             else:
                 self.oracle.root((env_id, 0), row, done=self.oracle.ended[env_id, 0])
         self.needs_reset = False
         self.doubt.clear()
 
-    def take_step(self, env_id: int, action: int, row: Row, reward: Any, flags: tuple[Any, Any], *, lost: bool) -> None:
-        """Check one env's step against the oracle."""
-        terminated, truncated = (bool(flag) for flag in flags)
-        one = Transition(
-            root=None,
-            action=action,
-            next=row,
-            reward=float(reward),
-            done=terminated or truncated,
-            terminated=terminated,
-            truncated=truncated,
-            interrupted=lost,
-        )
-        self.oracle.follow((env_id, 0), one)
+    def _is_ready(self) -> bool:
+        """Reset the envs if they need it; return whether they can be stepped."""
+        if self.needs_reset:
+            self._reset()
+        return not self.needs_reset
+
+    def _ended(self) -> np.ndarray:
+        return np.array([self.oracle.ended[place] for place in self.places])
+
+    def _step(self) -> None:
+        if not self._is_ready():
+            return
+        actions = self._drawn()
+        made = self.attempt("step", lambda: self.act(actions))
+        if made is not None:
+            self.take(actions, self.seen(made))
+
+    def take(self, actions: Any, seen: Iterable[Seen]) -> None:
+        """Check a step of all envs against the oracle."""
+        for place, action, one in zip(self.places, actions, seen, strict=True):
+            terminated, truncated = bool(one.terminated), bool(one.truncated)
+            done = terminated or truncated
+            if one.last is None and (one.reward or done):
+                raise Violation(f"{place}: a reset says {one}")
+            if one.last is not None:
+                made = Transition(
+                    None, int(action), one.last, float(one.reward), done, terminated, truncated, bool(one.lost)
+                )
+                self.oracle.follow(place, made)
+            if one.root is not None:
+                self.oracle.begin(place, one.root)
 
     def _drawn(self) -> np.ndarray:
         return np.array([self.rng.randrange(NUM_ACTIONS) for _ in range(self.num_envs)])
@@ -153,31 +181,25 @@ class FacadeSession(Session):
         return None, {"level": level} if level else None, Given(seeds=none, levels=(level,) * self.num_envs)
 
 
-def _rows(observations: Any) -> list[Row]:
-    return [Row(*map(int, one)) for one in observations]
-
-
 class GymnasiumSession(FacadeSession):
     """A session of `facades.gymnasium.AsyncVectorEnv`."""
 
     def make(self, make: list[Any], options: ExecutorOptions) -> Any:
         """Open the facade, in one of its autoreset modes."""
-        from envherd.executor.facades.gymnasium import AsyncVectorEnv
-
         self.mode = self.rng.choice(["NextStep", "SameStep", "Disabled"])
         self.watch.note(f"mode {self.mode}")
         self.resets_next = np.zeros(self.num_envs, bool)
+        return self.vector_env(make, options)
+
+    def vector_env(self, make: list[Any], options: ExecutorOptions) -> Any:
+        """Make the vector env."""
+        from envherd.executor.facades.gymnasium import AsyncVectorEnv
+
         return AsyncVectorEnv(make, autoreset_mode=self.mode, num_workers=self.setting.num_workers, options=options)
 
-    def ask_where(self) -> list[list[int]]:
+    def ask_all(self, name: str, *args: Any) -> list[Any]:
         """See `FacadeSession`."""
-        return list(self.env.call("where"))
-
-    def ask_echo(self, number: int, env_ids: list[int] | None = None) -> None:
-        """See `Session.ask_echo`."""
-        answers = self.env.call("echo", number)
-        if answers != (number,) * self.num_envs:
-            raise Violation(f"asked {number}, got {answers}")
+        return list(self.env.call(name, *args))
 
     def _reset(self) -> None:
         mask = None
@@ -192,63 +214,38 @@ class GymnasiumSession(FacadeSession):
     def _do_reset(self, seed: Any, options: dict[str, Any] | None, given: Given, mask: Any) -> None:
         printed = None if options is None else {k: v if k == "level" else v.tolist() for k, v in options.items()}
         made = self.attempt(f"reset seed={seed} options={printed}", lambda: self.env.reset(seed=seed, options=options))
-        if made is None:
-            return
-        if mask is None or not self._has_lost():
-            self.take_reset(made[0], given, mask)
-        else:  # others may have been lost with them
-            for env_id in np.flatnonzero(mask).tolist():
-                self.oracle.begin((env_id, 0), Row(*map(int, made[0][env_id])), given)
-        self.resets_next[slice(None) if mask is None else mask] = False
-
-    def _step(self) -> None:
-        if self.needs_reset:
-            seed, options, given = self._draw_given()
-            self._do_reset(seed, options, given, None)
-        ended = np.array([self.oracle.ended[i, 0] for i in range(self.num_envs)])
-        if self.mode == "Disabled" and ended.any() and not self._is_open():
-            self._do_reset(None, {"reset_mask": ended}, Given(seeds=(None,) * self.num_envs), ended)
-        if self._is_open():
-            return
-        actions = self._drawn()
-        made = self.attempt("step", lambda: self.env.step(actions))
         if made is not None:
-            self._take(actions.tolist(), *made)
+            self.take_reset(made[0], given, mask)
+            self.resets_next[slice(None) if mask is None else mask] = False
 
-    def _is_open(self) -> bool:
-        """Return whether the envs' positions are unknown after a broken-off call."""
-        return self.needs_reset
+    def _is_ready(self) -> bool:
+        is_ready, ended = super()._is_ready(), self._ended()
+        if is_ready and self.mode == "Disabled" and ended.any():
+            self._do_reset(None, {"reset_mask": ended}, Given(seeds=(None,) * self.num_envs), ended)
+        return not self.needs_reset
 
-    def _take(self, actions: list[int], observations: Any, rewards: Any, ends: Any, cuts: Any, infos: Any) -> None:
+    def seen(self, made: Any) -> Iterator[Seen]:
+        """See `FacadeSession`."""
+        observations, rewards, ends, cuts, infos = made
         lost = infos.get("interrupted", np.zeros(self.num_envs, bool))
-        for env_id, row in enumerate(_rows(observations)):
-            place = (env_id, 0)
-            if self.resets_next[env_id]:  # the env's step was a reset
-                if rewards[env_id] or ends[env_id] or cuts[env_id]:
-                    raise Violation(f"env {env_id}: a reset says {rewards[env_id]}, {ends[env_id]}, {cuts[env_id]}")
-                self.oracle.begin(place, row)
-                continue
-            flags = (ends[env_id], cuts[env_id])
-            last = row
-            if self.mode == "SameStep" and any(flags):
-                last = Row(*map(int, infos["final_obs"][env_id]))
-            self.take_step(env_id, actions[env_id], last, rewards[env_id], flags, lost=bool(lost[env_id]))
-            if self.mode == "SameStep" and any(flags):
-                self.oracle.begin(place, row)
-        if self.mode == "NextStep":
-            self.resets_next = np.array([self.oracle.ended[i, 0] for i in range(self.num_envs)])
+        was_reset, self.resets_next = self.resets_next, (ends | cuts) & (self.mode == "NextStep")
+        for i, row in enumerate(map(Row.of, observations)):
+            values = rewards[i], ends[i], cuts[i], lost[i]
+            if was_reset[i]:
+                yield Seen(None, *values, root=row)
+            elif self.mode == "SameStep" and (ends[i] or cuts[i]):
+                yield Seen(Row.of(infos["final_obs"][i]), *values, root=row)
+            else:
+                yield Seen(row, *values)
 
 
 class PettingZooSession(GymnasiumSession):
     """A session of `facades.pettingzoo.ParallelVectorEnv`."""
 
-    def make(self, make: list[Any], options: ExecutorOptions) -> Any:
-        """Open the facade, in one of its autoreset modes."""
+    def vector_env(self, make: list[Any], options: ExecutorOptions) -> Any:
+        """Make the vector env."""
         from tests.oracles.fuzz_pettingzoo import PettingZooFuzzEnv, PilotsEnv
 
-        self.mode = self.rng.choice(["NextStep", "SameStep", "Disabled"])
-        self.watch.note(f"mode {self.mode}")
-        self.resets_next = np.zeros(self.num_envs, bool)
         make = [functools.partial(PettingZooFuzzEnv, *one.args) for one in make]
         return PilotsEnv(make, self.mode, self.setting.num_workers, options)
 
@@ -262,15 +259,9 @@ class Sb3Session(FacadeSession):
 
         return SubprocVecEnv(make, num_workers=self.setting.num_workers, options=options)
 
-    def ask_where(self) -> list[list[int]]:
+    def ask_all(self, name: str, *args: Any) -> list[Any]:
         """See `FacadeSession`."""
-        return list(self.env.env_method("where"))
-
-    def ask_echo(self, number: int, env_ids: list[int] | None = None) -> None:
-        """See `Session.ask_echo`."""
-        answers = self.env.env_method("echo", number)
-        if answers != [number] * self.num_envs:
-            raise Violation(f"asked {number}, got {answers}")
+        return list(self.env.env_method(name, *args))
 
     def _reset(self) -> None:
         seed, options, given = self._draw_given()
@@ -287,26 +278,14 @@ class Sb3Session(FacadeSession):
             return
         self.take_reset(made, given)
 
-    def _step(self) -> None:
-        if self.needs_reset:
-            self._reset()
-            if self.needs_reset:
-                return
-        actions = self._drawn()
-        made = self.attempt("step", lambda: self.env.step(actions))
-        if made is None:
-            return
+    def seen(self, made: Any) -> Iterator[Seen]:
+        """See `FacadeSession`."""
         observations, rewards, dones, infos = made
-        for env_id, row in enumerate(_rows(observations)):
-            info, last = infos[env_id], row
-            if dones[env_id]:
-                last = Row(*map(int, info["terminal_observation"]))
-            is_cut = bool(info["TimeLimit.truncated"])
-            flags = (bool(dones[env_id]) and not is_cut, is_cut)
-            lost = bool(info.get("interrupted", False))
-            self.take_step(env_id, int(actions[env_id]), last, rewards[env_id], flags, lost=lost)
-            if dones[env_id]:
-                self.oracle.begin((env_id, 0), row)
+        for reward, done, info, row in zip(rewards, dones, infos, map(Row.of, observations), strict=True):
+            is_cut = info["TimeLimit.truncated"]
+            values = reward, done and not is_cut, is_cut, info.get("interrupted", False)
+            last = Row.of(info["terminal_observation"]) if done else row
+            yield Seen(last, *values, root=row if done else None)
 
 
 def _wrapped(*arguments: Any) -> Any:
@@ -342,15 +321,9 @@ class TorchRLSession(FacadeSession):
         self.env.close(raise_if_closed=False)
         self.traps.close()
 
-    def ask_where(self) -> list[list[int]]:
+    def ask_all(self, name: str, *args: Any) -> list[Any]:
         """See `FacadeSession`."""
-        return list(self.env.where())
-
-    def ask_echo(self, number: int, env_ids: list[int] | None = None) -> None:
-        """See `Session.ask_echo`."""
-        answers = list(self.env.echo(number))
-        if answers != [number] * self.num_envs:
-            raise Violation(f"asked {number}, got {answers}")
+        return list(getattr(self.env, name)(*args))
 
     def _reset(self) -> None:
         td = self.attempt("reset", self.env.reset)
@@ -367,14 +340,9 @@ class TorchRLSession(FacadeSession):
     def _reset_masked(self, mask: torch.Tensor) -> None:
         root = self.last.clone().set("_reset", mask)
         td = self.attempt(f"reset {mask.flatten().tolist()}", lambda: self.env.reset(root))
-        if td is None:
-            return
-        if self._has_lost():  # others may have been lost with them
-            mask = mask.clone()
-            for env_id, row in enumerate(_rows(td["observation"].tolist())):
-                mask[env_id] |= row != self.oracle.at[env_id, 0]
-        self.take_reset(td["observation"].tolist(), Given(seeds=(None,) * self.num_envs), mask.flatten().tolist())
-        self.last = td
+        if td is not None:
+            self.take_reset(td["observation"].tolist(), Given(seeds=(None,) * self.num_envs), mask.flatten().tolist())
+            self.last = td
 
     def take_reset(self, observations: Any, given: Given, mask: Any = None) -> None:
         """See `FacadeSession`."""
@@ -384,44 +352,37 @@ class TorchRLSession(FacadeSession):
         self.last = TensorDict({"observation": torch.tensor(observations), **flags}, [self.num_envs])
 
     def _is_ready(self) -> bool:
-        if self.needs_reset:
-            self._reset()
-        elif any(self.oracle.ended.values()):
-            self._reset_masked(torch.tensor([[self.oracle.ended[i, 0]] for i in range(self.num_envs)]))
+        is_ready, ended = super()._is_ready(), self._ended()
+        if is_ready and ended.any():
+            self._reset_masked(torch.tensor(ended)[:, None])
         return not self.needs_reset
 
-    def _acted_on(self) -> Any:
-        return self.last.clone().set("action", torch.tensor(self._drawn()))
-
     def _step(self) -> None:
-        if self._is_ready():
-            td = self._acted_on()
-            made = self.attempt("step", lambda: self.env.step(td))
-            if made is not None:
-                self._take(made)
-                self.last = made["next"].exclude("reward")
+        self._advance(lambda td: (self.env.step(td), None))
 
     def _fused(self) -> None:
+        self._advance(self.env.step_and_maybe_reset)
+
+    def _advance(self, call: Any) -> None:
+        """Make a step, which returns its data and the roots after it (None for the last observations)."""
         if not self._is_ready():
             return
-        td = self._acted_on()
-        made = self.attempt("step_and_maybe_reset", lambda: self.env.step_and_maybe_reset(td))
+        td = self.last.clone().set("action", torch.tensor(self._drawn()))
+        made = self.attempt("step", lambda: call(td))
         if made is None:
             return
-        self._take(made[0])
-        for env_id, row in enumerate(_rows(made[1]["observation"].tolist())):
-            if self.oracle.ended[env_id, 0]:
-                self.oracle.begin((env_id, 0), row)
-            self.oracle.root((env_id, 0), row, done=bool(made[1]["done"][env_id]))
-        self.last = made[1]
+        data, root = made
+        self.take(data["action"], self.seen(data))
+        if root is not None:
+            self.take_following(root, self.everyone)
+        self.last = data["next"].exclude("reward") if root is None else root
 
-    def _take(self, td: Any) -> None:
-        after = td["next"]
-        for env_id, row in enumerate(_rows(after["observation"].tolist())):
-            flags = (after["terminated"][env_id], after["truncated"][env_id])
-            lost = row == self.oracle.at[env_id, 0] and self._has_lost()  # TorchRL has no key for it
-            action = int(td["action"][env_id])
-            self.take_step(env_id, action, row, after["reward"][env_id], flags, lost=lost)
+    def seen(self, made: Any) -> Iterator[Seen]:
+        """See `FacadeSession`."""
+        after = made["next"]
+        for i, row in enumerate(map(Row.of, after["observation"].tolist())):
+            lost = row == self.oracle.at[i, 0] and self._has_lost()  # TorchRL has no key for it
+            yield Seen(row, after["reward"][i], after["terminated"][i], after["truncated"][i], lost)
 
     def _rollout(self) -> None:
         num_steps = self.rng.randint(1, 8)
@@ -432,10 +393,10 @@ class TorchRLSession(FacadeSession):
             return
         for t in range(num_steps):
             td = data[:, t]
-            for env_id, row in enumerate(_rows(td["observation"].tolist())):
-                if t == 0 or self.oracle.ended[env_id, 0]:
-                    self.oracle.begin((env_id, 0), row)
-            self._take(td)
+            for place, row in zip(self.places, map(Row.of, td["observation"].tolist()), strict=True):
+                if t == 0 or self.oracle.ended[place]:
+                    self.oracle.begin(place, row)
+            self.take(td["action"], self.seen(td))
         self.needs_reset = False
         self.doubt.clear()
         self.last = data[:, -1]["next"].exclude("reward")
@@ -449,7 +410,8 @@ class _Below:
         self.statistics = engine.statistics
 
 
-SESSIONS: dict[str, type[FacadeSession]] = {
+SESSIONS: dict[str, type[Session]] = {
+    "collector": CollectorSession,
     "gymnasium": GymnasiumSession,
     "pettingzoo": PettingZooSession,
     "sb3": Sb3Session,

@@ -84,11 +84,8 @@ class PilotsEnv:
         observations, rewards, ends, cuts, infos = self.envs.step({PILOT: actions, VISITOR: visitors})
         infos = dict(infos)
         if "final_obs" in infos:
-            infos["final_obs"] = [None if last is None else self._pilots(last) for last in infos["final_obs"]]
+            infos["final_obs"] = [None if last is None else last[PILOT] for last in infos["final_obs"]]
         return self._checked(observations), rewards[PILOT], ends[PILOT], cuts[PILOT], infos
-
-    def _pilots(self, seen: Mapping[str, Any]) -> np.ndarray:
-        return seen[PILOT]
 
     def _checked(self, observations: Mapping[str, Any]) -> np.ndarray:
         rows, visitors = observations[PILOT], observations[VISITOR][:, 0]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import random
 import signal
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,13 +20,14 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from envherd.executor import Busy, EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
 from envherd.executor.collector import Collector
 from envherd.workers.errors import WorkerTimeout
+from tests.executor.calls import await_death
 from tests.oracles.fuzz_envs import NUM_ACTIONS, WIDTH, FuzzEnv, How, Kind, Traps, When
-from tests.oracles.fuzzing import NOTHING, Given, Oracle, Row, Transition, Violation, Watch
+from tests.oracles.fuzzing import NOTHING, Given, Oracle, Place, Row, Transition, Violation, Watch
 
 
 @dataclass
 class Setting:
-    """The arguments of an executor."""
+    """The arguments of an executor, and the option set that they are drawn for (`asked`)."""
 
     num_envs: int
     num_workers: int
@@ -39,6 +39,7 @@ class Setting:
     root_seed: int
     options: dict[str, Any] = field(default_factory=dict)
     facade: str = ""
+    asked: dict[str, Any] = field(default_factory=dict)
 
     @property
     def restarts(self) -> bool:
@@ -52,7 +53,11 @@ class Setting:
 
 
 #: Operations that break workers.
-DEADLY = ("trap", "kill", "kill_soon")
+DEADLY = ("trap", "kill")
+
+
+class Stopped(Exception):
+    """A call was broken off."""
 
 
 class Session:
@@ -81,23 +86,22 @@ class Session:
         "mark": 1,
         "set_seed": 1,
         "state": 1,
-        "infos": 2,
         "statistics": 1,
         "trap": 10,
-        "kill": 4,
-        "kill_soon": 4,
-        "early": 2,
+        "kill": 8,
     }
 
     def __init__(self, rng: random.Random, setting: Setting, folder: str, watch: Watch) -> None:
         self.rng, self.setting, self.watch = rng, setting, watch
         self.num_envs, self.lanes = setting.num_envs, max(1, setting.lanes)
+        self.everyone = list(range(self.num_envs))
+        self.marks = setting.restarts or setting.mends  # rows as `interrupted`
         self.places = [(i, lane) for i in range(self.num_envs) for lane in range(self.lanes)]
         self.oracle = Oracle(folder, self.places)
         self.oracle.root_seed = setting.root_seed
         self.traps = Traps(folder, self.num_envs)
         self.pending: dict[int, tuple[bool, list[int]]] = {}  # env id -> maybe_reset, actions
-        self.doubt: set[int] = set(range(self.num_envs))  # envs that may be refused unexpectedly
+        self.doubt: set[int] = set(self.everyone)  # envs that may be refused unexpectedly
         self.dead: set[int] = set()  # envs whose worker was lost, and is not replaced
         self.sending: dict[int, tuple[bool, list[int]]] = {}  # what a send in progress will add to `pending`
         self.weights = dict(self.WEIGHTS)
@@ -163,18 +167,22 @@ class Session:
         return int(getattr(self.executor.engine.pool, "num_losses", 0))
 
     def attempt(self, what: str, call: Callable[[], Any], env_ids: Any = None) -> Any:
-        """Make a call; return its result, or None if it raised an expected error.
+        """Make a call; return its result (True for none), or None if it was refused, raised or was broken off.
 
         Args:
             what: text for the log.
             call: the call.
             env_ids: the envs that it concerns; None for all.
         """
-        ids = list(range(self.num_envs)) if env_ids is None else list(env_ids)
+        ids = self.everyone if env_ids is None else list(env_ids)
         self.watch.begin(what)
         self.losses_before = self.num_losses
         try:
-            return self.guard(what, call)
+            result = self.guard(what, call)
+            return True if result is None else result
+        except Stopped:
+            self.watch.begin("  it was broken off")
+            self.recover()
         except ResetNeeded as error:
             self._note_refused(error.env_ids)
         except Busy:
@@ -186,7 +194,7 @@ class Session:
                 raise
             self._note_broken(ids, error.env_ids)
         except (WorkerLost, WorkerTimeout) as error:
-            if not self._may_lose():
+            if not (self.num_kills or self.num_sprung):
                 raise
             if not self.setting.restarts:
                 self.dead |= set(error.env_ids)
@@ -198,8 +206,20 @@ class Session:
         return None
 
     def guard(self, what: str, call: Callable[[], Any]) -> Any:
-        """Make a call; return its result, or None where it was broken off."""
+        """Make a call; raise `Stopped` where it was broken off."""
         return call()
+
+    def recover(self) -> None:
+        """After a call was broken off: require that the next one is answered, and forget where envs are."""
+        if self.rng.random() < 0.3 and not self.dead:
+            self.num_asked += 1
+            self.ask_echo(self.num_asked)
+        else:
+            self.settle()
+        under_way = self.executor.engine.states.under_way
+        self.pending = {i: one for i, one in (self.pending | self.sending).items() if under_way[i]}
+        self.doubt = set(self.everyone)
+        self.oracle.forget(place for place in self.places if not under_way[place[0]])
 
     def settle(self) -> None:
         """Make an empty call, which recovers from a broken-off one."""
@@ -214,9 +234,6 @@ class Session:
     def num_sprung(self) -> int:
         """Traps that were sprung."""
         return int(self.traps.words[:, 3].sum())
-
-    def _may_lose(self) -> bool:
-        return self.num_kills > 0 or self.num_sprung > 0
 
     def _has_lost(self) -> bool:
         return self.num_losses > 0 or (self.setting.mends and self.num_sprung > 0)
@@ -273,99 +290,67 @@ class Session:
         flags: np.ndarray = part.get(key).cpu().numpy().reshape(-1, self.lanes)
         return flags
 
-    def take_roots(self, td: Any, env_ids: list[int], **how: Any) -> None:
-        """Check a root batch against the oracle."""
+    def _roots(self, td: Any, env_ids: list[int], but: Container[int] = ()) -> Iterator[tuple[Place, Row, bool]]:
+        """Yield place, row and done flag of each root, except those of the envs in `but`."""
         for env_id, part in zip(env_ids, self._parts(td, env_ids), strict=True):
-            rows, done = self._observed(part, env_id), self._flags(part, "done")
+            if env_id in but:
+                continue
+            rows, done = self._observed(part, env_id)[0], self._flags(part, "done")[0]
             for lane in range(self.lanes):
-                row = Row(*map(int, rows[0, lane]))
-                self.oracle.root((env_id, lane), row, done=bool(done[0, lane]), **how)
+                yield (env_id, lane), Row.of(rows[lane]), bool(done[lane])
 
-    def take_steps(
-        self,
-        td: Any,
-        env_ids: list[int],
-        *,
-        after: Any = None,
-        resets: bool = False,
-        may_begin: bool = False,
-        is_cut: bool = False,
-        has_root: bool = True,
-    ) -> None:
-        """Check transitions, batch `[k]` or `[k, T]`, against the oracle.
+    def take_following(self, td: Any, env_ids: list[int], kept: Container[int] = ()) -> None:
+        """Check the roots after steps against the oracle; of the envs in `kept`, the steps have reset nothing."""
+        for place, row, done in self._roots(td, env_ids):
+            if self.oracle.ended[place] and place[0] not in kept:
+                self.oracle.begin(place, row)
+            self.oracle.root(place, row, done=done)
 
-        Args:
-            td: root, action and `next`.
-            env_ids: of its rows.
-            after: the root batch after the step.
-            resets: whether envs that end in the midst of T steps begin a new episode.
-            may_begin: whether the first root may begin an episode.
-            is_cut: whether the last step was marked truncated independently of the env.
-            has_root: whether the batch has roots and actions.
-        """
-        following = [None] * len(env_ids) if after is None else self._parts(after, env_ids)
-        for env_id, part, root_after in zip(env_ids, self._parts(td, env_ids), following, strict=True):
-            self._take_env(env_id, part, root_after, resets, may_begin, is_cut, has_root)
+    def take_steps(self, td: Any, env_ids: list[int], *, has_root: bool = False) -> None:
+        """Check transitions, batch `[k]`, against the oracle."""
+        for env_id, part in zip(env_ids, self._parts(td, env_ids), strict=True):
+            for lane, _, one in self.transitions(part, env_id, has_root=has_root):
+                self.oracle.follow((env_id, lane), one)
+            self.doubt.discard(env_id)
 
-    def _marks(self) -> bool:
-        return self.setting.restarts or self.setting.mends
-
-    def _take_env(self, env_id, part, root_after, resets, may_begin, is_cut, has_root):  # noqa: PLR0917
-        nexts = part.get("next")
+    def transitions(self, part: Any, env_id: int, *, has_root: bool = True) -> Iterator[tuple[int, int, Transition]]:
+        """Yield lane, number and transition of each step in a batch `[T]` or `[]` of one env."""
+        nexts, given = part.get("next"), part.get("action", None)
         roots = self._observed(part, env_id) if has_root else None
         observed = self._observed(nexts, env_id)
-        flags = {key: self._flags(nexts, key) for key in ("done", "terminated", "truncated")}
+        done, terminated, truncated = (self._flags(nexts, key) for key in ("done", "terminated", "truncated"))
+        is_lost = self._flags(nexts, "interrupted") if self.marks else np.zeros_like(done)
         rewards = nexts.get("reward").cpu().numpy().reshape(-1, self.lanes)
-        is_lost = self._flags(nexts, "interrupted") if self._marks() else np.zeros_like(flags["done"])
-        given = part.get("action", None)
-        actions = (
-            given.cpu().numpy().reshape(-1, self.lanes) if given is not None else np.array([self.pending[env_id][1]])
-        )
-        num_steps = len(observed)
-        for lane in range(self.lanes):
-            place = (env_id, lane)
-            for t in range(num_steps):
-                root = None if roots is None else Row(*map(int, roots[t, lane]))
-                if root is not None and self._begins(place, root, may=may_begin if t == 0 else resets, is_first=t == 0):
-                    self.oracle.begin(place, root)
-                done, terminated, truncated = (bool(flags[k][t, lane]) for k in flags)
-                if is_cut and t == num_steps - 1 and not is_lost[t, lane]:
-                    if not (done and truncated):
-                        raise Violation(f"{place}: the last step of a cut rollout says done {done}, {truncated}")
-                    truncated = self._was_truncated(observed[t, lane])
-                    done = terminated or truncated
-                one = Transition(
-                    root=root,
+        sent = [self.pending[env_id][1]] if given is None else given.cpu().numpy()
+        actions = np.reshape(sent, (-1, self.lanes))
+        for lane, t in itertools.product(range(self.lanes), range(len(observed))):
+            yield (
+                lane,
+                t,
+                Transition(
+                    root=None if roots is None else Row.of(roots[t, lane]),
                     action=int(actions[t, lane]),
-                    next=Row(*map(int, observed[t, lane])),
+                    next=Row.of(observed[t, lane]),
                     reward=float(rewards[t, lane]),
-                    done=done,
-                    terminated=terminated,
-                    truncated=truncated,
+                    done=bool(done[t, lane]),
+                    terminated=bool(terminated[t, lane]),
+                    truncated=bool(truncated[t, lane]),
                     interrupted=bool(is_lost[t, lane]),
-                )
-                self.oracle.follow(place, one)
-        self.doubt.discard(env_id)
-        if root_after is None:
-            return
-        rows, done = self._observed(root_after, env_id), self._flags(root_after, "done")
-        for lane in range(self.lanes):
-            row = Row(*map(int, rows[0, lane]))
-            if self.oracle.ended[env_id, lane]:
-                self.oracle.begin((env_id, lane), row)
-            self.oracle.root((env_id, lane), row, done=bool(done[0, lane]))
+                ),
+            )
 
     def _begins(self, place: tuple[int, int], root: Row, *, may: bool, is_first: bool) -> bool:
         """Return whether a root must be the first of an episode."""
         before = self.oracle.at[place]
         if before is None:  # unknown after a broken-off call: the episode may continue
-            return may and root.t == 0 and (root.nonce, root.episode) not in self.oracle.begun
+            return may and root.t == 0 and root.key[:2] not in self.oracle.begun
         return may and (root != before if is_first else self.oracle.ended[place])
 
-    def _was_truncated(self, row: np.ndarray) -> bool:
-        """Return whether the env itself has truncated its episode with the step that made a row."""
-        made = self.oracle.made.get((int(row[2]), int(row[3]), int(row[4])))
-        return made is not None and made[0] == Kind.TRUNCATED
+    def as_made(self, one: Transition) -> Transition:
+        """Return a transition that was marked truncated with the flags of the env itself."""
+        made = self.oracle.made.get(one.next.key)
+        truncated = made is not None and made[0] == Kind.TRUNCATED
+        return one._replace(truncated=truncated, done=one.terminated or truncated)
 
     # ---- what operations need ----------------------------------------------------------------
 
@@ -383,14 +368,16 @@ class Session:
 
     def _drain(self) -> None:
         """Usually receive all sent envs; otherwise an operation on all envs is refused."""
-        while self.pending and self.rng.random() < 0.95:
+        while self.pending and self.rng.random() < 0.9:
             self._recv(everything=True)
 
     def _learn(self, env_ids: list[int]) -> None:
         """Read the envs' positions."""
         td = self.attempt(f"current {env_ids}", lambda: self.env.current(env_ids), env_ids)
         if td is not None:
-            self.take_roots(td, env_ids, may_end=self._has_lost(), may_begin=self._has_lost())
+            lost = self._has_lost()
+            for place, row, done in self._roots(td, env_ids):
+                self.oracle.root(place, row, done=done, may_end=lost, may_begin=lost)
 
     def _begin_all(self, env_ids: list[int] | None = None) -> list[int]:
         """Reset ended envs until none has ended or a reset fails; return the running ones."""
@@ -428,23 +415,7 @@ class Session:
 
     def _reset(self) -> None:
         self._drain()
-        arguments, given, root_seed = self._given()
-        if root_seed is not None:
-            self.oracle.reseeded(None if self.pending else root_seed)
-        before = dict(self.oracle.resets)
-        td = self.attempt(f"reset {arguments}", lambda: self.env.reset(**arguments))
-        if td is None:
-            if root_seed is not None:
-                self.oracle.reseeded(None)
-            return
-        self._count_resets(before, set(self.places))
-        for env_id, part in zip(range(self.num_envs), self._parts(td, list(range(self.num_envs))), strict=True):
-            rows, done = self._observed(part, env_id), self._flags(part, "done")
-            for lane in range(self.lanes):
-                self.oracle.begin((env_id, lane), Row(*map(int, rows[0, lane])), given)
-                if done[0, lane]:
-                    raise Violation(f"env {env_id} was reset and is done")
-        self.doubt.clear()
+        self._reset_rows(np.ones((self.num_envs, self.lanes), bool), None)
 
     def _count_resets(self, before: dict[tuple[int, int], int], asked: set[tuple[int, int]]) -> None:
         """Require that a reset has reset exactly the requested rows."""
@@ -462,25 +433,33 @@ class Session:
     def _reset_ids(self, env_ids: list[int], *, whole: bool) -> None:
         """Reset some envs; of envs that are batches, some of their rows."""
         mask = self._draw_mask(env_ids, whole=whole)
+        self._reset_rows(mask, self._as_request(mask))
+
+    def _reset_rows(self, mask: np.ndarray, request: TensorDict | None) -> None:
+        """Reset the rows in a mask, and check all roots against the oracle."""
         arguments, given, root_seed = self._given()
         if root_seed is not None and self.pending:
             arguments, given, root_seed = {}, NOTHING, None
         if root_seed is not None:
             self.oracle.reseeded(root_seed)
-        td = self._as_request(mask)
         before = dict(self.oracle.resets)
         asked = {place for place in self.places if mask[place]}
-        what = f"reset {np.argwhere(mask).tolist()} {arguments}"
-        root = self.attempt(what, lambda: self.env.reset(td, **arguments), sorted({i for i, _ in asked}))
+        what = f"reset {'' if request is None else np.argwhere(mask).tolist()} {arguments}"
+        root = self.attempt(what, lambda: self.env.reset(request, **arguments), sorted({i for i, _ in asked}))
         if root is None:
             if root_seed is not None:
                 self.oracle.reseeded(None)
             return
         if not self.pending:
             self._count_resets(before, asked)
-        for env_id, part in enumerate(self._parts(root, list(range(self.num_envs)))):
-            if env_id not in self.pending:
-                self._take_masked(env_id, part, mask[env_id], given)
+        for place, row, done in self._roots(root, self.everyone, self.pending):
+            is_new = mask[place[0]].any() and self._has_lost() and row != self.oracle.at[place]
+            if place not in asked and not is_new:
+                self.oracle.root(place, row, done=done, may_end=self._has_lost())
+                continue
+            self.oracle.begin(place, row, given)  # one that was asked, or all rows of an env that was lost
+            if done:
+                raise Violation(f"{place} was reset and is done")
         self.doubt -= {i for i, _ in asked}
 
     def _draw_mask(self, env_ids: list[int], *, whole: bool) -> np.ndarray:
@@ -501,47 +480,41 @@ class Session:
             return TensorDict({"_reset": shaped if is_plain else shaped[..., None]}, [self.num_envs, self.lanes])
         return TensorDict({"_reset": shaped[:, 0] if is_plain else shaped}, [self.num_envs])
 
-    def _take_masked(self, env_id: int, part: Any, mask: np.ndarray, given: Given) -> None:
-        """Check the rows of one env, after a reset of some, against the oracle."""
-        rows, done = self._observed(part, env_id), self._flags(part, "done")
-        for lane in range(self.lanes):
-            place, row = (env_id, lane), Row(*map(int, rows[0, lane]))
-            if mask[lane] or (mask.any() and self._has_lost() and row != self.oracle.at[place]):
-                self.oracle.begin(place, row, given)  # one that was asked, or all rows of an env that was lost
-                if done[0, lane]:
-                    raise Violation(f"{place} was reset and is done")
-            else:
-                self.oracle.root(place, row, done=bool(done[0, lane]), may_end=self._has_lost())
-
     def _ready(self) -> bool:
         """Usually make all envs ready to be stepped; return whether to step."""
         self._drain()
         if self.pending or self.dead:
-            return self.rng.random() < 0.1  # it is to be refused
+            return self.rng.random() < 0.3  # it is to be refused
         running = self._begin_all()
         return len(running) == self.num_envs or self.rng.random() < 0.1
 
     def _step(self) -> None:
-        if not self._ready():
-            return
-        td = self._acted(list(range(self.num_envs)))
-        made = self.attempt("step", lambda: self.env.step(td))
-        if made is not None:
-            self._check_view()
-            self.take_steps(made, list(range(self.num_envs)), has_root=False)
+        if self._ready() and (made := self._stepped("step")) is not None:
             self._keep_view(made)
 
     def _fused(self) -> None:
         if not self._ready():
             return
         for _ in range(self.rng.randint(1, 4)):
-            td = self._acted(list(range(self.num_envs)))
-            made = self.attempt("step_and_maybe_reset", lambda td=td: self.env.step_and_maybe_reset(td))  # type: ignore[misc]
+            made = self._stepped("step_and_maybe_reset")
             if made is None:
                 return
-            self._check_view()
-            self.take_steps(made[0], list(range(self.num_envs)), after=made[1], has_root=False)
+            self.take_following(made[1], self.everyone)
+            if self.setting.options.get("infos") == "plain":
+                self._check_infos(*made)
             self._keep_view(made[0])
+
+    def _stepped(self, name: str) -> Any:
+        """Step all envs, check the transitions, and return the result; None if there is none."""
+        td = self._acted(self.everyone)
+        made = self.attempt(name, lambda: getattr(self.env, name)(td))
+        if made is None:
+            return None
+        if self.pending:
+            raise Violation(f"envs {list(self.pending)} were sent, and stepped")
+        self._check_view()
+        self.take_steps(made if name == "step" else made[0], self.everyone)
+        return made
 
     def _keep_view(self, td: Any) -> None:
         if not self.setting.copy:
@@ -564,12 +537,8 @@ class Session:
         maybe_reset = self.rng.random() < 0.8
         td = self._acted(ids)
         actions = td["action"].reshape(len(ids), -1).tolist()
-
-        def send() -> bool:
-            self.env.send(td, ids, maybe_reset=maybe_reset)
-            return True
-
         self.sending = {env_id: (maybe_reset, acted) for env_id, acted in zip(ids, actions, strict=True)}
+        send = functools.partial(self.env.send, td, ids, maybe_reset=maybe_reset)
         if self.attempt(f"send {ids} maybe_reset={maybe_reset}", send, ids):
             self.pending |= self.sending
         self.sending = {}
@@ -611,19 +580,11 @@ class Session:
 
     def _take_current(self, received: Any, ids: list[int]) -> None:
         """Read the received envs' roots, and check them against the oracle."""
-        ended = {i: [self.oracle.ended[p] for p in self._places(i)] for i in ids}
-        was_sent = {i: self.pending.pop(i) for i in ids}
+        kept = [i for i in ids if not self.pending.pop(i)[0]]
         given_ids = received["env_ids"] if self.rng.random() < 0.5 and not self.setting.lanes else ids
         root = self.attempt(f"current {ids} after recv", lambda: self.env.current(given_ids), ids)
-        if root is None:
-            return
-        for env_id, part in zip(ids, self._parts(root, ids), strict=True):
-            rows, done = self._observed(part, env_id), self._flags(part, "done")
-            for lane in range(self.lanes):
-                row = Row(*map(int, rows[0, lane]))
-                if ended[env_id][lane] and was_sent[env_id][0]:
-                    self.oracle.begin((env_id, lane), row)
-                self.oracle.root((env_id, lane), row, done=bool(done[0, lane]))
+        if root is not None:
+            self.take_following(root, ids, kept)
 
     def _current(self) -> None:
         if idle := self._idle():
@@ -673,18 +634,21 @@ class Session:
             or any(self.oracle.ended[p] or self.oracle.at[p] is None for p in self._places(i))
             for i in range(self.num_envs)
         ]
-        before = {p: row for p, row in self.oracle.at.items() if not self.oracle.ended[p]}
-        for env_id, part in enumerate(self._parts(data, list(range(self.num_envs)))):
-            self._take_env(env_id, part, None, not breaks, may_begin[env_id], is_cut, True)  # noqa: FBT003
-        if auto_reset:
-            first = [self._observed(part, i)[0] for i, part in enumerate(data.unbind(0))]
-            for place, row in before.items():
-                if (
-                    row is not None
-                    and int(first[place[0]][place[1], 2]) == row.nonce
-                    and row.episode == int(first[place[0]][place[1], 3])
-                ):
+        before = {p: row.key[:2] for p, row in self.oracle.at.items() if row is not None and not self.oracle.ended[p]}
+        for env_id, part in enumerate(self._parts(data, self.everyone)):
+            for lane, t, one in self.transitions(part, env_id):
+                place, root = (env_id, lane), one.root
+                may = may_begin[env_id] if t == 0 else not breaks
+                if root is not None and self._begins(place, root, may=may, is_first=t == 0):
+                    self.oracle.begin(place, root)
+                if root is not None and auto_reset and t == 0 and before.get(place) == root.key[:2]:
                     raise Violation(f"{place} was not reset at the begin of a rollout")
+                if is_cut and t == data.batch_size[1] - 1 and not one.interrupted:
+                    if not (one.done and one.truncated):
+                        raise Violation(f"{place}: the last step of a cut rollout is not truncated: {one}")
+                    one = self.as_made(one)  # noqa: PLW2901  # the same, without the cut
+                self.oracle.follow(place, one)
+            self.doubt.discard(env_id)
         self.kept.append((data, data.clone()))
         self._check_kept()
 
@@ -720,14 +684,14 @@ class Session:
         ids = self.rng.sample(ids, self.rng.randint(0, len(ids)))
         if not ids:
             return
-        found = self.attempt(f"get where {ids}", lambda: self.env.call("where", env_ids=ids), [])
+        found = self.attempt(f"get where {ids}", lambda: self.ask("where", env_ids=ids), [])
         if found is None:
             return
         for env_id, where in zip(ids, found, strict=True):
             for lane in range(self.lanes):
                 row = self.oracle.at[env_id, lane]
                 reported = tuple(where[3 * lane : 3 * lane + 3])
-                if row is not None and env_id not in self.doubt and reported != (row.nonce, row.episode, row.t):
+                if row is not None and env_id not in self.doubt and reported != row.key:
                     if self.oracle.ended[env_id, lane] or self._has_lost():
                         continue
                     raise Violation(f"env {env_id}.{lane} is at {reported}, its row has {row}")
@@ -738,9 +702,14 @@ class Session:
         if ids:
             self.attempt(f"echo {self.num_asked}", lambda: self.ask_echo(self.num_asked, ids), [])
 
+    def ask(self, name: str, *args: Any, env_ids: list[int] | None = None) -> list[Any]:
+        """Call a method of some envs."""
+        answers: list[Any] = self.env.call(name, *args, env_ids=env_ids)
+        return answers
+
     def ask_echo(self, number: int, env_ids: list[int] | None = None) -> None:
         """Call the envs' `echo` with a number."""
-        answers = self.env.call("echo", number, env_ids=env_ids)
+        answers = self.ask("echo", number, env_ids=env_ids)
         if answers != [[[number], {}]] * (self.num_envs if env_ids is None else len(env_ids)):
             raise Violation(f"asked {number}, got {answers}")
 
@@ -749,11 +718,7 @@ class Session:
             return
         marks = [self.rng.randrange(100) for _ in range(self.num_envs)]
 
-        def mark() -> bool:
-            self.env.set("mark", marks)
-            return True
-
-        if self.attempt(f"set mark {marks}", mark, []):
+        if self.attempt(f"set mark {marks}", lambda: self.env.set("mark", marks), []):
             losses = self.num_losses
             found = self.attempt("get mark", lambda: self.env.get("mark"), [])
             if found is not None and found != marks and losses == self.num_losses and not self.num_kills:
@@ -782,35 +747,23 @@ class Session:
             return
         (state, at, ended), self.saved = self.saved, None
 
-        def load() -> bool:
-            self.env.load_state_dict(state)
-            return True
-
         self.oracle.reseeded(None)  # should the call be broken off
-        if self.attempt("load_state_dict", load):
+        if self.attempt("load_state_dict", lambda: self.env.load_state_dict(state)):
             kept = state["executor"]
             self.oracle.load(at, ended, kept["seed"], kept["episodes"])
             self.doubt.clear()
             self._learn(self._idle())
 
-    def _infos(self) -> None:
-        """Step, and compare the infos with the rows."""
-        if self.setting.options.get("infos") != "plain" or not self._ready():
-            return
-        td = self._acted(list(range(self.num_envs)))
-        made = self.attempt("step_and_maybe_reset with infos", lambda: self.env.step_and_maybe_reset(td))
-        if made is None:
-            return
-        self.take_steps(made[0], list(range(self.num_envs)), after=made[1], has_root=False)
-        lost = made[0]["next", "interrupted"].flatten().tolist()
-        for section, batch in (("next", made[0]["next"]), ("root", made[1])):
+    def _check_infos(self, td: Any, root: Any) -> None:
+        """Compare the infos of a step of all envs with its rows."""
+        lost = td["next", "interrupted"].flatten().tolist()
+        for section, batch in (("next", td["next"]), ("root", root)):
             infos = self.env.infos(section)
-            for env_id, part in enumerate(self._parts(batch, list(range(self.num_envs)))):
+            for (env_id, _), row, _ in self._roots(batch, self.everyone):
                 reported = infos[env_id].get("where")
                 if reported is None and (section == "root" or lost[env_id]):
                     continue
-                row = Row(*map(int, self._observed(part, env_id)[0, 0]))
-                if not lost[env_id] and reported != [row.nonce, row.episode, row.t]:
+                if not lost[env_id] and reported != [*row.key]:
                     raise Violation(f"the info of env {env_id} ({section}) is of {reported}, its row of {row}")
 
     @property
@@ -854,52 +807,27 @@ class Session:
         words[1], words[2] = how, countdown
         words[0] = when
 
-    def _pid(self) -> int:
+    def _kill(self) -> None:
+        """Kill a worker at once, or within the next calls."""
+        if self.setting.is_serial:
+            return
         pool = self.executor.engine.pool
         worker_id = self.rng.randrange(len(getattr(pool, "worker_ids", range(1))))
-        self.victim = worker_id
-        return int(pool.pid_of(worker_id))
-
-    def _kill(self) -> None:
-        if self.setting.is_serial:
-            return
-        pid = self._pid()
+        pid = int(pool.pid_of(worker_id))
+        delay_s = self.rng.choice([0.0, 0.01]) * self.rng.random()
         self.num_kills += 1
-        self.watch.note(f"kill worker {self.victim}")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        if self.rng.random() < 0.6:
-            _await_death(pid)
-
-    def _kill_soon(self) -> None:
-        if self.setting.is_serial:
-            return
-        pid, delay = self._pid(), self.rng.random() * 0.01
-        self.num_kills += 1
-        self.watch.note(f"kill worker {self.victim} in {1000 * delay:.1f} ms")
-
-        def kill() -> None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-        timer = threading.Timer(delay, kill)
+        self.watch.note(f"kill worker {worker_id} in {1000 * delay_s:.1f} ms")
+        timer = threading.Timer(delay_s, _kill, (pid,))
         timer.start()
         self.timers = [one for one in self.timers if one.is_alive()] + [timer]
+        if not delay_s and self.rng.random() < 0.6:
+            timer.join()
+            await_death(pid)
 
-    def _early(self) -> None:
-        """Make calls that must be refused."""
-        if self.pending and not self.setting.is_serial:
-            before = dict(self.oracle.steps)
-            try:
-                self.watch.begin("step of pending envs")
-                self.env.step(self._acted(list(range(self.num_envs))))
-            except Busy:
-                return
-            except (WorkerLost, WorkerTimeout, ResetNeeded):
-                if not self._may_lose():
-                    raise
-                return
-            raise Violation(f"envs {list(self.pending)} were sent, and stepped: {before}")
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _is_equal(one: Any, other: Any) -> bool:
@@ -910,10 +838,3 @@ def _is_equal(one: Any, other: Any) -> bool:
         if isinstance(value, torch.Tensor) and not torch.equal(value, other.get(key)):
             return False
     return True
-
-
-def _await_death(pid: int) -> None:
-    end = time.monotonic() + 5
-    with contextlib.suppress(OSError):
-        while Path(f"/proc/{pid}/cmdline").read_bytes() and time.monotonic() < end:
-            time.sleep(0.002)

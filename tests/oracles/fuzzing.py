@@ -6,26 +6,22 @@ purpose, and compares every row with the envs' diary (see `tests.oracles.fuzz_en
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import functools
 import gc
 import os
-import shutil
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 
-from envherd.executor.pools.zygote import end_idle
 from envherd.workers.seeding import episode_seed
+from tests.faults.matrix import _held, _left
 from tests.oracles.fuzz_envs import FIELDS, RECORD, Kind, checksum
 
 #: Number of episodes per root seed whose seeds are known.
@@ -48,6 +44,16 @@ class Row(NamedTuple):
     seed: int
     level: int
     checksum: int
+
+    @classmethod
+    def of(cls, values: Any) -> Row:
+        """Return the row with some values, `[WIDTH]`."""
+        return cls(*map(int, values))
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Instance, episode and step: the name of the row."""
+        return self.nonce, self.episode, self.t
 
     def __str__(self) -> str:
         return f"[env {self.env_id}.{self.lane} instance {self.nonce:x} episode {self.episode} t {self.t}]"
@@ -139,7 +145,7 @@ class Oracle:
     def _check_made(self, row: Row, what: str) -> None:
         if row.checksum != checksum(row[:-1]):
             raise Violation(f"{what}: torn row {dict(zip(FIELDS, row, strict=True))}")
-        made = self.made.get((row.nonce, row.episode, row.t))
+        made = self.made.get(row.key)
         if made is None or made[1:] != (row.env_id, row.lane, row.action, row.seed):
             raise Violation(f"{what}: {row} {tuple(row)} was never made (the diary has {made})")
 
@@ -183,7 +189,7 @@ class Oracle:
         elif before is not None and not self.ended[place] and not may_begin:
             raise Violation(f"root of {place}: was at {before}, which had not ended, and is at {row}")
         elif before is None:
-            self.begun.add((row.nonce, row.episode))  # after a broken-off call it continues, or must be reset
+            self.begun.add(row.key[:2])  # after a broken-off call it continues, or must be reset
         else:
             self.begin(place, row, given)
             if done:
@@ -198,9 +204,9 @@ class Oracle:
         self._check_made(row, what)
         if row.t != 0 or row.action != -1:
             raise Violation(f"{what}: expected t 0, got {row} (it was at {self.at[place]})")
-        if (row.nonce, row.episode) in self.begun:
+        if row.key[:2] in self.begun:
             raise Violation(f"{what}: {row} had begun before (it was at {self.at[place]})")
-        self.begun.add((row.nonce, row.episode))
+        self.begun.add(row.key[:2])
         env_id, lane = place
         if row.level != given.level_of(env_id):
             raise Violation(f"{what}: expected level {given.level_of(env_id)}, got {row.level}")
@@ -234,7 +240,7 @@ class Oracle:
         """
         self.at, self.ended = dict(at), dict(ended)
         self.root_seed, self._latest = root_seed, {place: episodes[place[0]] - 1 for place in at}
-        latest = {(row.nonce, row.episode): row.t for row in at.values() if row is not None}
+        latest = {row.key[:2]: row.t for row in at.values() if row is not None}
         self.handed_out = {key for key in self.handed_out if key[2] <= latest.get(key[:2], key[2])}
 
     def follow(self, place: Place, one: Transition) -> None:
@@ -246,7 +252,7 @@ class Oracle:
                 raise Violation(f"{what}: was at {before}, the root says {one.root}")
             if before is None:
                 self._check_made(one.root, f"root of {what}")
-                self.begun.add((one.root.nonce, one.root.episode))
+                self.begun.add(one.root.key[:2])
             before = one.root
         if self.at[place] is not None and self.ended[place]:
             raise Violation(f"{what}: stepped after its end, from {before} to {after}")
@@ -265,30 +271,19 @@ class Oracle:
         after = one.next
         if (after.env_id, after.lane) != place:
             raise Violation(f"{what}: got a row of {after}")
-        if before is not None and after[:4] != before[:4]:
+        if before is not None and (after[:4] != before[:4] or after.t != before.t + 1):
             raise Violation(f"{what}: from {before} to {after}")
-        if before is not None and after.t != before.t + 1:
-            raise Violation(f"{what}: from {before} to {after}")
-        key = (after.nonce, after.episode, after.t)
-        if key in self.handed_out:
+        if after.key in self.handed_out:
             raise Violation(f"{what}: {after} was handed out before")
-        self.handed_out.add(key)
+        self.handed_out.add(after.key)
         if after.action != one.action:
             raise Violation(f"{what}: action {one.action}, the env got {after.action}: {after}")
-        kind = self.made[key][0]
+        kind = self.made[after.key][0]
         if (one.terminated, one.truncated) != (kind == Kind.TERMINATED, kind == Kind.TRUNCATED):
             raise Violation(f"{what}: {after} terminated {one.terminated}, truncated {one.truncated}: it was {kind!r}")
         if one.reward != after.t + after.action / 8:
             raise Violation(f"{what}: reward {one.reward}, expected that of {after}")
         self.num_transitions += 1
-
-
-def rows_of(observation: Any) -> list[Any]:
-    """Return an observation `[..., WIDTH]` as nested lists whose innermost are `Row`."""
-    values = np.asarray(observation)
-    if values.ndim == 1:
-        return Row(*(int(value) for value in values.tolist()))  # type: ignore[return-value]
-    return [rows_of(one) for one in values]
 
 
 # ---- cases -------------------------------------------------------------------------------------
@@ -302,7 +297,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._before: tuple[set[int], set[str]] | None = None
+        self._before: Any = None
 
     def begin(self, what: str) -> None:
         """Print the next operation; it has `HANG_S` seconds from now."""
@@ -320,41 +315,13 @@ class Watch:
     def look(self) -> None:
         """Record this process's resources before a case."""
         resource_tracker.ensure_running()  # it lives as long as the process
-        self._before = self._held()
-
-    def _held(self) -> tuple[set[int], set[str]]:
-        children = {child.pid for child in psutil.Process().children(recursive=True)}
-        descriptors = set()
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                descriptors.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
-        return children, descriptors
+        self._before = _held()
 
     def check_leftovers(self) -> None:
         """Require that this process holds no more resources than before; end a helper that is kept."""
         gc.collect()
-        end_idle()
-        if self._before is None:
-            return
-        end = time.monotonic() + 8
-        while True:
-            children, descriptors = self._held()
-            gained = {*children - self._before[0], *descriptors - self._before[1]}
-            if not gained:
-                return
-            if time.monotonic() > end:
-                raise Violation(f"left behind: {gained}")
-            time.sleep(0.02)
-
-
-@contextlib.contextmanager
-def new_folder() -> Iterator[str]:
-    """Make a folder for one executor's diary and traps."""
-    folder = tempfile.mkdtemp(prefix="envherd-fuzz-")
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if gained := _left(self._before):
+            raise Violation(f"left behind: {gained}")
 
 
 Run = Callable[[int, str, Watch, int], None]

@@ -6,14 +6,12 @@ tensors that are returned and written again in place, `extras` as one permanent 
 `reset_time_outs`, `episode_length_buf`, `common_step_counter`, `cfg.compute_final_obs`, observation noise, `reset` of
 direct envs without and of manager-based ones with `env_ids`, observation groups with histories, and one simulation
 context in a process. Written from IsaacLab's documentation and interface; none of its code is here.
-
-In addition it has a ledger of each row's physics steps, with the row's state before and after.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import gymnasium
@@ -33,12 +31,10 @@ class Cfg:
     compute_final_obs: bool | None = None  # None: of IsaacLab 2, which has no such setting
     resets_by_mask: bool = False  # as IsaacLab 3 does for some simulators, without a call of `_reset_idx`
     reuses_buffers: bool = True
-    keeps_actions: bool = False
     noise: float = 0.0
     history_length: int = 0
     num_discrete: int = 0
     resets_too_many: bool = False
-    tells_episode: bool = True
     observation_noise_model: Any = None
 
 
@@ -68,35 +64,14 @@ class Scene:
         self.num_envs = num_envs
         self.place = torch.zeros(num_envs, device=device)
         self.speed = torch.zeros(num_envs, device=device)
-        self.episode = torch.full((num_envs,), -1, dtype=torch.long, device=device)
 
     def reset(self, env_ids: torch.Tensor) -> None:
         count = len(env_ids)
         self.place[env_ids] = torch.rand(count, device=self.place.device) * 0.6 - 0.3
         self.speed[env_ids] = torch.rand(count, device=self.place.device) * 0.2 - 0.1
-        self.episode[env_ids] += 1
 
     def write_data_to_sim(self) -> None:
         """Nothing is deferred here."""
-
-
-@dataclass
-class Entry:
-    """One physics step of all rows."""
-
-    before: torch.Tensor
-    after: torch.Tensor
-    episode: torch.Tensor
-    length: torch.Tensor
-    action: torch.Tensor
-
-
-@dataclass
-class Ledger:
-    """All that ever happened in a simulator."""
-
-    steps: list[Entry] = field(default_factory=list)
-    resets: list[list[int]] = field(default_factory=list)
 
 
 class _BatchedEnv(gymnasium.Env[Any, Any]):
@@ -121,7 +96,6 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
         self.reset_buf = torch.zeros_like(self.reset_terminated)
         self.reward_buf = torch.zeros(cfg.num_envs, device=cfg.device)
         self.previous_actions = self.actions = torch.zeros(cfg.num_envs, 1, device=cfg.device)
-        self.ledger = Ledger()
         if cfg.num_discrete:
             self.single_action_space: Any = gymnasium.spaces.Discrete(cfg.num_discrete)
         else:
@@ -150,27 +124,21 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
         self.given = action
         action = action.to(self.device)
         self.previous_actions = self.actions
-        self.actions = action if self.cfg.keeps_actions else action.clone()
-        before = self.state()
+        self.actions = action.clone()
         force = self.actions[:, 0].float() * 0.05
         self.scene.speed += force + (self.actions - self.previous_actions)[:, 0].float() * 0.01
         self.scene.place += self.scene.speed
         self.episode_length_buf += 1
         self.common_step_counter += 1
-        lengths = self.episode_length_buf.clone()
-        episodes = self.scene.episode.clone()
-        self.ledger.steps.append(Entry(before, self.state(), episodes, lengths, self.actions.clone()))
         self.reset_terminated[:] = self.scene.place.abs() > LIMIT
         self.reset_time_outs[:] = self.episode_length_buf >= self.max_episode_length
         self.reset_buf = self.reset_terminated | self.reset_time_outs
         self.reward_buf[:] = 1.0 - self.scene.place.abs()
 
     def state(self) -> torch.Tensor:
-        """Return `[B, 4]`: place, speed, episode (counted over all resets, or 0), steps made in it."""
-        scene = self.scene
-        episode = scene.episode.float() if self.cfg.tells_episode else torch.zeros_like(scene.place)
-        columns = (scene.place, scene.speed, episode, self.episode_length_buf.float())
-        return torch.stack(columns, 1)
+        """Return `[B, 4]`: place, speed, 0, steps made in the episode."""
+        place = self.scene.place
+        return torch.stack((place, self.scene.speed, torch.zeros_like(place), self.episode_length_buf.float()), 1)
 
     def reset_ended(self, ids: torch.Tensor) -> None:
         """Reset rows as a step does."""
@@ -189,7 +157,6 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
         self._reset_rows(env_ids)
 
     def _reset_rows(self, env_ids: torch.Tensor) -> None:
-        self.ledger.resets.append(env_ids.tolist())
         self.scene.reset(env_ids)
         self.actions = self.actions.clone()
         self.actions[env_ids] = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -29,10 +28,6 @@ ROOT_SEED = 7
 NUM_FRAMES, NUM_COLUMNS, TARGET = 3, 4, 5
 #: Words with durations or process ids, which differ between runs.
 _CLOCKS = {"busy_ns", "since_ns", "answered_ns", "reset_ns", "step_bins", "pid"}
-
-
-class NoToken(Exception):
-    """The loop waits without a token."""
 
 
 class Side:
@@ -70,9 +65,9 @@ class Side:
         self.bells = np.zeros(2 * DOORBELL_BYTES, np.uint8)
         self.go, self.done = (Doorbell.create(self.bells, at) for at in (0, DOORBELL_BYTES))
         self.mail: list[Any] = []
-        self.num_read = 0
+        self.num_read = self.num_tidied = 0
         kind = NativeLoop if way == "loop" else Loop
-        self.loop = kind(self.block, self.slab, (self.go, self.done), self._read_mail, lambda: None)
+        self.loop = kind(self.block, self.slab, (self.go, self.done), self._read_mail, self._tidy)
         self.native = self.loop.make() if isinstance(self.loop, NativeLoop) else None
         for env in self.envs:
             env.phase = lambda phase=self.words["phase"]: int(phase[1])
@@ -81,6 +76,9 @@ class Side:
         self.num_read += 1
         message = self.mail.pop(0)
         return None if message is None else (message(), self.num_read)[1]
+
+    def _tidy(self) -> None:
+        self.num_tidied += 1
 
     def send(self, *messages: Callable[[], Any] | None) -> None:
         """Send functions, or None to leave."""
@@ -116,24 +114,18 @@ class Side:
         self.serve()
         return [*self.executed]
 
-    def serve(self) -> bool:
-        """Let the loop use one token; return whether it goes on."""
-        if self.native is not None:
-            goes_on: bool = self.native.serve()
-            return goes_on
-        tokens = iter((True,))
+    def serve(self, num_tokens: int = 1) -> bool:
+        """Let the loop use some tokens; return whether it goes on."""
+        serve = self.loop.server() if self.native is None else self.native.serve
+        return all(serve() for _ in range(num_tokens))
 
-        def wait() -> bool:
-            if next(tokens, None) is None:
-                raise NoToken
-            return True
+    def num_rings(self) -> int:
+        """Return how often the loop has rung since the last time."""
+        return sum(1 for _ in iter(self.done.try_wait, False))  # noqa: FBT003  # the value that ends it
 
-        self.loop._go = SimpleNamespace(wait=wait)
-        try:
-            self.loop.run()
-        except NoToken:
-            return True
-        return False
+    def owing(self) -> list[int]:
+        """Return the envs whose commands have no answer yet."""
+        return np.flatnonzero(self.words["command_seq"] != self.words["reply_seq"]).tolist()
 
     def state(self) -> dict[str, Any]:
         """Return all state that a parent can see, what the envs were passed, and the number of rings."""
@@ -143,7 +135,7 @@ class Side:
         state["frames"] = self.slab.buffer[start : self.slab.plan.ring_nbytes].tobytes()
         state["storage"] = self.storage_bytes.tobytes()
         state["reports"] = [{k: v for k, v in report.items() if k != "traceback"} for report in self.reports]
-        state["rings"] = sum(1 for _ in iter(self.done.try_wait, False))  # noqa: FBT003  # the value that ends it
+        state["rings"] = self.num_rings()
         slots = self.block.slots.values()
         state["slots"] = [(int(s.state[0]), s.prepared) for s in slots]
         state["rows"] = self._infos()

@@ -210,13 +210,6 @@ def _copied(values: Values) -> Values:
     return {key: np.array(value) for key, value in values.items()}
 
 
-def _of_agents(values: Sequence[torch.Tensor]) -> np.ndarray:
-    import torch
-
-    array: np.ndarray = torch.stack(list(values), 1).numpy()
-    return array
-
-
 def _of_tensors(observations: Any, key: Key = ()) -> Values:
     if not isinstance(observations, Mapping):
         return {key or ("observation",): observations.numpy().copy()}

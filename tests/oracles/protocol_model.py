@@ -13,18 +13,14 @@ Checked in every reachable state:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from envherd.workers.protocol import PARENT_STEPS, WORKER_STEPS
+from tests.oracles.exploring import Violation, explore
 
 DEAD, BUILDING = -1, -2
-
-
-class Violation(AssertionError):
-    """A state that must not be reachable."""
 
 
 class Worker(NamedTuple):
@@ -218,6 +214,17 @@ class Protocol:
         else:
             yield w._replace(at=following), int(what == "done")
 
+    def explore(self) -> int:
+        """Visit every state; return how many there are.
+
+        Raises:
+            Violation: see the module.
+        """
+        return explore(self.start(), self._sorted_moves, lambda s: s.phase == "over")
+
+    def _sorted_moves(self, s: State) -> Iterator[State]:
+        return (moved._replace(workers=tuple(sorted(moved.workers))) for moved in self.moves(s))
+
     def moves(self, s: State) -> Iterator[State]:
         """Yield every state after one step of any side, or one death."""
         yield from self.parent_moves(s)
@@ -242,35 +249,3 @@ def _wake_worker(w: Worker) -> Worker:
 
 def _is_idle(s: State) -> bool:
     return all(w.command_seq == w.reply_seq for w in s.workers)
-
-
-def explore(protocol: Protocol) -> int:
-    """Visit every state; return how many there are.
-
-    Raises:
-        Violation: see the module.
-    """
-    first = protocol.start()
-    before: dict[State, list[State]] = {first: []}
-    left = deque([first])
-    while left:
-        state = left.popleft()
-        for moved in protocol.moves(state):
-            sorted_state = moved._replace(workers=tuple(sorted(moved.workers)))
-            known = before.get(sorted_state)
-            if known is None:
-                before[sorted_state] = [state]
-                left.append(sorted_state)
-            else:
-                known.append(state)
-    ends = [state for state in before if state.phase == "over"]
-    reached, stack = set(ends), list(ends)
-    while stack:
-        for earlier in before[stack.pop()]:
-            if earlier not in reached:
-                reached.add(earlier)
-                stack.append(earlier)
-    stuck = next((state for state in before if state not in reached), None)
-    if stuck is not None:
-        raise Violation(f"a deadlock: the end cannot be reached from {stuck}")
-    return len(before)

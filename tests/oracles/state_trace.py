@@ -45,18 +45,9 @@ class StateTrace:
         exchange, facts = exchange_natively(*args), args[-1]
         values, everyone = facts["states"], range(len(facts["states"]))
 
-        def send(op: int, ids: np.ndarray, actions: Any) -> Any:
-            return self._watch(
-                values, lambda: exchange.send(op, ids, actions), lambda: dict.fromkeys(ids.tolist(), op), self.in_c
-            )
-
-        def take(count: int, memory: Any, before: Any, ids: np.ndarray) -> Any:
-            return self._watch(
-                values,
-                lambda: exchange.take(count, memory, before, ids),
-                lambda: {i: _answer_of(facts, i) for i in ids.tolist()},
-                self.in_c,
-            )
+        def watched(name: str, events_of: Callable[..., Mapping[int, Any]]) -> Callable[..., Any]:
+            call = getattr(exchange, name)
+            return lambda *given: self._watch(values, lambda: call(*given), lambda: events_of(*given), self.in_c)
 
         def step(op: int, target: Any, column: int, serve: Any, draft: Any) -> Any:
             """Note the command when it is given, before the draft, and the answers afterwards."""
@@ -82,11 +73,6 @@ class StateTrace:
             self._watch(values, lambda: values.__setitem__(..., after), lambda: answers, self.in_c)
             return pair
 
-        def give(op: int, target: Any, column: int, serve: Any) -> None:
-            self._watch(
-                values, lambda: exchange.give(op, target, column, serve), lambda: dict.fromkeys(everyone, op), self.in_c
-            )
-
         def land(target: Any) -> int:
             found: list[int] = []
             self._watch(
@@ -98,7 +84,14 @@ class StateTrace:
             return found[0]
 
         others = {name: getattr(exchange, name) for name in ("may_step", "wait", "roots")}
-        return SimpleNamespace(**others, step=step, give=give, land=land, send=send, take=take)
+        return SimpleNamespace(
+            **others,
+            step=step,
+            land=land,
+            give=watched("give", lambda op, *_: dict.fromkeys(everyone, op)),
+            send=watched("send", lambda op, ids, _: dict.fromkeys(ids.tolist(), op)),
+            take=watched("take", lambda *given: {i: _answer_of(facts, i) for i in given[-1].tolist()}),
+        )
 
     def _watch(
         self,

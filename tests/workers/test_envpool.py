@@ -23,20 +23,6 @@ def pool(task="CartPole-v1", env_type="gymnasium", **config):
     return envpool.make(task, env_type=env_type, **{"num_envs": N, "num_threads": 1, "max_episode_steps": 20, **config})
 
 
-def test_ten_thousand_steps_hold_no_step_that_was_a_reset():
-    num_steps, num_wrong = 50, 0
-    with SerialEnv(1, lambda: pool(num_envs=20), seed=0, options=ExecutorOptions(infos=("elapsed_step",))) as env:
-        for _ in range(10):
-            data = env.rollout(num_steps, break_when_any_done=False)
-            before, after = data["info", "elapsed_step"], data["next", "info", "elapsed_step"]
-            num_wrong += int((after != before + 1).sum()) + int((data["next", "reward"] == 0).sum())
-            goes_on = ~data["next", "done"][:, :-1, :, 0]
-            num_wrong += int((before[:, 1:] != after[:, :-1] * goes_on).sum())
-            follows = (data["observation"][:, 1:] == data["next", "observation"][:, :-1]).all(-1)
-            num_wrong += int((follows != goes_on).sum())
-    assert num_wrong == 0
-
-
 def test_a_seed_set_again_gives_the_same_data():
     with SerialEnv(1, lambda: pool(max_episode_steps=5), seed=3) as env:
         env.set_seed(4)

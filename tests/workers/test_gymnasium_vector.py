@@ -1,5 +1,6 @@
 """Gymnasium vector envs: the three modes, true last observations, and refusals."""
 
+import contextlib
 from functools import partial
 from typing import ClassVar
 
@@ -14,8 +15,10 @@ from envherd.executor import ParallelEnv, SerialEnv
 from envherd.workers import seeding
 from envherd.workers.adapters.gymnasium.vector import GymnasiumVectorAdapter
 from envherd.workers.errors import EnvError, ResetNeeded, SpecError
+from tests.contracts.families import FAMILIES
 from tests.envs.vector_envs import LoopVectorEnv, TellingEnv, invalid_transitions
 from tests.extras import needs, skip_without
+from tests.oracles.driving import Driven
 
 pytestmark = pytest.mark.preloads()
 
@@ -30,17 +33,6 @@ def sync(mode, num_rows=3, *, reuses_buffer=True, copy=False):
 
 def async_(mode, num_rows=2, **kwargs):
     return AsyncVectorEnv([TellingEnv] * num_rows, autoreset_mode=mode, **kwargs)
-
-
-def statistics_of(mode):
-    return gym.wrappers.vector.RecordEpisodeStatistics(sync(mode))
-
-
-def herd(kind, num_envs, make, **kwargs):
-    """Run a vector env; an AsyncVectorEnv, which keeps memory as long as its process lives, in a separate process."""
-    return (
-        ParallelEnv(num_envs, make, num_workers=1, **kwargs) if kind == "async" else SerialEnv(num_envs, make, **kwargs)
-    )
 
 
 def test_a_row_that_ended_stays_so_until_it_is_reset():
@@ -82,7 +74,7 @@ def test_rows_see_no_mask_and_only_the_callers_options():
 
 
 def test_a_mask_reaches_wrappers_whose_env_takes_it_out():
-    with SerialEnv(1, lambda: statistics_of(DISABLED), seed=0) as env:
+    with SerialEnv(1, lambda: gym.wrappers.vector.RecordEpisodeStatistics(sync(DISABLED)), seed=0) as env:
         td = env.reset()
         for _ in range(2):
             td = env.step(env.rand_action(td))["next"]
@@ -125,7 +117,9 @@ def test_a_lost_last_observation_is_found_out(kind):
             return LoopVectorEnv(3, SAME, loses_ends=True)
         return AsyncVectorEnv([partial(TellingEnv, reuses_buffer=True)] * 2, autoreset_mode=SAME)
 
-    with herd(kind, 1, make, seed=0) as env, pytest.raises(EnvError, match=r"it reuses its buffer.*DISABLED"):
+    # An AsyncVectorEnv keeps memory as long as its process lives.
+    executor = ParallelEnv if kind == "async" else SerialEnv
+    with executor(1, make, seed=0) as env, pytest.raises(EnvError, match=r"it reuses its buffer.*DISABLED"):
         env.rollout(30, break_when_any_done=False)
 
 
@@ -345,20 +339,8 @@ def atari(mode, **kwargs):
 
 @pytest.mark.slow
 def test_rows_of_an_atari_env_are_those_of_a_plain_loop():
-    native, num_ends = atari(SAME), 0
-    with SerialEnv(1, lambda: atari(SAME), seed=7) as env:
-        td = env.reset()
-        here, _ = native.reset(seed=seeding.episode_seed(7, 0, 0) % (2**31 - 2))
-        for _ in range(16):
-            assert np.array_equal(td["observation"][0].numpy(), here)
-            stepped, td = env.step_and_maybe_reset(env.rand_action(td))
-            here, reward, terminated, truncated, infos = native.step(stepped["action"][0].numpy())
-            done = terminated | truncated
-            there = infos["final_obs"] if done.any() else here
-            assert np.array_equal(stepped["next", "observation"][0].numpy()[done], there[done])
-            assert np.array_equal(stepped["next", "observation"][0].numpy()[~done], here[~done])
-            assert np.array_equal(stepped["next", "truncated"][0, :, 0].numpy(), truncated)
-            assert np.array_equal(stepped["next", "reward"][0, :, 0].numpy(), reward)
-            num_ends += int(done.sum())
-    native.close()
-    assert num_ends >= 4
+    skip_without("atari")
+    family = FAMILIES["vector_atari_same_step"]
+    with SerialEnv(1, family.make_env, seed=7) as env, contextlib.closing(Driven(family, env, 7)) as driven:
+        assert driven.roll(60)[1] == 0
+        assert driven.step_fused(60) > 0

@@ -2,131 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from envherd.shm.segment import Segment
-from envherd.shm.slab import NUM_BINS, Slab, plan_slab
-from envherd.shm.sync import DOORBELL_BYTES, Doorbell
-from envherd.workers.block.block import Block
-from envherd.workers.options import BlockOptions
+from envherd.shm.slab import NUM_BINS
 from envherd.workers.process import loop as loop_module
-from envherd.workers.process.loop import Loop
-from envherd.workers.protocol import RING, Flag, Op, pack
+from envherd.workers.protocol import Flag, Op
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.envs import PlainAdapter
-
-NUM_ENVS = 3
-
-
-class NoToken(Exception):
-    """The loop waits without a token."""
-
-
-class Worker:
-    """Worker 1 of two, which serves all envs but the first; the test is the parent."""
-
-    def __init__(self, segment: Segment) -> None:
-        plan = plan_slab([CountingEnv().spec] * (NUM_ENVS + 1), num_workers=2, num_ring=2)
-        self.slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))
-        self.words = self.slab.words
-        self.envs = {env_id: CountingEnv(50) for env_id in range(1, NUM_ENVS + 1)}
-        adapters = {env_id: PlainAdapter(env) for env_id, env in self.envs.items()}
-        self.block = Block(1, adapters, 0, lambda frame: None, BlockOptions())
-        self.block.attach(self.slab)
-        buffer = segment.array()
-        self.go, self.done = Doorbell.create(buffer, 0), Doorbell.create(buffer, DOORBELL_BYTES)
-        self.mail: list[Any] = []  # what the test sends: called when it is read
-        self.num_tidied = self.num_read = 0
-        self.executed: list[int] = []
-        self.block.execute = self.execute  # type: ignore[method-assign, assignment]
-        self.loop = Loop(self.block, self.slab, (self.go, self.done), self.read_mail, self.tidy)
-
-    def execute(self, env_id: int, command: int) -> int:
-        self.executed.append(env_id)
-        return Block.execute(self.block, env_id, command)
-
-    def read_mail(self) -> Any:
-        self.num_read += 1
-        message = self.mail.pop(0)
-        return None if message is None else (message(), self.num_read)[1]
-
-    def tidy(self) -> None:
-        self.num_tidied += 1
-
-    def send(self, *messages: Any) -> None:
-        """Send functions, or None to leave."""
-        self.mail += messages
-        self.words["mail_seq"][1] += len(messages)
-
-    def command(self, op: Op, *env_ids: int, flags: int = 0) -> None:
-        for env_id in env_ids:
-            self.words["command"][env_id] = pack(op, RING, 0, flags)
-            self.words["command_seq"][env_id] = self.words["command_seq"].max() + 1
-
-    def serve(self, num_tokens: int = 1) -> bool:
-        """Let the loop use some tokens; return whether it has exited before needing another."""
-        tokens = iter(range(num_tokens))
-
-        def wait() -> bool:
-            if next(tokens, None) is None:
-                raise NoToken
-            return True
-
-        self.loop._go = SimpleNamespace(wait=wait)
-        try:
-            self.loop.run()
-        except NoToken:
-            return False
-        return True
-
-    def num_rings(self) -> int:
-        count = 0
-        while self.done.try_wait():
-            count += 1
-        return count
-
-    def owing(self) -> list[int]:
-        return np.flatnonzero(self.words["command_seq"] != self.words["reply_seq"]).tolist()
+from tests.oracles.native_sides import Side
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
-    segment = Segment.create(2 * DOORBELL_BYTES)
-    yield Worker(segment)
-    segment.close()
+def worker() -> Side:
+    return Side([PlainAdapter(CountingEnv(50)) for _ in range(3)], "python")
 
 
 def test_only_its_own_envs_are_served(worker):
-    worker.command(Op.RESET, 0, 1, 2, 3)
+    worker.command(Op.RESET, [0, 1, 2, 3])
     worker.serve()
     assert worker.owing() == [0]
     assert worker.executed == [1, 2, 3]
-    assert [env.episode for env in worker.envs.values()] == [0, 0, 0]
+    assert [env.episode for env in worker.envs] == [0, 0, 0]
 
 
 def test_the_order_of_a_number_and_of_what_it_announces_is_kept(worker, monkeypatch):
     seen = []
     monkeypatch.setattr(loop_module, "keep_order", lambda: seen.append((worker.owing(), list(worker.executed))))
-    worker.command(Op.RESET, 1, 2)
+    worker.command(Op.RESET, [1, 2])
     worker.serve()
     assert seen == [([1, 2], []), ([1, 2], [1]), ([2], [1, 2])]
 
 
 def test_a_command_is_carried_out_once_however_many_tokens_come(worker):
-    worker.command(Op.RESET, 1, 2)
+    worker.command(Op.RESET, [1, 2])
     worker.serve(num_tokens=3)
     assert worker.executed == [1, 2]
 
 
 def test_a_worker_that_must_leave_begins_no_other_command(worker):
-    worker.command(Op.RESET, 1)
+    worker.command(Op.RESET, [1])
     worker.send(None)
-    assert worker.serve(num_tokens=2)
+    assert not worker.serve(num_tokens=2)
     assert worker.executed == []
     assert worker.owing() == [1]
     assert worker.num_rings() == 0
@@ -141,7 +59,7 @@ def test_it_leaves_at_once_when_that_comes_between_a_command_and_its_execution(w
             return super().__iter__()
 
     worker.loop._latest = Late(worker.loop._latest)
-    worker.command(Op.RESET, 1)
+    worker.command(Op.RESET, [1])
     worker.loop._scan()
     assert worker.executed == []
     assert worker.loop._is_leaving
@@ -156,7 +74,7 @@ def test_what_came_by_mail_for_a_command_is_read_before_it(worker):
             return super().__iter__()
 
     worker.loop._latest = Late(worker.loop._latest)
-    worker.command(Op.RESET, 1)
+    worker.command(Op.RESET, [1])
     worker.loop._scan()
     assert order == ["mail, 0 executed"]
     assert worker.executed == [1]
@@ -170,19 +88,19 @@ def test_every_message_is_read_once_and_in_its_order(worker):
 
 
 def test_what_was_sent_one_by_one_is_answered_longest_waiting_first(worker):
-    worker.command(Op.RESET, 3, 1, 2, flags=Flag.EACH)
+    worker.command(Op.RESET, [3, 1, 2], flags=Flag.EACH)
     worker.serve()
     assert worker.executed == [3, 1, 2]
 
 
 def test_a_command_to_all_rings_once_and_sends_ring_when_the_parent_wants_to_know(worker):
-    worker.command(Op.RESET, 1, 2, 3)
+    worker.command(Op.RESET, [1, 2, 3])
     worker.serve()
     assert worker.num_rings() == 1
     for ring_at, expected in ((0, 3), (6, 1), (7, 0)):
         worker.words["answered"][1] = 3
         worker.words["ring_at"][1] = ring_at
-        worker.command(Op.STEP, 1, 2, 3, flags=Flag.EACH)
+        worker.command(Op.STEP, [1, 2, 3], flags=Flag.EACH)
         worker.serve()
         assert (worker.num_rings(), worker.words["answered"][1]) == (expected, 6)
 
@@ -192,13 +110,13 @@ def test_words_say_what_a_worker_is_in_since_when_and_how_long_it_was_busy(worke
     monkeypatch.setattr(loop_module.time, "perf_counter_ns", lambda: next(ticks))
     seen: list[tuple[int, int]] = []
 
-    def execute(*command: int) -> int:
-        status = Worker.execute(worker, *command)
+    def execute(env_id: int, command: int, _weight: int) -> int:
+        status = worker.block.execute(env_id, command)
         seen.append((int(worker.words["phase"][1]), int(worker.words["since_ns"][1])))
         return status
 
-    worker.loop._execute_timed = lambda env_id, number, weight: execute(env_id, number)
-    worker.command(Op.RESET, 1)
+    worker.loop._execute_timed = execute
+    worker.command(Op.RESET, [1])
     worker.words["busy_ns"][1] = 5
     worker.serve()
     assert [(phase != 0, since) for phase, since in seen] == [(True, 100)]
@@ -213,12 +131,12 @@ def test_one_env_of_a_scan_is_timed_for_all_and_each_in_its_turn(worker, monkeyp
     timed: list[int] = []
     execute_timed = worker.loop._execute_timed
     worker.loop._execute_timed = lambda env_id, *more: (timed.append(env_id), execute_timed(env_id, *more))[1]
-    worker.command(Op.RESET, 1, 2, 3)
+    worker.command(Op.RESET, [1, 2, 3])
     worker.loop._scan()
     assert worker.words["reset_ns"].tolist() == [0, 3000]
     assert worker.words["step_bins"].sum() == 0
     for _ in range(3):
-        worker.command(Op.STEP, 1, 2, 3)
+        worker.command(Op.STEP, [1, 2, 3])
         worker.loop._scan()
     assert sorted(timed[1:]) == [1, 2, 3]
     assert worker.words["reset_ns"].tolist() == [0, 3000]

@@ -8,29 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
 from envherd.executor import SerialEnv
 from envherd.workers.errors import EnvError
 from tests.envs import torch_simulators as simulators
+from tests.envs.torch_simulators import masked, recorded
 from tests.oracles.maniskill_standin import make_maniskill, make_maniskill_vector
-
-
-def recorded(make: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-    """Return a factory of an env, and the list to which it adds the simulators that it builds."""
-    built: list[Any] = []
-
-    def make_env() -> Any:
-        env = make(*args, **kwargs)
-        built.append(env.unwrapped)
-        built[-1].resets.clear()
-        return env
-
-    return make_env, built
-
-
-def masked(rows: list[int]) -> TensorDict:
-    return TensorDict({"_reset": torch.tensor([row in rows for row in range(4)]).view(1, 4, 1)}, [1, 4])
 
 
 @pytest.mark.parametrize("make", [make_maniskill, partial(make_maniskill_vector, auto_reset=False)])

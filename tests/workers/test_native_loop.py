@@ -32,12 +32,13 @@ class Alarm(Exception):
     """Raised by the test's signal handler."""
 
 
-def make_side() -> Side:
-    return Side([PlainAdapter(CountingEnv(3)) for _ in range(3)])
+def make_side(way: str = "loop") -> Side:
+    return Side([PlainAdapter(CountingEnv(3)) for _ in range(3)], way)
 
 
-def test_it_serves_until_a_message_says_to_leave():
-    side = make_side()
+@pytest.mark.parametrize("way", ["loop", "python"])
+def test_it_serves_until_a_message_says_to_leave(way):
+    side = make_side(way)
     thread = threading.Thread(target=side.loop.run)
     thread.start()
     for op in (RESET, STEP, STEP):
@@ -52,6 +53,7 @@ def test_it_serves_until_a_message_says_to_leave():
     assert not thread.is_alive()
     assert side.words["env_steps"].tolist() == [0, 2, 2, 2]
     assert not side.done.try_wait()
+    assert not side.go.try_wait()  # it has waited for every token
 
 
 @pytest.fixture
@@ -173,19 +175,13 @@ def test_a_command_is_served_with_its_number_written_after_its_rows():
     seen: list[list[int]] = []
     for adapter in side.adapters.values():
         step = adapter.env.step
-        adapter.env.step = lambda action, step=step: (seen.append(owing(side)), step(action))[1]
-    assert side.done.try_wait()
-    assert side.done.try_wait()
+        adapter.env.step = lambda action, step=step: (seen.append(side.owing()), step(action))[1]
+    assert side.num_rings() == 2
     side.command(STEP, [1, 2, 3])
     side.serve()
     assert seen == [[1, 2, 3], [2, 3], [3]]
-    assert owing(side) == []
-    assert side.done.try_wait()
-    assert not side.done.try_wait()
-
-
-def owing(side: Side) -> list[int]:
-    return np.flatnonzero(side.words["command_seq"] != side.words["reply_seq"]).tolist()
+    assert side.owing() == []
+    assert side.num_rings() == 1
 
 
 def test_constants_of_c_are_those_of_python():

@@ -10,7 +10,6 @@ import pytest
 from envherd.executor.testing import Contract, ContractViolation, check_env_contract
 from envherd.workers.testing import CountingEnv, PlainAdapter
 
-SHARED = np.zeros(2, np.float32)
 CANVAS = np.zeros((4, 4, 3), np.uint8)
 TURN = {"count": 0}
 

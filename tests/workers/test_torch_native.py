@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.testing import Contract
 from envherd.workers.adapters.simulators.native import IsaacLabAdapter, TorchNativeAdapter
 from envherd.workers.errors import EnvError, FactoryError, ResetNeeded
+from tests.contracts.batched_families import isaac_by_hand, reset_direct, reset_managed
+from tests.contracts.family import Family
+from tests.envs import batched_envs
 from tests.envs import torch_simulators as simulators
+from tests.envs.torch_simulators import masked, recorded
 from tests.extras import needs
 from tests.oracles import isaaclab_standin as isaac
+from tests.oracles.driving import Driven
+from tests.oracles.plain_batches import PlainSimulator
+from tests.oracles.plain_loops import Values
 from tests.scale import scaled
 
 
@@ -26,151 +34,87 @@ def _one_simulator_after_another():
     isaac.forget_simulator()
 
 
-def recorded(make: Any, **cfg: Any) -> tuple[Any, list[Any]]:
-    """Return a factory of a simulator, and the list to which it adds what it builds."""
-    built: list[Any] = []
-
-    def make_env() -> Any:
-        built.append(make(**cfg))
-        return built[-1]
-
-    return make_env, built
-
-
-def actions_of(rng: np.random.Generator, num_rows: int) -> torch.Tensor:
-    return torch.from_numpy(rng.normal(0, 1, (1, num_rows, 1)).astype(np.float32))
-
-
 def still(td: Any) -> Any:
     """Do nothing, as a policy."""
     return td.set("action", torch.zeros(*td.batch_size, 1))
 
 
-def masks_of(done: torch.Tensor, rng: np.random.Generator) -> list[torch.Tensor]:
-    """Return reset masks that name all rows that ended between them, and others at random."""
-    extra = torch.from_numpy(rng.random(done.shape) < 0.1) & torch.tensor(bool(rng.random() < 0.3))
-    if rng.random() < 0.5:
-        return [done | extra]
-    part = done & torch.from_numpy(rng.random(done.shape) < 0.5)
-    return [part, (done & ~part) | extra]
-
-
-class Drive:
-    """Steps and resets a stand-in through `SerialEnv`, and compares every row with the simulator's ledger."""
-
-    def __init__(self, make: Any, **cfg: Any) -> None:
-        make_env, self.built = recorded(make, **cfg)
-        self.env = SerialEnv(1, make_env, seed=3)
-        self.simulator = self.built[0].unwrapped
-        self.num_rows = self.simulator.num_envs
-        self.num_invalid = self.num_ends = self.num_forced = 0
-        self.root = self.env.reset()
-        self.history = [self.frames(self.root)] * max(1, self.simulator.cfg.history_length)
-
-    def frames(self, td: Any) -> torch.Tensor:
-        """Return the latest frame of the observation, `[B, 4]`."""
-        return td["policy"][0, :, -4:].clone()
-
-    def step(self, action: torch.Tensor) -> torch.Tensor:
-        """Step, compare, and return the ended rows."""
-        ledger = self.simulator.ledger
-        before = self.frames(self.root)
-        num_steps = len(ledger.steps)
-        following = self.env.step(TensorDict({"action": action}, [1, self.num_rows]))["next"]
-        assert len(ledger.steps) == num_steps + 1
-        entry = ledger.steps[-1]
-        after = self.frames(following)
-        is_valid = (before == entry.before).all(1) & (after == entry.after).all(1)
-        is_valid &= (action[0] == entry.action).all(1)
-        self.num_invalid += int((~is_valid).sum())
-        self.history = [*self.history[1:], after]
-        assert torch.equal(following["policy"][0], torch.cat(self.history, 1))
-        assert torch.equal(following["terminated"][0, :, 0], entry.after[:, 0].abs() > isaac.LIMIT)
-        assert torch.equal(following["truncated"][0, :, 0], entry.length >= self.simulator.max_episode_length)
-        assert torch.equal(following["reward"][0, :, 0], 1 - entry.after[:, 0].abs())
-        done = following["done"][0, :, 0]
-        self.num_ends += int(done.sum())
-        self.root = following
-        return done
-
-    def reset(self, mask: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
-        """Reset the rows in a mask, compare all, and return which rows are done still."""
-        before = {key: value.clone() for key, value in self.root.items(include_nested=True, leaves_only=True)}
-        given = mask.clone()
-        num_resets = len(self.simulator.ledger.resets)
-        root = self.env.reset(TensorDict({"_reset": mask.view(1, -1, 1)}, [1, self.num_rows]))
-        assert torch.equal(mask, given)
-        for key in ("policy", "done", "terminated", "truncated"):
-            assert torch.equal(root[key][0, ~mask], before[key][0, ~mask]), key
-        frames = self.frames(root)
-        assert (frames[mask, 3] == 0).all()
-        self.history = [torch.where(mask[:, None], frames, frame) for frame in self.history]
-        assert torch.equal(root["policy"][0], torch.cat(self.history, 1))
-        assert torch.equal(root["done"][0, :, 0], done & ~mask)
-        newly = sum(map(len, self.simulator.ledger.resets[num_resets:]))
-        assert newly == (self.num_rows if mask.all() else int((mask & ~done).sum()))
-        self.num_forced += newly
-        self.root = root
-        return done & ~mask
-
-    def close(self) -> None:
-        self.env.close()
-
-
-CASES = {
-    "direct": (isaac.make_direct, {}),
-    "direct that publishes": (isaac.make_direct, {"compute_final_obs": True}),
-    "direct with fresh tensors": (isaac.make_direct, {"compute_final_obs": True, "reuses_buffers": False}),
+#: What -> whether it is direct or managed, and its settings.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "direct": ("direct", {}),
+    "direct that publishes": ("direct", {"compute_final_obs": True}),
+    "direct with fresh tensors": ("direct", {"compute_final_obs": True, "reuses_buffers": False}),
     "direct that resets by mask": (
-        isaac.make_direct,
+        "direct",
         {"compute_final_obs": False, "resets_by_mask": True, "reuses_buffers": False},
     ),
-    "wrapped": (isaac.make_wrapped, {}),
-    "managed": (isaac.make_managed, {}),
-    "managed that publishes": (isaac.make_managed, {"compute_final_obs": True}),
+    "wrapped": ("direct", {}),
+    "managed": ("managed", {}),
+    "managed that publishes": ("managed", {"compute_final_obs": True}),
     "managed that resets by mask": (
-        isaac.make_managed,
+        "managed",
         {"compute_final_obs": False, "resets_by_mask": True, "reuses_buffers": False},
     ),
-    "managed with histories": (isaac.make_managed, {"history_length": 3}),
-    "managed with histories that publishes": (isaac.make_managed, {"history_length": 3, "compute_final_obs": True}),
+    "managed with histories": ("managed", {"history_length": 3}),
+    "managed with histories that publishes": ("managed", {"history_length": 3, "compute_final_obs": True}),
 }
+RESET_ROWS = {"direct": reset_direct, "managed": reset_managed}
+
+
+class WithHistory(PlainSimulator):
+    """Observes the latest frames of each row, oldest first; those that IsaacLab publishes at an end lack the last."""
+
+    length: int
+    frames: list[np.ndarray]
+
+    def _observe(self, values: Values) -> Values:
+        return {**values, ("policy",): np.concatenate(self.frames, 1)}
+
+    def reset(self, seed: int, mask: np.ndarray | None = None) -> Values:
+        values = super().reset(seed, mask)
+        now = values["policy",]
+        before = self.frames if mask is not None else [now] * self.length
+        is_new = np.ones((len(now), 1), bool) if mask is None else mask
+        self.frames = [np.where(is_new, now, frame) for frame in before]
+        return self._observe(values)
+
+    def step(self, action: Any) -> Any:
+        values, *rest = super().step(action)
+        self.frames = [*self.frames[1:], values["policy",]]
+        return self._observe(values), *rest
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_row_is_a_step_that_happened(case):
-    make, cfg = CASES[case]
-    drive = Drive(make, num_envs=16, **cfg)
-    rng = np.random.default_rng(7)
-    num_steps = scaled(60, full=640)
-    for _ in range(num_steps):
-        done = drive.step(actions_of(rng, drive.num_rows))
-        for mask in masks_of(done, rng):
-            if mask.any():
-                done = drive.reset(mask, done)
-        assert not done.any()
-    drive.close()
-    assert drive.num_invalid == 0
-    assert drive.num_ends > num_steps
-    assert drive.num_forced > num_steps // 20
-    assert drive.simulator.common_step_counter == num_steps
+    """Beside a simulator that is driven by hand, and publishes its last observations."""
+    kind, cfg = CASES[case]
+
+    class ByHand(WithHistory):
+        length = cfg.get("history_length", 1)
+
+    family = Family(
+        title=case,
+        make_env=partial(batched_envs.isaac, "wrapped" if case == "wrapped" else kind, **cfg),
+        plain=partial(ByHand, partial(isaac_by_hand, kind), RESET_ROWS[kind], resets_itself=True),
+    )
+    with SerialEnv(1, family.make_env, seed=3) as env, contextlib.closing(Driven(family, env, 3)) as driven:
+        num_resets = driven.step_and_reset_at_random(scaled(60, full=640), np.random.default_rng(7))
+    assert num_resets > scaled(60, full=640)
 
 
 def test_rows_that_ended_stay_ended_until_they_are_reset():
-    drive = Drive(isaac.make_direct, max_length=2)
-    drive.step(torch.zeros(1, 4, 1))
-    done = drive.step(torch.zeros(1, 4, 1))
-    assert done.all()
-    only = torch.tensor([True, False, False, True])
-    done = drive.reset(only, done)
-    assert done.tolist() == [False, True, True, False]
-    with pytest.raises(ResetNeeded):
-        drive.env.step(TensorDict({"action": torch.zeros(1, 4, 1)}, [1, 4]))
-    assert drive.simulator.common_step_counter == 2
-    drive.reset(~only, done)
-    drive.step(torch.zeros(1, 4, 1))
-    drive.close()
+    make_env, built = recorded(isaac.make_direct, max_length=2)
+    with SerialEnv(1, make_env, seed=3) as env:
+        env.reset()
+        for _ in range(2):
+            env.step(still(env.current()))
+        root = env.reset(masked([0, 3]))
+        assert root["done"].flatten().tolist() == [False, True, True, False]
+        with pytest.raises(ResetNeeded):
+            env.step(still(root))
+        assert built[0].common_step_counter == 2
+        env.step(still(env.reset(masked([1, 2]))))
 
 
 def test_last_observations_have_the_noise_of_the_step():
@@ -236,7 +180,7 @@ def test_a_simulator_that_resets_by_mask_is_given_the_mask():
     make_env, built = recorded(simulators.Counter)
     with SerialEnv(1, make_env) as env:
         env.reset()
-        env.reset(TensorDict({"_reset": torch.tensor([[[True], [False], [True], [False]]])}, [1, 4]))
+        env.reset(masked([0, 2]))
         assert built[0].masks[-1].tolist() == [True, False, True, False]
 
 
@@ -254,9 +198,8 @@ def test_a_factory_may_declare_what_the_simulator_does_not_say():
 def test_a_reset_with_options_of_rows_that_are_reset_already_is_refused():
     with SerialEnv(1, simulators.SameStep, seed=0) as env:
         env.rollout(3)
-        mask = TensorDict({"_reset": torch.tensor([[[True], [False], [False], [False]]])}, [1, 4])
         with pytest.raises(EnvError, match="in the step in which they end"):
-            env.reset(mask, options={"mass": 2})
+            env.reset(masked([0]), options={"mass": 2})
 
 
 # ---- which envs are torch simulators -------------------------------------------------------------

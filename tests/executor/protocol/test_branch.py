@@ -157,6 +157,19 @@ class TestCopies:
             env.branch(0, [1, 2])
             assert are_equal(data_of(env, 3), 0, 2)
 
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"start_method": "zygote"},
+            {"start_method": "spawn"},
+            {"make": functools.partial(Unforkable, "blas"), "worker_threads": 2},  # threads that survive a fork
+        ],
+    )
+    def test_workers_of_all_kinds(self, options):
+        with walks(2, **options) as env:
+            env.branch(0, [1])
+            assert are_equal(data_of(env, 3), 0, 1)
+
     def test_infos_and_values_outside_the_slab_are_copied(self):
         with walks(2, infos="plain") as env:
             env.step(acting(env, 0))
@@ -218,12 +231,6 @@ class TestPlaces:
             assert not is_running(pids[2])
             wait_for(lambda: env.worker_output(2).split() == ["step", "5"])
             assert env.worker_output(0).split() == [word for n in range(1, 6) for word in ("step", str(n))]
-
-    @pytest.mark.parametrize("start_method", ["zygote", "spawn"])
-    def test_workers_of_both_start_methods(self, start_method):
-        with walks(2, start_method=start_method) as env:
-            env.branch(0, [1])
-            assert are_equal(data_of(env, 3), 0, 1)
 
     def test_other_envs_may_be_under_way(self):
         with walks(4) as env:
@@ -304,11 +311,6 @@ class TestRefusals:
             with pytest.raises(ValueError, match="got a thread 'envherd-worker' of a native library"):
                 env.branch(0, [1])
             assert env.call("num_threads") == [1, 1]
-
-    def test_threads_that_survive_a_fork(self):
-        with walks(2, make=functools.partial(Unforkable, "blas"), worker_threads=2) as env:
-            env.branch(0, [1])
-            assert are_equal(data_of(env, 3), 0, 1)
 
     def test_devices_and_contexts(self, monkeypatch):
         own, given = socket.socketpair()

@@ -1,9 +1,11 @@
 """`ExecutorOptions(episode_statistics=True)`: every row has its episode's return and length so far."""
 
+import contextlib
 import functools
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 
@@ -114,12 +116,20 @@ def test_infos_and_text_stay_beside_them():
         assert data["next"][0, 3]["text"].startswith(f"{seed}:4")
 
 
+def infos_of(ours, theirs, num_steps=80):
+    """Step two vector envs of three CartPoles alike, and yield the infos of both; close them at the end."""
+    rng = np.random.default_rng(0)
+    with contextlib.closing(ours), contextlib.closing(theirs):
+        for _ in range(num_steps):
+            action = rng.integers(0, 2, 3)
+            yield ours.step(action)[-1], theirs.step(action)[-1]
+
+
 @needs("gymnasium")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 def test_the_gymnasium_facade_has_the_infos_of_gymnasiums_wrapper(mode):
     import gymnasium
-    import numpy as np
     from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
     from envherd.executor.facades.gymnasium import AsyncVectorEnv
@@ -127,21 +137,15 @@ def test_the_gymnasium_facade_has_the_infos_of_gymnasiums_wrapper(mode):
     makers = [lambda: gymnasium.make("CartPole-v1")] * 3
     ours = AsyncVectorEnv(makers, num_workers=2, options=ON, autoreset_mode=mode)
     theirs = RecordEpisodeStatistics(gymnasium.vector.SyncVectorEnv(makers, autoreset_mode=mode))
-    rng, ends = np.random.default_rng(0), 0
-    try:
-        assert np.array_equal(ours.reset(seed=1)[0], theirs.reset(seed=1)[0])
-        assert ours.observation_space == theirs.observation_space
-        for _ in range(80):
-            action = rng.integers(0, 2, 3)
-            found, expected = ours.step(action)[-1], theirs.step(action)[-1]
-            assert found.keys() == expected.keys()
-            for name in "rl" if "episode" in expected else "":
-                assert np.array_equal(found["episode"][name], expected["episode"][name])
-            assert np.array_equal(found.get("_episode"), expected.get("_episode"))
-            ends += "episode" in expected
-    finally:
-        ours.close()
-        theirs.close()
+    assert np.array_equal(ours.reset(seed=1)[0], theirs.reset(seed=1)[0])
+    assert ours.observation_space == theirs.observation_space
+    ends = 0
+    for found, expected in infos_of(ours, theirs):
+        assert found.keys() == expected.keys()
+        for name in "rl" if "episode" in expected else "":
+            assert np.array_equal(found["episode"][name], expected["episode"][name])
+        assert np.array_equal(found.get("_episode"), expected.get("_episode"))
+        ends += "episode" in expected
     assert ends > 5
 
 
@@ -149,7 +153,6 @@ def test_the_gymnasium_facade_has_the_infos_of_gymnasiums_wrapper(mode):
 @pytest.mark.slow
 def test_the_sb3_facade_has_the_infos_of_sb3s_monitor():
     import gymnasium
-    import numpy as np
     from stable_baselines3.common.monitor import Monitor
     from stable_baselines3.common.vec_env import DummyVecEnv
 
@@ -160,21 +163,16 @@ def test_the_sb3_facade_has_the_infos_of_sb3s_monitor():
         return gymnasium.wrappers.TransformReward(gymnasium.make("CartPole-v1"), lambda reward: reward / 1024)
 
     ours, theirs = SubprocVecEnv([make] * 3, num_workers=2, options=ON), DummyVecEnv([lambda: Monitor(make())] * 3)
-    rng, ends = np.random.default_rng(0), 0
-    try:
-        for env in (ours, theirs):
-            env.seed(1)
-        assert np.array_equal(ours.reset(), theirs.reset())
-        for _ in range(80):
-            action = rng.integers(0, 2, 3)
-            for mine, other in zip(ours.step(action)[-1], theirs.step(action)[-1], strict=True):
-                assert mine.keys() == other.keys()
-                if "episode" in other:
-                    ends += 1
-                    assert {**mine["episode"], "t": 0} == {**other["episode"], "t": 0}
-    finally:
-        ours.close()
-        theirs.close()
+    for env in (ours, theirs):
+        env.seed(1)
+    assert np.array_equal(ours.reset(), theirs.reset())
+    ends = 0
+    for found, expected in infos_of(ours, theirs):
+        for mine, other in zip(found, expected, strict=True):
+            assert mine.keys() == other.keys()
+            if "episode" in other:
+                ends += 1
+                assert {**mine["episode"], "t": 0} == {**other["episode"], "t": 0}
     assert ends > 5
 
 
@@ -183,16 +181,13 @@ def test_the_sb3_facade_has_the_infos_of_sb3s_monitor():
 def test_the_sb3_facade_gives_each_agent_its_own_return():
     from envherd.executor.facades.sb3 import SubprocVecEnv
 
-    env = SubprocVecEnv([functools.partial(AgentsEnv, 3)] * 2, num_workers=1, options=ON)
-    try:
+    with contextlib.closing(SubprocVecEnv([functools.partial(AgentsEnv, 3)] * 2, num_workers=1, options=ON)) as env:
         env.reset()
         total = sum(env.step([0, 1, 2, 3, 4, 0])[1] for _ in range(2))
         _, reward, _, infos = env.step([0, 1, 2, 3, 4, 0])
         assert [info["episode"]["r"] for info in infos] == (total + reward).tolist()
         assert {info["episode"]["l"] for info in infos} == {3}
         assert env.observation_space.shape == (3,)
-    finally:
-        env.close()
 
 
 @needs("gymnasium")

@@ -24,7 +24,7 @@ import torch
 from gymnasium import spaces
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from envherd.executor import (
     Busy,
@@ -36,7 +36,6 @@ from envherd.executor import (
 from envherd.executor.pools import fast_commands
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.protocol.env_states import NEXT, Event, State
-from envherd.executor.protocol.exchange import Exchange
 from envherd.executor.protocol.plain import Plain
 from envherd.workers import native
 from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv
@@ -189,6 +188,8 @@ def state_of(env: Any) -> dict[str, Any]:
 
 
 def assert_same(one: Any, other: Any) -> None:
+    if isinstance(one, LazyStackedTensorDict):  # of different tasks
+        one, other = one.unbind(0), other.unbind(0)
     if isinstance(one, tuple):
         for mine, theirs in zip(one, other, strict=True):
             assert_same(mine, theirs)
@@ -204,6 +205,8 @@ def assert_same(one: Any, other: Any) -> None:
         if isinstance(mine, torch.Tensor):
             assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), key
             assert mine.detach().numpy().tobytes() == theirs.detach().numpy().tobytes(), key  # also for NaN
+        elif not isinstance(mine, TensorDictBase):
+            assert mine == theirs, key
 
 
 def state_but_mixed(env: Any) -> dict[str, Any]:
@@ -220,19 +223,20 @@ class Pair:
     """Two executors with the same calls, of which C makes those of one; see the module.
 
     Attributes:
-        state: what is compared after every call.
+        state: what is compared after every call, besides the results.
         results: of all calls.
         batches: the latest that each received, for the next `current` and `send`.
         held: batches of each that the caller keeps, with a copy.
     """
 
-    def __init__(self, fast: Any, general: Any) -> None:
+    def __init__(self, fast: Any, general: Any, state: Callable[[Any], Any] | None = None) -> None:
         self.envs = fast, general
-        self.state = state_of
+        self._state = state
+        self.num_envs = fast.num_envs
 
     def play(self, seed: int, deeds: list[tuple[str, int]]) -> None:
-        if not STEPS.issuperset(deed for deed, _ in deeds):
-            self.state = state_but_mixed
+        is_of_all = STEPS.issuperset(deed for deed, _ in deeds)
+        self.state = self._state or (state_of if is_of_all else state_but_mixed)
         self.results: list[list[Any]] = [[], []]
         self.batches: list[Any] = [None, None]
         self.held: list[list[tuple[Any, Any]]] = [[], []]
@@ -269,7 +273,8 @@ class Pair:
 
     # ---- arguments
 
-    def _action(self, env: Any, rng: np.random.Generator, count: int = NUM_ENVS) -> TensorDict:
+    def _action(self, env: Any, rng: np.random.Generator, count: int | None = None) -> TensorDict:
+        count = self.num_envs if count is None else count
         td = TensorDict({}, [count])
         for leaf in env.action_spec:
             if leaf.dtype == "float32":
@@ -284,15 +289,15 @@ class Pair:
         batch = self.batches[side]
         if batch is not None and "env_ids" in batch and rng.random() < 0.5:
             return batch["env_ids"]
-        ids = rng.permutation(NUM_ENVS)[: rng.integers(1, NUM_ENVS + 1)]
+        ids = rng.permutation(self.num_envs)[: rng.integers(1, self.num_envs + 1)]
         ways = [
             lambda: ids,
             lambda: torch.from_numpy(ids),
             ids.tolist,
             lambda: ids.astype(np.int32),
-            lambda: np.isin(np.arange(NUM_ENVS), ids),
+            lambda: np.isin(np.arange(self.num_envs), ids),
             lambda: np.array([ids[0], ids[0]]),
-            lambda: np.array([NUM_ENVS]),
+            lambda: np.array([self.num_envs]),
             lambda: ids.reshape(1, -1),
             lambda: None,
         ]
@@ -300,7 +305,7 @@ class Pair:
 
     def _odd(self, env: Any, rng: np.random.Generator) -> TensorDict:
         """Draw an odd batch, which may be legal."""
-        td, key, count = self._action(env, rng), env.action_spec[0].key, torch.arange(NUM_ENVS).float()
+        td, key, count = self._action(env, rng), env.action_spec[0].key, torch.arange(self.num_envs).float()
         value = td[key]
         changed: list[Callable[[], Any]] = [
             lambda: value.to(torch.int32),
@@ -317,7 +322,7 @@ class Pair:
         ]
         batches: list[Callable[[], Any]] = [
             *(lambda change=change: td.set(key, change()) for change in changed),
-            lambda: Derived(td.to_dict(), [NUM_ENVS]),
+            lambda: Derived(td.to_dict(), [self.num_envs]),
             td.lock_,
             lambda: td.refine_names("env"),
             lambda: td.to("cpu"),
@@ -326,7 +331,7 @@ class Pair:
             lambda: td.set("next", env.current()),
             lambda: td.clone().auto_batch_size_(),
             lambda: td[:2],
-            lambda: TensorDict({}, [NUM_ENVS]),
+            lambda: TensorDict({}, [self.num_envs]),
             lambda: TensorDict({}, []),
             lambda: torch.stack([*td.unbind(0)]),
             lambda: TensorDict.lazy_stack([*td.unbind(0)]),
@@ -338,7 +343,14 @@ class Pair:
     def _revive(self, env: Any, side: int = 0, rng: Any = None) -> None:
         mask = torch.from_numpy(env._engine.states.needs_reset)
         if mask.any():
-            env.reset(TensorDict({"_reset": mask}, [NUM_ENVS]))
+            env.reset(TensorDict({"_reset": mask}, [self.num_envs]))
+
+    def _seed(self, env: Any, side: int, rng: np.random.Generator) -> None:
+        env.set_seed(int(rng.integers(2**31)))
+
+    def _load(self, env: Any, side: int, rng: np.random.Generator) -> Any:
+        env.load_state_dict(env.state_dict())
+        return env.current()
 
     # ---- steps of all envs
 
@@ -357,7 +369,7 @@ class Pair:
         return (env.step, env.step_and_maybe_reset)[rng.integers(2)](self._odd(env, rng))
 
     def _reset(self, env: Any, side: int, rng: np.random.Generator) -> Any:
-        return env.reset(TensorDict({"_reset": torch.from_numpy(rng.random(NUM_ENVS) < 0.5)}, [NUM_ENVS]))
+        return env.reset(TensorDict({"_reset": torch.from_numpy(rng.random(self.num_envs) < 0.5)}, [self.num_envs]))
 
     def _rollout(self, env: Any, side: int, rng: np.random.Generator) -> Any:
         num_steps, auto_reset, breaks = int(rng.integers(1, 6)), bool(rng.integers(2)), bool(rng.integers(2))
@@ -370,7 +382,7 @@ class Pair:
     def _exchange(self, env: Any, side: int, rng: np.random.Generator) -> Any:
         """Send some, and receive them after a refused step of all."""
         self._revive(env)
-        env_ids = rng.permutation(NUM_ENVS)[: rng.integers(1, NUM_ENVS + 1)]
+        env_ids = rng.permutation(self.num_envs)[: rng.integers(1, self.num_envs + 1)]
         env.send(self._action(env, rng)[: len(env_ids)], env_ids)
         with pytest.raises(Busy):
             env.step_and_maybe_reset(self._action(env, rng))
@@ -380,7 +392,7 @@ class Pair:
 
     def _send(self, env: Any, side: int, rng: np.random.Generator) -> None:
         ids = self._ids(env, side, rng)
-        td = self._action(env, rng, NUM_ENVS if ids is None else len(env._exchange.as_ids(ids)))
+        td = self._action(env, rng, self.num_envs if ids is None else len(env._exchange.as_ids(ids)))
         if rng.random() < 0.3 and isinstance(ids, torch.Tensor):
             td, ids = td.set("env_ids", ids), None
         env.send(td, ids, maybe_reset=bool(rng.random() < 0.7))
@@ -394,7 +406,7 @@ class Pair:
         if rng.random() < 0.6:
             kwargs["min_envs"] = int(rng.integers(0 if rng.random() < 0.1 else 1, max(2, count + 1)))
         if rng.random() < 0.3:
-            kwargs["max_envs"] = int(rng.integers(1, NUM_ENVS + 1))
+            kwargs["max_envs"] = int(rng.integers(1, self.num_envs + 1))
         if rng.random() < 0.2:
             kwargs["timeout_s"] = 5.0
         if rng.random() < 0.3:
@@ -526,15 +538,6 @@ def env(shared, monkeypatch):
     return shared
 
 
-@pytest.fixture
-def in_c(monkeypatch):
-    """Make sends and receives in Python fail."""
-    be_patient(monkeypatch)
-    for name in ("send", "recv", "recall"):
-        monkeypatch.setattr(Exchange, name, refuse)
-    monkeypatch.setattr(WorkerPool, "must_look", lambda _: False)
-
-
 @needs_c
 @pytest.mark.parametrize("copy", [True, False])
 def test_plain_steps_and_rollouts_are_made_in_c(copy, monkeypatch):
@@ -551,48 +554,6 @@ def test_plain_steps_and_rollouts_are_made_in_c(copy, monkeypatch):
         assert data["next", "observation"][1, :, 1].tolist() == [9, 10, 11, 12, 13]
         with pytest.raises(AssertionError, match="this was Python's"):
             env.step(td)  # which has a `next`
-
-
-@needs_c
-@pytest.mark.parametrize("with_root", [True, False])
-def test_a_plain_cycle_is_made_in_c(in_c, with_root):
-    """Also when episodes end: each env observes its number of steps since the latest end."""
-    with ParallelEnv(4, functools.partial(CountingEnv, 3), num_workers=2, seed=0) as env:
-        root = env.reset()
-        env.send(root.set("action", torch.tensor([0, 1, 2, 3])))
-        counts, num_ends = [0] * 4, 0
-        for _ in range(24):
-            td = env.recv(2, with_root=with_root)
-            assert ("action" in td, "observation" in td) == (with_root, with_root)
-            env_ids = td["env_ids"]
-            root = env.current(env_ids)
-            for row, env_id in enumerate(env_ids.tolist()):
-                if with_root:
-                    assert td["observation"][row, 1] == counts[env_id]
-                    assert td["action"][row] == env_id
-                counts[env_id] += 1
-                assert td["next", "observation"][row, 1:].tolist() == [counts[env_id], env_id]
-                if td["next", "done"][row]:
-                    counts[env_id], num_ends = 0, num_ends + 1
-                assert root["observation"][row, 1] == counts[env_id]
-            env.send(root.set("action", env_ids))
-        assert sorted(env.recv()["env_ids"].tolist()) == [0, 1, 2, 3]
-        assert num_ends > 10
-
-
-@needs_c
-def test_actions_of_agents_are_sent_in_c(in_c):
-    with ParallelEnv(4, AgentsEnv, num_workers=2, seed=0) as env:
-        env.reset()
-        given = torch.arange(4)[:, None] % torch.tensor([1, 2, 3])
-        env.send(TensorDict({"agents": TensorDict({"action": given}, [4, 3])}, [4]))
-        for _ in range(8):
-            td = env.recv(2)
-            env_ids = td["env_ids"]
-            assert torch.equal(td["agents", "action"], given[env_ids])
-            steps = td["next", "agents", "observation"][..., 1:2].float()
-            assert torch.equal(td["next", "agents", "reward"], steps + given[env_ids][..., None])
-            env.send(env.current(env_ids).set(("agents", "action"), given[env_ids]))
 
 
 # ---- delays, losses and interrupts -------------------------------------------------------------------

@@ -11,22 +11,11 @@ import weakref
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict
 
 from envherd.executor import Busy, Closed, Collector, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
 from envherd.workers.testing import CountingEnv, GlobalRandomEnv, TextEnv
-from tests.executor.calls import both
+from tests.executor.calls import both, ones
 from tests.gates import Gate
-
-
-def ones(td):
-    """Set action 1, also in a lazy stack of different tasks."""
-    for row in td.unbind(0) if isinstance(td, LazyStackedTensorDict) else ():
-        row["action"] = torch.ones((), dtype=torch.int64)
-    if not isinstance(td, LazyStackedTensorDict):
-        td["action"] = torch.ones(td.shape[0], dtype=torch.int64)
-    return td
-
 
 CALLS = {
     "reset": lambda env: env.reset(),

@@ -61,6 +61,22 @@ def cuts(td):
     return td["env_ids"].tolist(), is_cut.flatten().tolist()
 
 
+def stepped(env, way):
+    """Step all envs in one of three ways; return the transitions and the roots after them."""
+    if way == "fused":
+        return env.step_and_maybe_reset(env.current().update(act(env)))
+    if way == "sent":
+        env.send(env.current().update(act(env)))
+        return env.recv(), env.current()
+    data = env.rollout(2, auto_reset=False, break_when_any_done=False)
+    return data[:, 0], data[:, 1]
+
+
+def one_dies(gate):
+    """Return factories of an env that dies in its first step, and of one that waits at a gate in it."""
+    return [functools.partial(FaultyEnv, "kill", step=1), functools.partial(HaltingEnv, gate, 1)]
+
+
 class FlakyBuild(FaultyEnv):
     """Dies in a step; its first successor's process dies during the build."""
 
@@ -170,9 +186,8 @@ class TestReplacing:
             time.sleep(0.4)  # usually the loss is noticed in this time
             gate.open()
 
-        make = [functools.partial(FaultyEnv, "kill", step=1), functools.partial(HaltingEnv, gate, 1)]
         thread = threading.Thread(target=let_through)
-        with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(loss_grace_s=grace_s)) as env:
+        with ParallelEnv(2, one_dies(gate), num_workers=2, options=ExecutorOptions(loss_grace_s=grace_s)) as env:
             env.reset()
             thread.start()
             with pytest.raises(WorkerLost, match="SIGKILL") as caught:
@@ -328,16 +343,8 @@ class TestEnvsThatAreBatches:
             env.reset()
             env.reset(TensorDict({"_reset": torch.tensor([[True, False], [False, False]])}, [2, 2]))
             kill(env, 1)
-            if way == "fused":
-                root = env.step_and_maybe_reset(act(env))[1]
-            elif way == "sent":
-                env.send(act(env))
-                env.recv()
-                root = env.current()
-            else:
-                data = env.rollout(2, auto_reset=False, break_when_any_done=False)
-                assert data["next", "interrupted"].shape == data["next", "done"].shape
-                root = data[:, 1]
+            td, root = stepped(env, way)
+            assert td["next", "interrupted"].shape == td["next", "done"].shape
             assert counters(root)[1] == [0, 0]
             assert (root["observation"][1, :, 0] != 0).all()  # their seeds
 
@@ -372,8 +379,7 @@ class TestWhatTheCallerHears:
     @pytest.mark.parametrize("grace_s", [0.0, 0.4])
     def test_a_loss_is_logged_at_once_and_raised_though_another_env_still_steps(self, tmp_path, caplog, grace_s):
         gate = Gate(tmp_path)
-        make = [functools.partial(FaultyEnv, "kill", step=1), functools.partial(HaltingEnv, gate, 1)]
-        with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(loss_grace_s=grace_s)) as env:
+        with ParallelEnv(2, one_dies(gate), num_workers=2, options=ExecutorOptions(loss_grace_s=grace_s)) as env:
             env.reset()
             began = time.monotonic()
             with caplog.at_level(logging.WARNING, "envherd"), pytest.raises(WorkerLost) as caught:
@@ -390,8 +396,7 @@ class TestWhatTheCallerHears:
 
     def test_of_a_loss_in_what_was_sent_the_others_stay_sent(self, tmp_path):
         gate = Gate(tmp_path)
-        make = [functools.partial(FaultyEnv, "kill", step=1), functools.partial(HaltingEnv, gate, 1)]
-        with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(loss_grace_s=0.0)) as env:
+        with ParallelEnv(2, one_dies(gate), num_workers=2, options=ExecutorOptions(loss_grace_s=0.0)) as env:
             env.reset()
             env.send(act(env))
             with pytest.raises(WorkerLost):
@@ -486,15 +491,7 @@ class TestDeadlines:
         make = functools.partial(Rests, 1)
         with ParallelEnv(1, make, num_workers=1, options=ExecutorOptions(step_timeout_s=1.0)) as env:
             env.reset()
-            if call == "fused":
-                root = env.step_and_maybe_reset(act(env))[1]
-            elif call == "rollout":
-                root = env.rollout(2, auto_reset=False, break_when_any_done=False)[:, 1]
-            else:
-                env.send(act(env))
-                env.recv()
-                root = env.current()
-            assert counters(root) == [0]
+            assert counters(stepped(env, call)[1]) == [0]
 
     def test_a_late_worker_has_ended_before_rows_are_written_in_its_place(self, monkeypatch):
         """It may be slow rather than stuck, and would write into the same rows."""
@@ -588,15 +585,8 @@ def test_an_interrupted_row_has_the_last_true_text(tmp_path, way, when):
     make = [TextEnv, Dies] if when == "in a neighbour's step" else [Dies]
     with ParallelEnv(len(make), make, num_workers=1, options=RESTART) as env:
         env.reset()
-        if way == "rollout":
-            data = env.rollout(2, auto_reset=False, break_when_any_done=False)[:, 1]
-        elif way == "sent":
-            env.step_and_maybe_reset(env.current().update(act(env)))
-            env.send(env.current().update(act(env)))
-            data = env.recv()
-        else:
-            root = env.step_and_maybe_reset(env.current().update(act(env)))[1]
-            data = env.step_and_maybe_reset(root.update(act(env)))[0]
+        stepped(env, "fused")
+        data = stepped(env, way)[0]
         assert data["next", "interrupted"].all()
         for row in data.unbind(0):
             assert row["next", "text"] == row["text"] is not None

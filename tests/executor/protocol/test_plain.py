@@ -7,7 +7,6 @@ import json
 import os
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import tensordict
@@ -23,7 +22,7 @@ from envherd.workers import native
 from envherd.workers.block.block import Block
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv, TextEnv
 from tests.envs import torch_simulators
-from tests.executor.protocol.test_fast_calls import Driving, needs_c
+from tests.executor.protocol.test_fast_calls import Driving, Nested, needs_c
 from tests.extras import needs
 
 pytestmark = pytest.mark.preloads()
@@ -57,20 +56,6 @@ class Watched(CountingEnv):
         return super().step([0, *action])
 
 
-class Walking(gymnasium.Env[np.ndarray, Any]):
-    """Takes two numbers."""
-
-    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
-    action_space = gymnasium.spaces.Dict(x=gymnasium.spaces.Discrete(3), y=gymnasium.spaces.Discrete(3))
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
-        super().reset(seed=seed, options=options)
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        return np.zeros(2, np.float32), 1.0, False, False, {}
-
-
 class Lively(Driving):
     """Has infos."""
 
@@ -98,22 +83,27 @@ def assert_true(env: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
 
         monkeypatch.setattr(owner, name, counted)
 
-    for owner, name in ((env._engine, "step_all"), (env._exchange, "send"), (env._exchange, "recv")):
-        watch(owner, name)
+    watch(env._engine, "step_all")
+    for name in ("send", "recv", "recall"):
+        watch(env._exchange, name)
     root = env.reset()
     for _ in range(3):
         _, root = env.step_and_maybe_reset(env.rand_action(root))
     assert calls.count("step_all") == (0 if path.startswith("steps in C") else 3)
     is_plain = path.startswith("steps in C") and "send and recv in Python" not in path
-    for _ in range(100):
+    seen: set[bool] = set()
+    for with_root in (True, False) * 9:
         calls.clear()
         env.send(env.rand_action())
         assert calls.count("send") == (not is_plain or "send in Python" in path)
-        env.recv()
+        env_ids = env.recv(with_root=with_root)["env_ids"]
         if is_plain != ("recv" in calls):
-            return
+            env.current(env_ids)
+            assert is_plain != ("recall" in calls)
+            seen.add(with_root)
+            continue
         assert is_plain  # a check of the workers was due, which the general code makes
-    pytest.fail("no recv was plain")
+    assert seen == {True, False}
 
 
 @needs_c
@@ -142,7 +132,7 @@ def assert_true(env: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
         (CountingEnv, {"env_vars": {"ENVHERD_NATIVE": "0"}, "start_method": "spawn"}, CALLS + "ENVHERD_NATIVE=0"),
         (AgentsEnv, {}, CALLS + "agents have done flags"),
         (Telling, {}, CALLS + "neither an int64 nor an array with values: [('number',)]"),
-        (Walking, {}, f"{SEND}the inputs are not one array: [('action', 'x'), ('action', 'y')]"),
+        (Nested, {}, f"{SEND}the inputs are not one array: [('action', 'x'), ('action', 'y')]"),
         (
             Lively,
             {"infos": ("lives",), "check_actions": "off"},

@@ -10,9 +10,8 @@ import pytest
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from envherd.executor import ActionError, SerialEnv
-from tests.executor.calls import PARALLEL
+from tests.executor.calls import both
 
-each = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="serial")])
 tasks = pytest.mark.parametrize("sizes", [(2, 2), (2, 3)], ids=["one task", "different tasks"])
 
 
@@ -58,7 +57,7 @@ def words_in(td):
     return [row["action", "word"] for row in td.unbind(0)]
 
 
-@each
+@both
 @tasks
 def test_steps_of_all(make, sizes):
     with make(2, factories(sizes), seed=0) as env:
@@ -70,7 +69,7 @@ def test_steps_of_all(make, sizes):
         assert heard(root) == ["-", "-"]
 
 
-@each
+@both
 @tasks
 def test_send_and_recv(make, sizes):
     with make(2, factories(sizes), seed=0) as env:
@@ -83,7 +82,7 @@ def test_send_and_recv(make, sizes):
         assert (words_in(received), heard(received["next"])) == (["c"], ["c1"])
 
 
-@each
+@both
 @tasks
 def test_rollouts_keep_them(make, sizes):
     steps = iter("abcdef")

@@ -6,14 +6,12 @@ import copy
 
 import gymnasium
 import numpy as np
-import pytest
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from envherd.executor import ParallelEnv, SerialEnv
-from tests.executor.calls import PARALLEL
+from envherd.executor import ParallelEnv
+from tests.executor.calls import both
 
 NUM_ENVS = 2
-each = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="serial")])
 numbers = gymnasium.spaces.Sequence(gymnasium.spaces.Box(-99, 99, (1,), np.float64))
 
 
@@ -78,7 +76,7 @@ def overwrite(stack):
             row[0][:] = -9
 
 
-@each
+@both
 def test_writes_to_a_batch_change_no_later_one(make):
     act = Acting()
     with made(make) as env:
@@ -97,7 +95,7 @@ def test_writes_to_a_batch_change_no_later_one(make):
         assert shown(env.current()["steps"]) == [3, 3]
 
 
-@each
+@both
 def test_writes_to_a_state_change_no_later_batch(make):
     with made(make) as env:
         env.step(Acting()(env.reset()))
@@ -110,7 +108,7 @@ def test_writes_to_a_state_change_no_later_batch(make):
         assert shown(env.current()["steps"]) == [1, 1]
 
 
-@each
+@both
 def test_actions_in_the_data_are_those_of_their_step(make):
     act = Acting()
     with made(make) as env:
@@ -123,7 +121,7 @@ def test_actions_in_the_data_are_those_of_their_step(make):
         assert shown(received["action", "values"]) == shown(received["next", "acted"]) == [4, 4]
 
 
-@each
+@both
 def test_an_env_that_writes_to_its_action_changes_no_batch(make):
     act = Acting()
     with made(make) as env:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict
+from tensordict import TensorDict
 
 from envherd.executor import ActionError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, SpecError
 from envherd.shm.specs import Discrete, LeafSpec
 from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv
-from tests.executor.calls import both, counters
+from tests.executor.calls import both, counters, ones
 
 long_env = functools.partial(CountingEnv, 1_000)
 NUM_ENVS = 3
@@ -97,26 +97,17 @@ class UnlikePairEnv(PairEnv):
         self.spec = dataclasses.replace(self.spec, action=(LeafSpec(("action",), (2,), "int64", Discrete(9)),))
 
 
-def as_one(td):
-    """Set action 1 in a batch of pairs, which may be a lazy stack."""
-    if not isinstance(td, LazyStackedTensorDict):
-        return td.set("action", torch.ones(td.batch_size, dtype=torch.int64))
-    for row in td.unbind(0):
-        row["action"] = torch.ones(2, dtype=torch.int64)
-    return td
-
-
 @both
 def test_different_tasks_that_are_batches_are_reset_by_row(make):
     with make(3, [PairEnv, UnlikePairEnv, PairEnv], seed=0) as env:
-        root = env.step(as_one(env.reset()))["next"]
+        root = env.step(ones(env.reset()))["next"]
         assert env.batch_size == root.batch_size == (3, 2)
         mask = torch.tensor([[True, False], [False, True], [False, False]])
         root = env.reset(TensorDict({"_reset": mask}, [3, 2]))
         assert root["observation"][..., 1].tolist() == [[0, 1], [1, 0], [1, 1]]
         assert env.call("state") == [[0, 1], [1, 0], [1, 1]]
         for _ in range(20):  # rows that have ended are reset
-            data = env.rollout(1, as_one, break_when_any_done=False, auto_reset=False)
+            data = env.rollout(1, ones, break_when_any_done=False, auto_reset=False)
             follows = (data["next", "observation"][..., 1] == data["observation"][..., 1] + 1).all()
             assert follows
             assert not data["done"].any()
@@ -135,12 +126,12 @@ class RawFlagsEnv(PairEnv):
 def test_flags_of_any_true_byte_end_an_episode(make):
     mask = torch.tensor([255, 0], dtype=torch.uint8).view(torch.bool)
     with make(2, RawFlagsEnv, seed=0) as env, make(2, PairEnv, seed=0) as other:
-        one, two = (executor.rollout(12, as_one, break_when_any_done=False) for executor in (env, other))
+        one, two = (executor.rollout(12, ones, break_when_any_done=False) for executor in (env, other))
         assert one["next", "done"].any()
         for key in (("next", "done"), ("next", "truncated"), "observation"):
             assert torch.equal(one[key], two[key])
         env.reset()
-        env.step(as_one(env.current()))
+        env.step(ones(env.current()))
         root = env.reset(TensorDict({"_reset": mask[:, None].expand(2, 2).clone()}, [2, 2]))
         assert root["observation"][..., 1].tolist() == [[0, 0], [1, 1]]
         assert env.current(mask)["env_ids"].flatten().tolist() == [0, 0]

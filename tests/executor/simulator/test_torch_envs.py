@@ -13,18 +13,9 @@ from tensordict import TensorDict, TensorDictBase
 from envherd.executor import Busy, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.workers.errors import ActionError, EnvError, ResetNeeded
 from tests.envs import torch_simulators as simulators
+from tests.envs.torch_simulators import recorded
 
 pytestmark = pytest.mark.preloads()
-
-
-def recorded(make: Any, *args: Any) -> tuple[Any, list[Any]]:
-    built: list[Any] = []
-
-    def make_env() -> Any:
-        built.append(make(*args))
-        return built[-1]
-
-    return make_env, built
 
 
 def batch_of(action: torch.Tensor) -> TensorDict:
