@@ -13,7 +13,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
-from envherd.executor import ActionError, AsyncCollector, Collector, ParallelEnv, SerialEnv
+from envherd.executor import AsyncCollector, Collector, ParallelEnv, SerialEnv
 from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.transfer import Mover, as_device, packed, to_device
 from envherd.executor.rollouts.stepwise import StepwiseRun
@@ -174,27 +174,6 @@ def test_batches_that_were_made_in_inference_mode_can_be_used_outside_of_it(kind
             batches.append(env.rollout(4, act_alone, break_when_any_done=False))
         for batch in batches:
             batch.apply_(torch.Tensor.zero_)
-
-
-@needs_gpu
-def test_values_and_pinning_on_a_gpu(kind):
-    with kind(NUM_ENVS, CountingEnv, seed=0, device="cuda") as env, kind(NUM_ENVS, CountingEnv, seed=0) as on_cpu:
-        root, other = env.reset(), on_cpu.reset()
-        assert env._engine.batches.mover.is_pinned
-        for _ in range(20):
-            td, root = env.step_and_maybe_reset(root.set("action", actions().cuda()))
-            td_cpu, other = on_cpu.step_and_maybe_reset(other.set("action", actions()))
-            assert (td["next"].cpu() == td_cpu["next"]).all()
-            assert (root.cpu() == other).all()
-            assert_saved_as_held([*td.values(include_nested=True, leaves_only=True), *root.values()])
-
-
-def test_the_action_may_be_anywhere_but_nowhere():
-    with SerialEnv(NUM_ENVS, CountingEnv, seed=0) as env:
-        root = env.reset()
-        with pytest.raises(ActionError, match="meta"):
-            env.step(TensorDict({"action": actions().to(META)}, [NUM_ENVS]))
-        assert torch.equal(env.current()["observation"], root["observation"])
 
 
 class Linear(torch.nn.Module):
