@@ -269,7 +269,7 @@ def has_ended(popen: Any) -> bool:
 
 
 def open_standard_descriptors() -> None:
-    """Open descriptors 0, 1 and 2 on the null device where they are closed, as in some daemons.
+    """Open descriptors 0, 1 and 2 on the null device where they are closed, as in some daemons and shells (`>&-`).
 
     Otherwise the next socket or shared memory would get one of them. What a library then prints would go there, and a
     new process would take it for its input or output.

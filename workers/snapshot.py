@@ -48,13 +48,10 @@ def save(env: Any) -> dict[str, Any]:
     return {"version": VERSION, "held": held, "digest": _digest(held)}
 
 
-def restore(env: Any, state: Any) -> None:
-    """Restore a state from `save`, of this env or of another one that an equal call has built; see `read`."""
-    read(env, state)()
-
-
 def read(env: Any, state: Any) -> Callable[[], None]:
-    """Check a state, and return the function that restores it. Until it is called, nothing is changed.
+    """Check a state of this env, or of one that an equal call has built; return the function that restores it.
+
+    Until that is called, nothing is changed.
 
     Raises:
         ValueError: the state is of another env, or damaged, or no state.

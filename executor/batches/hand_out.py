@@ -76,8 +76,7 @@ class GroupBatch:
         self.next_bytes = [slab.next_bytes(column) for column in range(num_frames)]
         self._mover = mover
         self._sources = [as_tensor(frame) for frame in self.next_bytes]
-        ends = [*(f.offset for f in self._fields[1:]), slab.plan.next_nbytes]
-        self._sizes = [end - f.offset for f, end in zip(self._fields, ends, strict=True)]
+        self._sizes = np.diff([*(f.offset for f in self._fields), slab.plan.next_nbytes]).tolist()
         self._views = [[as_tensor(slab.columns[f.name][c]) for f in self._fields] for c in range(num_frames)]
         self.next_arrays = [slab.columns["next", *key] for key in self.next_keys]
         self.root_arrays = [slab.columns["root", *key] for key in self.root_keys]

@@ -32,6 +32,7 @@ Leaves = list[torch.Tensor]
 #: Buffer, uint8 -> the arrays of the leaves (VIEWS).
 Split = Callable[[np.ndarray], Sequence[np.ndarray]]
 
+#: The number of users of a storage; None if torch has no such function.
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001
 _data_ptr, _detach = torch.Tensor.data_ptr, torch.Tensor.detach
 #: Bytes of a record that numpy can describe.
@@ -41,11 +42,6 @@ _LARGEST_KEPT = 1 << 24
 #: Largest storage in bytes that leaves share: neighbours of one dtype. Saving or sending a leaf writes all of its
 #: storage, and torch does not save a storage as two dtypes. One for each leaf would cost a step 0.1 us more a leaf.
 _LARGEST_SHARED = 1024
-
-
-def can_count() -> bool:
-    """Return whether torch counts the users of a storage."""
-    return _use_count is not None
 
 
 def splitter(fields: Sequence[Field], nbytes: int) -> Callable[[np.ndarray], list[np.ndarray]]:
@@ -130,7 +126,7 @@ class ReusedMemory:
         self._nbytes, self._split = nbytes, split
         self._blocks: list[Block | None] = [None] * self.NUM_BLOCKS
         self._at = 0
-        self._is_used = can_count() and 0 < nbytes <= _LARGEST_KEPT
+        self._is_used = _use_count is not None and 0 < nbytes <= _LARGEST_KEPT
 
     def take(self) -> tuple[np.ndarray, Leaves]:
         """Return memory for a batch, uint8 `[nbytes]`, and its leaves, whose values are undefined."""
@@ -342,6 +338,6 @@ class StepMemory:
 
 def make_loans(slab: Slab, view: PrivateView | None) -> Loans | None:
     """Return the lendable frames of a slab; None if nothing can be lent."""
-    if view is None or not can_count():
+    if view is None or _use_count is None:
         return None
     return Loans(slab.groups[0], view, slab.plan.num_frames - slab.plan.num_lendable)

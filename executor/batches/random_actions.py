@@ -73,21 +73,21 @@ class ActionSampler:
         is_stack = isinstance(td, LazyStackedTensorDict)
         if self._is_uniform or (td is not None and not is_stack and len(set(kinds)) == 1):
             td = TensorDict({}, batch_size, device=device) if td is None else td
-            for leaf, draw, mask_key in self._draws[kinds[0] if kinds else 0]:
-                mask = None if mask_key is None else td.get(mask_key, None)
-                if mask is None:
-                    drawn = draw(self._rng, (len(kinds), *leaf.shape))
-                else:
-                    drawn = draw_masked(self._rng, to_numpy(mask), leaf)
-                td.set(leaf.key, torch.from_numpy(drawn))
+            self._draw(td, kinds[0] if kinds else 0, (len(kinds),))
             return td
         rows = [TensorDict({}, self._specs[kind].batch_shape) if td is None else td[i] for i, kind in enumerate(kinds)]
         for row, kind in zip(rows, kinds, strict=True):
-            for leaf, draw, mask_key in self._draws[kind]:
-                mask = None if mask_key is None else row.get(mask_key, None)
-                drawn = draw(self._rng, leaf.shape) if mask is None else draw_masked(self._rng, to_numpy(mask), leaf)
-                row.set(leaf.key, torch.from_numpy(np.asarray(drawn)))
+            self._draw(row, kind, ())
         return td if is_stack and td is not None else LazyStackedTensorDict(*rows, stack_dim=0)
+
+    def _draw(self, td: TensorDictBase, kind: int, lead: tuple[int, ...]) -> None:
+        """Set the action leaves of rows of one kind, `[*lead]`."""
+        for leaf, draw, masking in self._draws[kind]:
+            mask = None if masking is None else td.get(masking, None)
+            drawn = (
+                draw(self._rng, (*lead, *leaf.shape)) if mask is None else draw_masked(self._rng, to_numpy(mask), leaf)
+            )
+            td.set(leaf.key, torch.from_numpy(np.asarray(drawn)))
 
 
 def _drawer(leaf: LeafSpec) -> Draw:

@@ -93,11 +93,10 @@ def packed(batch: TensorDictBase, device: torch.device) -> TensorDictBase:
     sizes = [-(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT for leaf in leaves]
     is_pinned = device.type == "cuda" and sum(sizes) > _AT_ONCE
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
-    targets = []
-    for leaf, part in zip(leaves, buffer.split_with_sizes(sizes), strict=True):
-        target = part[: leaf.nbytes].view(leaf.dtype).view(leaf.shape)
+    parts = zip(leaves, buffer.split_with_sizes(sizes), strict=True)
+    targets = [part[: leaf.nbytes].view(leaf.dtype).view(leaf.shape) for leaf, part in parts]
+    for leaf, target in zip(leaves, targets, strict=True):
         np.copyto(as_array(target), as_array(leaf))
-        targets.append(target)
     moved = iter(apart(buffer.to(device, non_blocking=True), sizes, targets))
     return batch.apply(lambda _leaf: next(moved), device=device)
 

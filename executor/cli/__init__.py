@@ -9,11 +9,12 @@ import os
 import sys
 
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
+from envherd.shm.platforms import open_standard_descriptors
 
 
 def main() -> None:
     """Run the command that `sys.argv` names; the console script `envherd`."""
-    _open_standard_descriptors()
+    open_standard_descriptors()
     try:
         from envherd.executor.cli.app import app
     except ModuleNotFoundError as error:
@@ -35,15 +36,6 @@ def main() -> None:
         sys.exit(EXIT_FAILED)
     finally:
         _write_out()
-
-
-def _open_standard_descriptors() -> None:
-    """Open /dev/null where the shell has closed a standard descriptor (`>&-`): the next file would have its number."""
-    for fd in (0, 1, 2):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # has the lowest free number, which is `fd`
 
 
 def _write_out() -> None:

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from envherd.executor.pools.capsule_file import text_of
+
 #: Above all root seeds that are drawn.
 _LARGEST = 2**63
 
@@ -93,7 +95,7 @@ def require_place(path: Path) -> None:
 def _json_object(text: str) -> dict[str, Any]:
     """Return the keyword arguments in a text, or in the file that `@PATH` names; the parser of `--env-kwargs`."""
     try:
-        found = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+        found = json.loads(text_of(Path(text[1:])) if text.startswith("@") else text)
     except OSError as error:
         raise typer.BadParameter(f"expected a file with a JSON object, got {text!r} ({error.strerror}).") from None
     except (ValueError, RecursionError) as error:

@@ -23,7 +23,7 @@ from urllib.parse import quote
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
 
-from envherd.executor.pools.capsule_file import is_count, is_line, is_root_seed
+from envherd.executor.pools.capsule_file import is_count, is_line, is_root_seed, text_of
 from envherd.workers.adapters.env_names import is_only_looked_up
 
 SCHEMA = "envherd.stored/1"
@@ -116,7 +116,7 @@ def load_rollout(directory: Path) -> tuple[TensorDictBase, dict[str, Any]]:
         StoreError: the directory holds no rollout, one that was not completed, or one that another version wrote.
     """
     try:
-        facts = json.loads((directory / _FACTS).read_text())
+        facts = json.loads(text_of(directory / _FACTS))
     except (OSError, ValueError) as error:
         got = str(error)
         if not directory.is_dir():

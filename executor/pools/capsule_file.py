@@ -81,6 +81,17 @@ def load_capsule(path: Path) -> Capsule:
             ) from None
 
 
+def text_of(path: Path) -> str:
+    """Return what a file holds; refuses devices and pipes, which may have no end.
+
+    Raises:
+        OSError, ValueError: there is no such file, or it cannot be read.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError("a device, a pipe or a folder")
+    return path.read_text()
+
+
 def _read(file: IO[bytes]) -> Capsule:
     size = os.fstat(file.fileno()).st_size
     with zipfile.ZipFile(file) as archive:

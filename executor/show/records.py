@@ -22,6 +22,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from envherd.executor.pools.capsule_file import is_count, text_of
+
 SCHEMA = "envherd.evaluation-run/1"
 #: Least seconds between two writes while episodes end: a write of 400 episodes takes 5 ms.
 _BETWEEN_WRITES_S = 1.0
@@ -149,26 +151,50 @@ class RecordFile:
     def _read(self, path: Path) -> None:
         self._version = _version(path)
         try:
-            found = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"evaluate failed: expected the JSON of an evaluation in {path}, got {error}.") from None
-        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-            raise ValueError(f"evaluate failed: expected {path} with schema {SCHEMA!r}, got another file.")
+            settings, tasks = _read_run(text_of(path))
+        except Exception as error:  # whatever the file holds
+            raise ValueError(
+                f"evaluate failed: expected the JSON of an evaluation in {path}, with schema {SCHEMA!r}, got "
+                f"{type(error).__name__}: {error!s:.200}."
+            ) from None
         for name, value in self._settings.items():
-            if (before := found["settings"].get(name, value)) != value:
+            if (before := settings.get(name, value)) != value:
                 raise ValueError(
                     f"evaluate failed: expected {name} {before!r}, with which the episodes of {path} were played, got "
                     f"{value!r}. Pass another path, or remove the file."
                 )
-        self._settings = {**found["settings"], **self._settings}
-        for name, one in found["tasks"].items():
-            if one["cast"] is not None:
-                plain: dict[str, Any] = {key: tuple(value) for key, value in one["cast"].items() if key != "env"}
-                cast = Cast(env=one["cast"]["env"], **plain)
-                records = (EpisodeRecord(**{**each, "returns": tuple(each["returns"])}) for each in one["episodes"])
-                mine = self.tasks.setdefault(name, TaskRecords())
-                mine.cast = mine.cast or cast
-                mine.episodes = {record.episode: record for record in records} | mine.episodes
+        self._settings = {**settings, **self._settings}
+        for name, one in tasks.items():
+            mine = self.tasks.setdefault(name, TaskRecords())
+            mine.cast = mine.cast or one.cast
+            mine.episodes = one.episodes | mine.episodes
+
+
+def _read_run(text: str) -> tuple[dict[str, Any], dict[str, TaskRecords]]:
+    """Return the settings and the tasks of a run in a file.
+
+    Raises:
+        Exception: of any type.
+    """
+    found = json.loads(text)
+    if found["schema"] != SCHEMA:
+        raise ValueError(f"schema {found['schema']!r:.80}")
+    tasks = found["tasks"].items()
+    return dict(found["settings"]), {name: _records_of(one) for name, one in tasks if one["cast"] is not None}
+
+
+def _records_of(task: dict[str, Any]) -> TaskRecords:
+    """Return the records of a task in a file.
+
+    Raises:
+        Exception: of any type.
+    """
+    plain: dict[str, Any] = {key: tuple(value) for key, value in task["cast"].items() if key != "env"}
+    cast = Cast(env=task["cast"]["env"], **plain)
+    records = [EpisodeRecord(**{**each, "returns": tuple(map(float, each["returns"]))}) for each in task["episodes"]]
+    if not all(is_count(one.episode) and is_count(one.length) and isinstance(one.error, str | None) for one in records):
+        raise ValueError("episodes of another form")
+    return TaskRecords(cast, {record.episode: record for record in records})
 
 
 def _version(path: Path) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from envherd.executor.machine.gpus import memory_used_by, read_gpus
 from envherd.executor.machine.machine import read_machine
 from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.workers.testing import AgentsEnv, CountingEnv
+from tests.executor.batches.test_loans import assert_saved_as_held
 from tests.extras import needs
 
 pytestmark = [
@@ -156,6 +157,7 @@ def test_steps_resets_and_messages_are_those_on_the_cpu(kind, make_env):
             same(found["next"], stepped["next"])
             same(after, root)
             assert after.device.type == found["next"].device.type == "cuda"
+            assert_saved_as_held([batch[key] for batch in (found["next"], after) for key in leaf_keys(batch)])
 
 
 @kinds

@@ -118,7 +118,7 @@ def test_a_state_restores_all_that_an_env_holds(where):
     to = env if where == "the same env" else make()
     to.unwrapped.change(8)
     task, add = to.unwrapped.task, to.unwrapped.add
-    snapshot.restore(to, state)
+    snapshot.read(to, state)()
     room = to.unwrapped
     assert of(room) == saved
     assert room.change(7) == drawn  # the generators continue
@@ -141,7 +141,7 @@ def test_a_state_is_not_changed_by_the_env_that_it_was_taken_from_or_put_into():
     state = snapshot.save(env)
     saved = of(env.unwrapped)
     for number in (7, 8):
-        snapshot.restore(env, state)
+        snapshot.read(env, state)()
         assert of(env.unwrapped) == saved
         env.unwrapped.change(number)
 
@@ -272,7 +272,7 @@ def test_a_state_that_is_refused_changes_nothing(name):
     state = change(snapshot.save(env))
     before, attributes = of(env.unwrapped), vars(env.unwrapped).copy()
     with pytest.raises(ValueError, match=words):
-        snapshot.restore(env, state)
+        snapshot.read(env, state)()
     assert of(env.unwrapped) == before
     assert vars(env.unwrapped) == attributes
 
@@ -281,7 +281,7 @@ def test_a_state_makes_objects_that_the_env_does_not_hold_now():
     env, other = make(), make()
     other.unwrapped.task = None
     other.unwrapped.carried = None
-    snapshot.restore(other, snapshot.save(env))
+    snapshot.read(other, snapshot.save(env))()
     assert of(other.unwrapped) == of(env.unwrapped)
 
 
@@ -296,7 +296,7 @@ def test_views_of_a_simulation_follow_it_again():
     state = snapshot.save(one)
     for env in (one, other):
         env.step(env.action_space.high)
-        snapshot.restore(env, state)
+        snapshot.read(env, state)()
         env.step(env.action_space.high)
         inner = env.unwrapped
         assert np.shares_memory(inner.velocity, inner.data.qvel)
@@ -310,9 +310,9 @@ def test_pictures_are_made_again_where_there_are_none():
     for seed, env in enumerate((one, other, third)):
         env.reset(seed=seed)
     drawn = one.render()
-    snapshot.restore(other, snapshot.save(one))
+    snapshot.read(other, snapshot.save(one))()
     assert (other.render() == drawn).all()
-    snapshot.restore(one, snapshot.save(third))  # which was never drawn
+    snapshot.read(one, snapshot.save(third))()  # which was never drawn
     assert one.unwrapped.screen is not None
     assert (one.render() == third.render()).all()
 

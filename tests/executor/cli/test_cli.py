@@ -192,6 +192,7 @@ OUTCOMES: list[Any] = [
             ("--ray local --gif a.gif --alone", "expected envs on this machine, got --ray"),
             ("--env-kwargs '{length: 3}'", "JSON object"),
             ("--env-kwargs [3]", "JSON object"),
+            ("--env-kwargs @/dev/zero", "a device, a pipe or a folder"),
             ("--gif none/film.gif", "there is no folder 'none'"),
             ("--json none/figures.json", "there is no folder 'none'"),
             ("--out none/data", "there is no folder 'none'"),

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -411,12 +412,22 @@ def test_a_file_of_other_episodes_is_refused(tmp_path):
         net.weight += 1
     with pytest.raises(ValueError, match="expected policies "):
         evaluate(policy, Task, 1, num_workers=1, out=out)
-    out.write_text("{")
-    with pytest.raises(ValueError, match="expected the JSON of an evaluation"):
-        evaluate(policy, Task, 1, num_workers=1, out=out)
-    out.write_text("{}")
-    with pytest.raises(ValueError, match="with schema"):
-        evaluate(policy, Task, 1, num_workers=1, out=out)
+    whole = out.read_text()
+    damaged = [whole.replace(f'"{word}"', '"x"') for word in ("schema", "tasks", "players", "seed", "episode")]
+    damaged += [
+        "{",
+        "[" * 100_000,
+        whole.replace('"episode": 0', '"episode": []'),
+        whole.replace('"returns": [', '"returns": ["x", '),
+    ]
+    others = [Path("/dev/zero"), tmp_path / "pipe"]
+    os.mkfifo(others[1])
+    for number, text in enumerate(damaged):
+        others.append(tmp_path / f"{number}.json")
+        others[-1].write_text(text)
+    for other in others:
+        with pytest.raises(ValueError, match=f"expected the JSON of an evaluation in {other}, with schema"):
+            evaluate(policy, Task, 1, num_workers=1, out=other)
     with pytest.raises(FileNotFoundError):
         evaluate(policy, broken, 1, num_workers=1, out=tmp_path / "none" / "found.json")
 
