@@ -200,7 +200,7 @@ class TorchNativeAdapter(TorchBatchAdapter):
         watch = self._watch
         was_reset, final = (ended, None) if watch is None else (watch.rows, watch.final)
         if self._resets_all and bool((ended if was_reset is None else ended & ~was_reset).any()):
-            was_reset, final = ended, None
+            was_reset, final = ended if was_reset is None else ended | was_reset, None
         if was_reset is None or not bool(was_reset.any()):
             return leaves
         if bool((was_reset & ~ended).any()):
