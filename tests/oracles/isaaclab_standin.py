@@ -140,13 +140,6 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
         place = self.scene.place
         return torch.stack((place, self.scene.speed, torch.zeros_like(place), self.episode_length_buf.float()), 1)
 
-    def reset_ended(self, ids: torch.Tensor) -> None:
-        """Reset rows as a step does."""
-        if self.cfg.resets_by_mask:
-            self._reset_rows(ids)
-        else:
-            self._reset_idx(ids)
-
     def ids_to_reset(self) -> torch.Tensor:
         ids = self.reset_buf.nonzero(as_tuple=False).squeeze(-1)
         if self.cfg.resets_too_many and len(ids):
@@ -203,7 +196,7 @@ class DirectRLEnv(_BatchedEnv):
         if len(ids) > 0:
             if self.cfg.compute_final_obs:
                 self.extras["final_obs"] = self._noised(self._get_observations())
-            self.reset_ended(ids)
+            (self._reset_rows if self.cfg.resets_by_mask else self._reset_idx)(ids)
         self.obs_buf = self._noised(self._get_observations())
         return self.obs_buf, self.reward_buf, self.reset_terminated, self.reset_time_outs, self.extras
 
@@ -293,7 +286,7 @@ class ManagerBasedRLEnv(_BatchedEnv):
         if len(ids) > 0:
             if self.cfg.compute_final_obs:
                 self.extras["final_obs"] = self.observation_manager.compute()
-            self.reset_ended(ids)
+            (self._reset_rows if self.cfg.resets_by_mask else self._reset_idx)(ids)
         self.obs_buf = self.observation_manager.compute(update_history=True)
         return self.obs_buf, self.reward_buf, self.reset_terminated, self.reset_time_outs, self.extras
 

@@ -77,8 +77,7 @@ class PettingZooFactory:
     @property
     def preload(self) -> tuple[str, ...]:
         """Modules worth importing before workers are forked."""
-        is_module = isinstance(self.env, str) and not is_pettingzoo_id(self.env)
-        return (str(self.env),) if is_module else ("pettingzoo",)
+        return (self.env,) if isinstance(self.env, str) and not is_pettingzoo_id(self.env) else ("pettingzoo",)
 
     def __call__(self, **env_kwargs: Any) -> Any:
         """Return the env, made with these arguments (`ParallelEnv(..., env_kwargs={"N": 5})`)."""
@@ -95,8 +94,7 @@ class PettingZooFactory:
 
             return functools.partial(pettingzoo.make, "parallel", self.env)
         module = importlib.import_module(self.env)
-        make: Callable[..., Any] = getattr(module, "parallel_env", None) or module.env
-        return make
+        return getattr(module, "parallel_env", None) or module.env
 
 
 def is_pettingzoo_id(name: str) -> bool:
@@ -286,8 +284,7 @@ def named_callable(target: str, asked: str) -> Callable[..., Any]:
         found = getattr(found, part)
     if not callable(found):
         raise FactoryError(f"{asked!r} failed: expected a callable, got {type(found).__qualname__}.")
-    called: Callable[..., Any] = found
-    return called
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,8 +107,7 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
         factories = {id(env_fn): self._factory(env_fn, keeps_final=keeps_final) for env_fn in self.env_fns}
         if self.max_concurrency is not None:
-            runs_more = options is not None and (options.env_threads or options.alone)
-            if isinstance(num_workers, str) or runs_more:
+            if isinstance(num_workers, str) or (options is not None and (options.env_threads or options.alone)):
                 raise ValueError(
                     f"AsyncVectorEnv failed: expected neither num_workers='auto' nor env_threads nor alone together "
                     f"with max_concurrency, got max_concurrency={max_concurrency}. It limits the number of processes, "
@@ -339,13 +338,11 @@ def _deadline(name: str, timeout: float | None) -> Iterator[None]:
 
 
 def _checked_limit(limit: Any) -> int | None:
-    if limit is None:
-        return None
-    if not isinstance(limit, (int, np.integer)):
-        raise ValueError(f"`max_concurrency` must be an integer or None, got {type(limit)}.")  # noqa: TRY004
-    if limit < 1:
+    if limit is not None and not isinstance(limit, (int, np.integer)):
+        raise ValueError(f"`max_concurrency` must be an integer or None, got {type(limit)}.")
+    if limit is not None and limit < 1:
         raise ValueError(f"`max_concurrency` must be a positive or None, got {limit}.")
-    return int(limit)
+    return None if limit is None else int(limit)
 
 
 def _one_each(values: Any, num_envs: int) -> list[Any]:

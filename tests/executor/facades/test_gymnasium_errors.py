@@ -303,6 +303,9 @@ def test_arguments_that_cannot_be():
         ({"worker": print}, "expected no `worker`"),
         ({"max_concurrency": 0}, "must be a positive"),
         ({"max_concurrency": 1.5}, "must be an integer"),
+        ({"max_concurrency": 2, "num_workers": "auto"}, "together with max_concurrency"),
+        ({"max_concurrency": 2, "options": ExecutorOptions(env_threads=True)}, "together with max_concurrency"),
+        ({"max_concurrency": 2, "options": ExecutorOptions(alone=True)}, "together with max_concurrency"),
         ({"autoreset_mode": "Never"}, "Never"),
         ({"num_workers": 0}, "num_workers failed"),
     ):

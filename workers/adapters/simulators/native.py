@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, get_args
 
@@ -94,11 +95,9 @@ class TorchNativeAdapter(TorchBatchAdapter):
         has_watch = self._resets == "same_step" and callable(getattr(inner, "_reset_idx", None))
         self._watch = ResetWatch(self._simulator, num_rows, final_observation) if has_watch else None
         self._takes_published = self._resets == "same_step" and (self._watch is None or self._watch.takes_published)
-        cfg = getattr(inner, "cfg", None)
         # Agents as one publish an observation for each agent, which nothing here would read.
-        is_off = self._simulator is inner and getattr(cfg, "compute_final_obs", None) is False
-        if cfg is not None and self._takes_published and is_off:
-            cfg.compute_final_obs = True
+        if self._takes_published and self._simulator is inner and _is_off(inner, "compute_final_obs"):
+            inner.cfg.compute_final_obs = True
         #: Whether it resets every row that has ended, perhaps without a call of `_reset_idx`.
         self._resets_all = _autoreset_mode(inner) == "SAME_STEP"
         self._takes_ids = "env_ids" in inspect.signature(inner.reset).parameters
@@ -201,7 +200,7 @@ class TorchNativeAdapter(TorchBatchAdapter):
         watch = self._watch
         was_reset, final = (ended, None) if watch is None else (watch.rows, watch.final)
         if self._resets_all and bool((ended if was_reset is None else ended & ~was_reset).any()):
-            was_reset, final = ended, None
+            was_reset, final = ended if was_reset is None else ended | was_reset, None
         if was_reset is None or not bool(was_reset.any()):
             return leaves
         if bool((was_reset & ~ended).any()):
@@ -222,18 +221,13 @@ class TorchNativeAdapter(TorchBatchAdapter):
         return choose(self._waiting, final, leaves)
 
     def _published(self) -> Any:
-        if not self._takes_published:
-            raise SpecError(
-                f"step failed: expected resets of ended rows by _reset_idx, because the observations have a history or "
-                f"a final_observation=, got another way in {type(self._inner).__name__}. Their last observations are "
-                f"lost: leave out the histories, or turn its autoreset off."
-            )
-        final = published_final(self._extras)
+        final = published_final(self._extras) if self._takes_published else None
         if final is None or not isinstance(final, (torch.Tensor, Mapping)):
             raise SpecError(
                 f"step failed: expected the last observations of the rows that were reset in this step, as tensors "
                 f"[{self._num_rows}, ...] in extras['final_obs'], got {type(final).__name__}. They are lost: have the "
-                f"simulator publish them (IsaacLab: cfg.compute_final_obs = True), or turn its autoreset off."
+                f"simulator publish them (IsaacLab: cfg.compute_final_obs = True; observations with a history need "
+                f"resets by _reset_idx), or turn its autoreset off."
             )
         return final
 
@@ -246,18 +240,15 @@ class TorchNativeAdapter(TorchBatchAdapter):
         return observations
 
     def _flatten(self, observations: Any) -> Leaves:
-        leaves = []
+        leaves: Leaves = []
         for path in self._paths:
-            value = observations
             try:
-                for name in path:
-                    value = value[name]
+                leaves.append(functools.reduce(operator.getitem, path, observations))
             except (KeyError, TypeError, IndexError):
                 raise SpecError(
                     f"reading observations failed: expected {'/'.join(map(str, path))} as at the first reset, got "
                     f"none. The env must give it at every reset and step."
                 ) from None
-            leaves.append(value)
         return leaves
 
 
@@ -332,7 +323,7 @@ def _resets_of(env: Any) -> Resets:
             f"the factory failed: expected a simulator that does not reset in the step after an end, got "
             f"{type(env).__name__} with autoreset_mode NEXT_STEP. Build it with autoreset_mode DISABLED."
         )
-    if mode == "DISABLED" or getattr(getattr(env, "cfg", None), "auto_reset", None) is False:
+    if mode == "DISABLED" or _is_off(env, "auto_reset"):
         return "never"
     if mode == "SAME_STEP" or callable(getattr(env, "_reset_idx", None)):
         return "same_step"
@@ -342,6 +333,10 @@ def _resets_of(env: Any) -> Resets:
         f"envherd.workers.adapters.torch_native.TorchNativeAdapter(env, resets='never') from the factory, or "
         f"resets='same_step' if it resets within step and gives extras['final_obs']."
     )
+
+
+def _is_off(env: Any, setting: str) -> bool:
+    return getattr(getattr(env, "cfg", None), setting, None) is False
 
 
 def _autoreset_mode(env: Any) -> str:

@@ -80,7 +80,7 @@ class ResetWatch:
 
     def _note(self, env_ids: Any) -> None:
         if self.rows is None:
-            self.rows = torch.zeros(self._num_rows, dtype=torch.bool, device=_device_of(self._env))
+            self.rows = torch.zeros(self._num_rows, dtype=torch.bool, device=getattr(self._env, "device", "cpu"))
         ids = slice(None) if env_ids is None else env_ids
         self.rows[ids.long() if isinstance(ids, torch.Tensor) and ids.dtype is not torch.bool else ids] = True
 
@@ -120,11 +120,8 @@ class AgentsAsOne:
 
 def published_final(extras: Any) -> Any:
     """Return the last observations that a simulator has published, or None."""
-    if isinstance(extras, Mapping):
-        for key in FINAL_KEYS:
-            if extras.get(key) is not None:
-                return extras[key]
-    return None
+    found = extras if isinstance(extras, Mapping) else {}
+    return next((found[key] for key in FINAL_KEYS if found.get(key) is not None), None)
 
 
 def clone(observations: Any) -> Any:
@@ -223,7 +220,3 @@ def _restore_rows(history: Any, attributes: Mapping[str, Any], buffer: torch.Ten
 def _extras(env: Any) -> Any:
     extras = getattr(env, "extras", None)
     return extras if isinstance(extras, dict) else {}
-
-
-def _device_of(env: Any) -> Any:
-    return getattr(env, "device", "cpu")
