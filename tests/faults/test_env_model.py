@@ -10,7 +10,6 @@ import pytest
 from envherd.executor.protocol.env_states import COMMANDS, FOLLOWS, REFUSED_WITH, EnvStates, Event, State, table
 from envherd.workers.errors import Busy, ResetNeeded
 from tests.oracles.env_model import Model
-from tests.oracles.exploring import Violation
 
 
 def test_every_life_is_legal():
@@ -49,7 +48,7 @@ def changed(state: State, event: Event, following: State | None) -> Model:
     ],
 )
 def test_a_change_of_the_table_is_noticed(state, event, following):
-    with pytest.raises(Violation):
+    with pytest.raises(AssertionError):
         changed(state, event, following).explore()
 
 

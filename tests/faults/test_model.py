@@ -18,7 +18,6 @@ from envherd.workers import native
 from envherd.workers.process.loop import Loop
 from envherd.workers.protocol import PARENT_STEPS, RING, WORKER_STEPS, Op, pack
 from envherd.workers.testing import CountingEnv
-from tests.oracles.exploring import Violation
 from tests.oracles.protocol_model import Protocol
 from tests.scale import IS_FULL
 
@@ -61,7 +60,7 @@ def test_deaths_and_interrupts_together():
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_model_sees_what_is_wrong(name):
     protocol, seen = MUTATIONS[name]
-    with pytest.raises(Violation, match=seen):
+    with pytest.raises(AssertionError, match=seen):
         protocol.explore()
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from envherd.executor.protocol.env_states import FOLLOWS, Event, State
-from tests.oracles.exploring import Violation, explore
+from tests.oracles.exploring import explore
 
 Table = Mapping[State, Mapping[Event, State]]
 STEPS = (Event.STEP, Event.STEP_RESET)
@@ -64,7 +64,7 @@ class Model:
         try:
             return self.follows[life.state][event]
         except KeyError:
-            raise Violation(f"{life} has no entry for {event.name}") from None
+            raise AssertionError(f"{life} has no entry for {event.name}") from None
 
     def after(self, life: Life) -> Iterator[Life]:
         """Yield the lives after one step of any side."""
@@ -127,8 +127,7 @@ class Model:
     def _worker(self, life: Life) -> Iterator[Life]:
         """Yield the possible outcomes of the worker's command."""
         command, life = life.command, life._replace(command=None)
-        if command in STEPS and life.instance != "episode":
-            raise Violation(f"{life} steps an instance that was not reset")
+        assert command not in STEPS or life.instance == "episode", f"{life} steps an instance that was not reset"
         yield life._replace(answer=Event.ANSWERED, instance="episode")  # the same one or, after a reset, a new one
         yield life._replace(answer=Event.FAILS, instance="new")
         yield life._replace(answer=Event.ENDS, instance="over")  # of a STEP_RESET: the reset's root says done
@@ -139,7 +138,7 @@ class Model:
         """Visit every life; return how many there are.
 
         Raises:
-            Violation: with the forbidden life.
+            AssertionError: with the forbidden life.
         """
         return explore(
             Life(), self._checked, lambda life: life.state is State.RUNNING and life.is_alive and life.call == ""
@@ -147,8 +146,9 @@ class Model:
 
     def _checked(self, life: Life) -> Iterator[Life]:
         is_still = life.call == "" and life.command is None and life.answer is None
-        if is_still and life.state is State.RUNNING and life.is_alive and life.instance != "episode":
-            raise Violation(f"{life} counts as running")
+        assert not is_still or life.state is not State.RUNNING or not life.is_alive or life.instance == "episode", (
+            f"{life} counts as running"
+        )
         return self.after(life)
 
 

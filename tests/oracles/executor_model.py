@@ -34,7 +34,6 @@ from envherd.executor import Busy, EnvError, ResetNeeded, WorkerLost
 from envherd.executor.protocol.env_states import State
 from envherd.workers.errors import InternalError
 from tests.faults.test_interrupts import Interrupt
-from tests.oracles.exploring import Violation
 from tests.oracles.simulated import ENDS, GOES_ON, RAISES, RESET_RAISES, Fate, Scripted
 
 ACTIONS = (GOES_ON,) * 5 + (ENDS,) * 3 + (RAISES, RESET_RAISES)
@@ -66,7 +65,7 @@ class Explorer:
         """Make walks of some calls each.
 
         Raises:
-            Violation: with the calls that have led there.
+            AssertionError: with the calls that have led there.
         """
         for _ in range(num_walks):
             self._trail.clear()
@@ -83,7 +82,7 @@ class Explorer:
                         self._make_call()
                     self._check_that_all_run_again()
                 except AssertionError as error:
-                    raise Violation(f"{error}, after {self._trail[-12:]}") from error
+                    raise AssertionError(f"{error}, after {self._trail[-12:]}") from error
 
     # ---- events ------------------------------------------------------------------------------
 
@@ -187,7 +186,7 @@ class Explorer:
         except KeyboardInterrupt:
             self.num_interrupted += 1
         except InternalError as error:
-            raise Violation(str(error)) from error
+            raise AssertionError(str(error)) from error
         except EXPECTED as error:
             self.num_refused += 1
             sys.settrace(None)

@@ -9,20 +9,16 @@ from typing import TypeVar
 S = TypeVar("S", bound=Hashable)
 
 
-class Violation(AssertionError):
-    """A state that must not be reachable."""
-
-
 def explore(start: S, moves: Callable[[S], Iterable[S]], is_end: Callable[[S], bool]) -> int:
     """Visit every state; return how many there are.
 
     Args:
         start: the first state.
-        moves: state -> those after one step of any side; raises `Violation` if the state must not be reachable.
+        moves: state -> those after one step of any side; raises AssertionError if the state must not be reachable.
         is_end: whether the model has reached its end, which must be possible from every state.
 
     Raises:
-        Violation: of `moves`; or a state from which no end can be reached.
+        AssertionError: of `moves`; or a state from which no end can be reached.
     """
     befores: dict[S, list[S]] = {start: []}
     queue = deque([start])
@@ -40,6 +36,6 @@ def explore(start: S, moves: Callable[[S], Iterable[S]], is_end: Callable[[S], b
             if state not in reached:
                 reached.add(state)
                 queue.append(state)
-    if stuck := befores.keys() - reached:
-        raise Violation(f"a deadlock: the end cannot be reached from {next(iter(stuck))}")
+    stuck = befores.keys() - reached
+    assert not stuck, f"a deadlock: the end cannot be reached from {next(iter(stuck))}"
     return len(befores)

@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from envherd import AsyncCollector
 from tests.oracles.fuzz_envs import NUM_ACTIONS, Kind
 from tests.oracles.fuzz_session import Session
-from tests.oracles.fuzzing import Transition, Violation
+from tests.oracles.fuzzing import Transition
 
 
 class CollectorSession(Session):
@@ -56,8 +56,9 @@ class CollectorSession(Session):
         self._collector.close()
         self.is_calm = False  # the latest steps are in no batch
         super()._finish()
-        if self.num_gaps > self._num_causes * self.num_envs:
-            raise Violation(f"{self.num_gaps} steps are missing after {self._num_causes} errors")
+        assert self.num_gaps <= self._num_causes * self.num_envs, (
+            f"{self.num_gaps} steps are missing after {self._num_causes} errors"
+        )
 
     def close(self) -> None:
         """Close the collector and the executor."""
@@ -89,8 +90,7 @@ class CollectorSession(Session):
         if data is None:
             self.num_failures += 1
             return
-        if data.numel() != self._frames:
-            raise Violation(f"expected {self._frames} transitions, got {data.numel()}")
+        assert data.numel() == self._frames, f"expected {self._frames} transitions, got {data.numel()}"
         flat = data.reshape(-1)
         env_ids, steps = (flat[name].reshape(-1).tolist() for name in ("env_ids", "step"))
         for env_id, step, (_, _, one) in zip(env_ids, steps, self.transitions(flat, 0), strict=True):
@@ -100,10 +100,10 @@ class CollectorSession(Session):
         place, root = (env_id, 0), one.root
         assert root is not None
         gap = step - int(self._steps[env_id]) - 1
-        if gap < 0:
-            raise Violation(f"env {env_id}: step {step} after step {self._steps[env_id]}")
-        if self._is_cut[env_id] and not gap:
-            raise Violation(f"env {env_id}: its episode is cut before step {step}, and no step is missing")
+        assert gap >= 0, f"env {env_id}: step {step} after step {self._steps[env_id]}"
+        assert not self._is_cut[env_id] or gap, (
+            f"env {env_id}: its episode is cut before step {step}, and no step is missing"
+        )
         self._steps[env_id] = step
         self.num_gaps += gap
         before = self.oracle.at[place]

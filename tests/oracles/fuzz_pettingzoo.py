@@ -12,7 +12,6 @@ from pettingzoo import ParallelEnv
 from envherd.executor import ExecutorOptions
 from envherd.executor.facades.pettingzoo import ParallelVectorEnv
 from tests.oracles.fuzz_facades import GymnasiumFuzzEnv
-from tests.oracles.fuzzing import Violation
 
 #: The agent that plays the env, and one that is absent in every third step.
 PILOT, VISITOR = "pilot", "visitor"
@@ -90,6 +89,5 @@ class PilotsEnv:
     def _checked(self, observations: Mapping[str, Any]) -> np.ndarray:
         rows, visitors = observations[PILOT], observations[VISITOR][:, 0]
         wanted = np.where(is_visiting(rows[:, _T]), rows[:, _T], 0)
-        if (visitors != wanted).any():
-            raise Violation(f"visitors see {visitors.tolist()}, pilots {rows.tolist()}")
+        assert (visitors == wanted).all(), f"visitors see {visitors.tolist()}, pilots {rows.tolist()}"
         return rows

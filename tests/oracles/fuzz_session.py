@@ -22,7 +22,7 @@ from envherd.executor.collector import Collector
 from envherd.workers.errors import WorkerTimeout
 from tests.executor.calls import await_death
 from tests.oracles.fuzz_envs import NUM_ACTIONS, WIDTH, FuzzEnv, How, Kind, Traps, When
-from tests.oracles.fuzzing import NOTHING, Given, Oracle, Place, Row, Transition, Violation, Watch
+from tests.oracles.fuzzing import NOTHING, Given, Oracle, Place, Row, Transition, Watch
 
 
 @dataclass
@@ -146,8 +146,9 @@ class Session:
         self._statistics()
         if self.is_calm and not (self.pending or self.num_kills or self.num_sprung):
             made = sum(self.oracle.steps.values())
-            if made != self.oracle.num_transitions:
-                raise Violation(f"{made} steps were made, {self.oracle.num_transitions} were handed out")
+            assert made == self.oracle.num_transitions, (
+                f"{made} steps were made, {self.oracle.num_transitions} were handed out"
+            )
         self.watch.begin("close")
         self.close()
 
@@ -241,16 +242,18 @@ class Session:
     def _note_refused(self, env_ids: Any) -> None:
         for env_id in env_ids:
             has_ended = any(self.oracle.ended[env_id, lane] for lane in range(self.lanes))
-            if not has_ended and env_id not in self.doubt and not self._has_lost():
-                raise Violation(f"env {env_id} was refused, though it is at {self.oracle.at[env_id, 0]}")
+            assert has_ended or env_id in self.doubt or self._has_lost(), (
+                f"env {env_id} was refused, though it is at {self.oracle.at[env_id, 0]}"
+            )
             self.doubt.add(env_id)
 
     def _note_broken(self, env_ids: list[int], concerned: Any) -> None:
         """Record that a call raised: its envs' positions are unknown."""
         under_way = self.executor.engine.states.under_way
         for env_id in [i for i in self.pending if not under_way[i]]:
-            if env_id not in concerned and self.setting.restarts:
-                raise Violation(f"env {env_id} was sent and is dropped, the error names envs {concerned}")
+            assert env_id in concerned or not self.setting.restarts, (
+                f"env {env_id} was sent and is dropped, the error names envs {concerned}"
+            )
             del self.pending[env_id]
             self.oracle.forget(self._places(env_id))
             self.doubt.add(env_id)
@@ -266,8 +269,7 @@ class Session:
 
     def _parts(self, td: Any, env_ids: list[int]) -> list[Any]:
         """Return a batch as one TensorDict per env."""
-        if td.batch_size[0] != len(env_ids):
-            raise Violation(f"expected a batch of {len(env_ids)} envs, got {td.batch_size}")
+        assert td.batch_size[0] == len(env_ids), f"expected a batch of {len(env_ids)} envs, got {td.batch_size}"
         return list(td.unbind(0))
 
     def _observed(self, part: Any, env_id: int) -> np.ndarray:
@@ -278,12 +280,14 @@ class Session:
             reported = reported.tolist() if hasattr(reported, "tolist") else reported
             reported = [reported] if isinstance(reported, str) else reported
             expected = [f"{row[2]}:{row[3]}:{row[4]}" for row in rows[:, 0].tolist()]
-            if reported != expected and any(rows.flatten()):
-                raise Violation(f"env {env_id}: torn row, text {reported}, expected {expected}")
+            assert reported == expected or not any(rows.flatten()), (
+                f"env {env_id}: torn row, text {reported}, expected {expected}"
+            )
         if self.setting.kinds[env_id] == "other":
             pixels = part.get("pixels").cpu().numpy().reshape(-1, 4)
-            if (pixels != (rows[:, 0, 4] % 256).astype(np.uint8)[:, None]).any():
-                raise Violation(f"env {env_id}: torn row, pixels {pixels.tolist()}, {rows.tolist()}")
+            assert not (pixels != (rows[:, 0, 4] % 256).astype(np.uint8)[:, None]).any(), (
+                f"env {env_id}: torn row, pixels {pixels.tolist()}, {rows.tolist()}"
+            )
         return rows
 
     def _flags(self, part: Any, key: str) -> np.ndarray:
@@ -396,22 +400,18 @@ class Session:
 
     def _given(self) -> tuple[dict[str, Any], Given, int | None]:
         """Draw arguments of a reset: the arguments, what envs get of them, a new root seed."""
-        kind = self.rng.choice(["", "", "", "seed", "seeds", "level", "list", "seeds and level"])
         seeds = tuple(self.rng.choice([None, self.rng.randrange(2**31)]) for _ in range(self.num_envs))
-        level = self.rng.randint(1, 9)
+        root_seed, level = self.rng.randrange(1000), self.rng.randint(1, 9)
         levels = tuple(self.rng.randint(1, 9) for _ in range(self.num_envs))
-        if kind == "seed":
-            root_seed = self.rng.randrange(1000)
-            return {"seed": root_seed}, NOTHING, root_seed
-        if kind == "seeds":
-            return {"seed": list(seeds)}, Given(seeds=seeds), None
-        if kind == "level":
-            return {"level": level}, Given(levels=(level,) * self.num_envs), None
-        if kind == "list":
-            return {"list_of_kwargs": [{"level": one} for one in levels]}, Given(levels=levels), None
-        if kind:
-            return {"seed": list(seeds), "level": level}, Given(seeds, (level,) * self.num_envs), None
-        return {}, NOTHING, None
+        same = (level,) * self.num_envs
+        cases: list[tuple[dict[str, Any], Given, int | None]] = [
+            ({"seed": root_seed}, NOTHING, root_seed),
+            ({"seed": list(seeds)}, Given(seeds=seeds), None),
+            ({"level": level}, Given(levels=same), None),
+            ({"list_of_kwargs": [{"level": one} for one in levels]}, Given(levels=levels), None),
+            ({"seed": list(seeds), "level": level}, Given(seeds, same), None),
+        ]
+        return self.rng.choice([*cases, *[({}, NOTHING, None)] * 3])
 
     def _reset(self) -> None:
         self._drain()
@@ -423,8 +423,7 @@ class Session:
             return
         for place in self.places:
             made = self.oracle.resets.get(place, 0) - before.get(place, 0)
-            if made != (place in asked):
-                raise Violation(f"{place} was reset {made} times, asked were {sorted(asked)}")
+            assert made == (place in asked), f"{place} was reset {made} times, asked were {sorted(asked)}"
 
     def _reset_some(self) -> None:
         idle = [i for i in self._idle() if i not in self.dead]
@@ -458,8 +457,7 @@ class Session:
                 self.oracle.root(place, row, done=done, may_end=self._has_lost())
                 continue
             self.oracle.begin(place, row, given)  # one that was asked, or all rows of an env that was lost
-            if done:
-                raise Violation(f"{place} was reset and is done")
+            assert not done, f"{place} was reset and is done"
         self.doubt -= {i for i, _ in asked}
 
     def _draw_mask(self, env_ids: list[int], *, whole: bool) -> np.ndarray:
@@ -510,8 +508,7 @@ class Session:
         made = self.attempt(name, lambda: getattr(self.env, name)(td))
         if made is None:
             return None
-        if self.pending:
-            raise Violation(f"envs {list(self.pending)} were sent, and stepped")
+        assert not self.pending, f"envs {list(self.pending)} were sent, and stepped"
         self._check_view()
         self.take_steps(made if name == "step" else made[0], self.everyone)
         return made
@@ -525,8 +522,7 @@ class Session:
         if self.view is not None:
             was_same = _is_equal(*self.view)
             self.view = None
-            if not was_same:
-                raise Violation("a batch of `copy=False` has changed after one further step")
+            assert was_same, "a batch of `copy=False` has changed after one further step"
 
     def _send(self) -> None:
         idle = [i for i in self._idle() if i not in self.dead]
@@ -561,8 +557,8 @@ class Session:
         if td is not None:
             ids = td["env_ids"].reshape(len(td), -1)[:, 0].tolist()
             least = arguments.get("min_envs", len(arguments.get("env_ids", sent)))
-            if not set(ids) <= set(sent) or not least <= len(ids) <= arguments.get("max_envs", least):
-                raise Violation(f"received {ids} with {arguments}, sent were {sent}")
+            most = arguments.get("max_envs", least)
+            assert least <= len(ids) == len({*ids} & {*sent}) <= most, f"received {ids} of {sent} with {arguments}"
             self.take_steps(td, ids, has_root=arguments["with_root"])
             self._take_current(td, ids)
 
@@ -621,12 +617,12 @@ class Session:
         )
         if data is not None:
             self._take_rollout(data, num_steps, auto_reset=auto_reset, breaks=breaks, is_cut=is_cut)
-            if seen and not torch.equal(data["drawn"], data["action"]):
-                raise Violation("what the policy kept is not of the steps that it was kept of")
+            assert not seen or torch.equal(data["drawn"], data["action"]), (
+                "what the policy kept is not of the steps that it was kept of"
+            )
 
     def _take_rollout(self, data: Any, num_steps: int, *, auto_reset: bool, breaks: bool, is_cut: bool = False) -> None:
-        if not breaks and data.batch_size[1] != num_steps:
-            raise Violation(f"expected {num_steps} steps, got {data.batch_size}")
+        assert breaks or data.batch_size[1] == num_steps, f"expected {num_steps} steps, got {data.batch_size}"
         may_begin = [
             auto_reset
             or i in self.doubt
@@ -641,11 +637,13 @@ class Session:
                 may = may_begin[env_id] if t == 0 else not breaks
                 if root is not None and self._begins(place, root, may=may, is_first=t == 0):
                     self.oracle.begin(place, root)
-                if root is not None and auto_reset and t == 0 and before.get(place) == root.key[:2]:
-                    raise Violation(f"{place} was not reset at the begin of a rollout")
+                assert root is None or not auto_reset or t != 0 or before.get(place) != root.key[:2], (
+                    f"{place} was not reset at the begin of a rollout"
+                )
                 if is_cut and t == data.batch_size[1] - 1 and not one.interrupted:
-                    if not (one.done and one.truncated):
-                        raise Violation(f"{place}: the last step of a cut rollout is not truncated: {one}")
+                    assert (one.done, one.truncated) == (True, True), (
+                        f"{place}: the last step of a cut rollout is not truncated: {one}"
+                    )
                     one = self.as_made(one)  # noqa: PLW2901  # the same, without the cut
                 self.oracle.follow(place, one)
             self.doubt.discard(env_id)
@@ -654,8 +652,7 @@ class Session:
 
     def _check_kept(self) -> None:
         for data, copied in self.kept:
-            if not _is_equal(data, copied):
-                raise Violation("a rollout has changed after it was handed out")
+            assert _is_equal(data, copied), "a rollout has changed after it was handed out"
         del self.kept[:-2]
 
     def _collect(self) -> None:
@@ -689,12 +686,11 @@ class Session:
             return
         for env_id, where in zip(ids, found, strict=True):
             for lane in range(self.lanes):
-                row = self.oracle.at[env_id, lane]
-                reported = tuple(where[3 * lane : 3 * lane + 3])
-                if row is not None and env_id not in self.doubt and reported != row.key:
-                    if self.oracle.ended[env_id, lane] or self._has_lost():
-                        continue
-                    raise Violation(f"env {env_id}.{lane} is at {reported}, its row has {row}")
+                row, reported = self.oracle.at[env_id, lane], tuple(where[3 * lane : 3 * lane + 3])
+                is_open = env_id in self.doubt or self.oracle.ended[env_id, lane] or self._has_lost()
+                assert row is None or is_open or reported == row.key, (
+                    f"env {env_id} is at {reported}, its row has {row}"
+                )
 
     def _echo(self) -> None:
         ids = [i for i in range(self.num_envs) if i not in self.dead]
@@ -710,8 +706,9 @@ class Session:
     def ask_echo(self, number: int, env_ids: list[int] | None = None) -> None:
         """Call the envs' `echo` with a number."""
         answers = self.ask("echo", number, env_ids=env_ids)
-        if answers != [[[number], {}]] * (self.num_envs if env_ids is None else len(env_ids)):
-            raise Violation(f"asked {number}, got {answers}")
+        assert answers == [[[number], {}]] * (self.num_envs if env_ids is None else len(env_ids)), (
+            f"asked {number}, got {answers}"
+        )
 
     def _mark(self) -> None:
         if self.dead:
@@ -721,8 +718,9 @@ class Session:
         if self.attempt(f"set mark {marks}", lambda: self.env.set("mark", marks), []):
             losses = self.num_losses
             found = self.attempt("get mark", lambda: self.env.get("mark"), [])
-            if found is not None and found != marks and losses == self.num_losses and not self.num_kills:
-                raise Violation(f"set {marks}, got {found}")
+            assert found is None or found == marks or losses != self.num_losses or self.num_kills, (
+                f"set {marks}, got {found}"
+            )
 
     def _set_seed(self) -> None:
         self._drain()
@@ -763,8 +761,9 @@ class Session:
                 reported = infos[env_id].get("where")
                 if reported is None and (section == "root" or lost[env_id]):
                     continue
-                if not lost[env_id] and reported != [*row.key]:
-                    raise Violation(f"the info of env {env_id} ({section}) is of {reported}, its row of {row}")
+                assert lost[env_id] or reported == [*row.key], (
+                    f"the info of env {env_id} ({section}) is of {reported}, its row of {row}"
+                )
 
     @property
     def slack(self) -> int:
@@ -776,16 +775,15 @@ class Session:
         counts = self.executor.statistics()
         self.oracle.read_diary()
         made = sum(count for (_, lane), count in self.oracle.steps.items() if lane == 0)
-        if not made - self.slack <= counts.env_steps <= made:
-            raise Violation(
-                f"statistics() says {counts.env_steps} steps, made were {made} ({self.slack} may be missing)"
-            )
-        if counts.interrupted * self.lanes < self.oracle.num_interrupted:
-            raise Violation(
-                f"statistics() says {counts.interrupted} interrupted rows, got {self.oracle.num_interrupted}"
-            )
-        if counts.env_errors > self.max_errors or counts.env_errors < self.num_errors:
-            raise Violation(f"statistics() says {counts.env_errors} env errors, raised were {self.num_errors}")
+        assert made - self.slack <= counts.env_steps <= made, (
+            f"statistics() says {counts.env_steps} steps, made were {made} ({self.slack} may be missing)"
+        )
+        assert counts.interrupted * self.lanes >= self.oracle.num_interrupted, (
+            f"statistics() says {counts.interrupted} interrupted rows, got {self.oracle.num_interrupted}"
+        )
+        assert self.num_errors <= counts.env_errors <= self.max_errors, (
+            f"statistics() says {counts.env_errors} env errors, raised were {self.num_errors}"
+        )
 
     # ---- faults ------------------------------------------------------------------------------
 

@@ -28,10 +28,6 @@ from tests.oracles.fuzz_envs import FIELDS, RECORD, Kind, checksum
 _MANY = 400
 
 
-class Violation(AssertionError):
-    """A broken promise of the executor."""
-
-
 class Row(NamedTuple):
     """One observation; see `FIELDS`."""
 
@@ -77,12 +73,6 @@ class Given(NamedTuple):
 
     seeds: tuple[int | None, ...] | None = None
     levels: tuple[int, ...] | None = None
-
-    def seed_of(self, env_id: int) -> int | None:
-        return None if self.seeds is None else self.seeds[env_id]
-
-    def level_of(self, env_id: int) -> int:
-        return 0 if self.levels is None else self.levels[env_id]
 
 
 NOTHING = Given()
@@ -131,11 +121,10 @@ class Oracle:
         self._read += whole
         for kind, lane, env_id, episode, t, action, nonce, seed in np.frombuffer(data[:whole], RECORD).tolist():
             place = (env_id, lane)
-            if kind == Kind.WRONG:
-                raise Violation(
-                    f"env {env_id}.{lane} instance {nonce:x} was stepped (episode {episode}, t {t}) "
-                    f"{'without a reset' if episode < 0 else 'after its end'}"
-                )
+            assert kind != Kind.WRONG, (
+                f"env {env_id}.{lane} instance {nonce:x} was stepped (episode {episode}, t {t}) "
+                f"{'without a reset' if episode < 0 else 'after its end'}"
+            )
             if kind == Kind.BUILD:
                 continue
             counts = self.resets if kind == Kind.RESET else self.steps
@@ -143,11 +132,10 @@ class Oracle:
             self.made[nonce, episode, t] = (kind, env_id, lane, action, seed)
 
     def _check_made(self, row: Row, what: str) -> None:
-        if row.checksum != checksum(row[:-1]):
-            raise Violation(f"{what}: torn row {dict(zip(FIELDS, row, strict=True))}")
+        assert row.checksum == checksum(row[:-1]), f"{what}: torn row {dict(zip(FIELDS, row, strict=True))}"
         made = self.made.get(row.key)
-        if made is None or made[1:] != (row.env_id, row.lane, row.action, row.seed):
-            raise Violation(f"{what}: {row} {tuple(row)} was never made (the diary has {made})")
+        expected = (row.env_id, row.lane, row.action, row.seed)
+        assert (made or ())[1:] == expected, f"{what}: {row} {tuple(row)} was never made (the diary has {made})"
 
     # ---- rows --------------------------------------------------------------------------------
 
@@ -179,46 +167,41 @@ class Oracle:
         if not any(row) and self.at[place] is None:
             self.ended[place] = True  # never reset
             return
-        if (row.env_id, row.lane) != place:
-            raise Violation(f"root of {place}: got a row of {row}")
+        assert (row.env_id, row.lane) == place, f"root of {place}: got a row of {row}"
         self._check_made(row, f"root of {place}")
         before = self.at[place]
         if before is not None and row == before:
-            if done != self.ended[place] and not (done and may_end):
-                raise Violation(f"root of {place}: {row} done={done}, it was {self.ended[place]}")
-        elif before is not None and not self.ended[place] and not may_begin:
-            raise Violation(f"root of {place}: was at {before}, which had not ended, and is at {row}")
+            assert done == self.ended[place] or (done and may_end), (
+                f"root of {place}: {row} done={done}, it was {self.ended[place]}"
+            )
         elif before is None:
             self.begun.add(row.key[:2])  # after a broken-off call it continues, or must be reset
         else:
+            is_due = self.ended[place] or may_begin
+            assert is_due, f"root of {place}: was at {before}, which had not ended, and is at {row}"
             self.begin(place, row, given)
-            if done:
-                raise Violation(f"root of {place}: {row} begins an episode with done=True")
+            assert not done, f"root of {place}: {row} begins an episode with done=True"
         self.at[place], self.ended[place] = row, done
 
     def begin(self, place: Place, row: Row, given: Given = NOTHING) -> None:
         """Check the first row of an episode."""
         what = f"first row of {place}"
-        if (row.env_id, row.lane) != place:
-            raise Violation(f"{what}: got a row of {row}")
+        assert (row.env_id, row.lane) == place, f"{what}: got a row of {row}"
         self._check_made(row, what)
-        if row.t != 0 or row.action != -1:
-            raise Violation(f"{what}: expected t 0, got {row} (it was at {self.at[place]})")
-        if row.key[:2] in self.begun:
-            raise Violation(f"{what}: {row} had begun before (it was at {self.at[place]})")
+        assert (row.t, row.action) == (0, -1), f"{what}: expected t 0, got {row} (it was at {self.at[place]})"
+        assert row.key[:2] not in self.begun, f"{what}: {row} had begun before (it was at {self.at[place]})"
         self.begun.add(row.key[:2])
         env_id, lane = place
-        if row.level != given.level_of(env_id):
-            raise Violation(f"{what}: expected level {given.level_of(env_id)}, got {row.level}")
-        seed = given.seed_of(env_id)
-        if seed is not None and row.seed != seed + lane:
-            raise Violation(f"{what}: expected seed {seed + lane}, got {row.seed}")
+        level = 0 if given.levels is None else given.levels[env_id]
+        assert row.level == level, f"{what}: expected level {level}, got {row.level}"
+        seed = None if given.seeds is None else given.seeds[env_id]
+        assert seed is None or row.seed == seed + lane, f"{what}: expected seed {seed + lane}, got {row.seed}"
         if seed is None and self.checks_seeds and self.root_seed is not None and given.seeds is None:
             episode = _episodes(self.root_seed, env_id).get(row.seed - lane)
-            if episode is None:
-                raise Violation(f"{what}: seed {row.seed} is none of root seed {self.root_seed}")
-            if episode <= self._latest.get(place, -1):
-                raise Violation(f"{what}: repeats episode {episode} of root seed {self.root_seed}")
+            assert episode is not None, f"{what}: seed {row.seed} is none of root seed {self.root_seed}"
+            assert episode > self._latest.get(place, -1), (
+                f"{what}: repeats episode {episode} of root seed {self.root_seed}"
+            )
             self._latest[place] = episode
         self.at[place], self.ended[place] = row, False
 
@@ -248,41 +231,39 @@ class Oracle:
         before, after = self.at[place], one.next
         what = f"step of {place}"
         if one.root is not None:
-            if before is not None and one.root != before:
-                raise Violation(f"{what}: was at {before}, the root says {one.root}")
+            assert before is None or one.root == before, f"{what}: was at {before}, the root says {one.root}"
             if before is None:
                 self._check_made(one.root, f"root of {what}")
                 self.begun.add(one.root.key[:2])
             before = one.root
-        if self.at[place] is not None and self.ended[place]:
-            raise Violation(f"{what}: stepped after its end, from {before} to {after}")
-        if one.done != (one.terminated or one.truncated):
-            raise Violation(f"{what}: done {one.done}, terminated {one.terminated}, truncated {one.truncated}")
+        assert self.at[place] is None or not self.ended[place], (
+            f"{what}: stepped after its end, from {before} to {after}"
+        )
+        assert one.done == (one.terminated or one.truncated), (
+            f"{what}: done {one.done}, terminated {one.terminated}, truncated {one.truncated}"
+        )
         self._check_made(after, what)
         if one.interrupted:
             self.num_interrupted += 1
-            if (before is not None and after != before) or one.reward != 0 or one.terminated or not one.truncated:
-                raise Violation(f"{what}: interrupted after {before} and says {one}")
+            says = one.reward, one.terminated, one.truncated
+            assert before in (None, after), f"{what}: interrupted after {before} and says {one}"
+            assert says == (0, False, True), f"{what}: interrupted and says {one}"
         else:
             self._follow_step(place, before, one, what)
         self.at[place], self.ended[place] = after, one.done
 
     def _follow_step(self, place: Place, before: Row | None, one: Transition, what: str) -> None:
         after = one.next
-        if (after.env_id, after.lane) != place:
-            raise Violation(f"{what}: got a row of {after}")
-        if before is not None and (after[:4] != before[:4] or after.t != before.t + 1):
-            raise Violation(f"{what}: from {before} to {after}")
-        if after.key in self.handed_out:
-            raise Violation(f"{what}: {after} was handed out before")
+        assert (after.env_id, after.lane) == place, f"{what}: got a row of {after}"
+        assert before is None or after[:5] == (*before[:4], before.t + 1), f"{what}: from {before} to {after}"
+        assert after.key not in self.handed_out, f"{what}: {after} was handed out before"
         self.handed_out.add(after.key)
-        if after.action != one.action:
-            raise Violation(f"{what}: action {one.action}, the env got {after.action}: {after}")
+        assert after.action == one.action, f"{what}: action {one.action}, the env got {after.action}: {after}"
         kind = self.made[after.key][0]
-        if (one.terminated, one.truncated) != (kind == Kind.TERMINATED, kind == Kind.TRUNCATED):
-            raise Violation(f"{what}: {after} terminated {one.terminated}, truncated {one.truncated}: it was {kind!r}")
-        if one.reward != after.t + after.action / 8:
-            raise Violation(f"{what}: reward {one.reward}, expected that of {after}")
+        assert (one.terminated, one.truncated) == (kind == Kind.TERMINATED, kind == Kind.TRUNCATED), (
+            f"{what}: {after} terminated {one.terminated}, truncated {one.truncated}: it was {kind!r}"
+        )
+        assert one.reward == after.t + after.action / 8, f"{what}: reward {one.reward}, expected that of {after}"
         self.num_transitions += 1
 
 
@@ -320,8 +301,8 @@ class Watch:
     def check_leftovers(self) -> None:
         """Require that this process holds no more resources than before; end a helper that is kept."""
         gc.collect()
-        if gained := _left(self._before):
-            raise Violation(f"left behind: {gained}")
+        gained = _left(self._before)
+        assert not gained, f"left behind: {gained}"
 
 
 Run = Callable[[int, str, Watch, int], None]

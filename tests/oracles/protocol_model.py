@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from envherd.workers.protocol import PARENT_STEPS, WORKER_STEPS
-from tests.oracles.exploring import Violation, explore
+from tests.oracles.exploring import explore
 
 DEAD, BUILDING = -1, -2
 
@@ -143,8 +143,9 @@ class Protocol:
 
     def _look_around(self, s: State) -> Iterator[State]:
         again = "drain" if self.drains_first else "compare"
-        if s.is_calm and not any(w.at > 0 or w.go for w in s.workers):
-            raise Violation(f"a lost wake-up: the parent sleeps, and so does everybody: {s}")
+        assert not s.is_calm or any(w.at > 0 or w.go for w in s.workers), (
+            f"a lost wake-up: the parent sleeps, and so does everybody: {s}"
+        )
         if not s.is_calm:  # while all is calm, wake-ups alone must be enough
             yield s._replace(phase=again)
         gone = [i for i, w in enumerate(s.workers) if w.at == DEAD and not w.is_lost and w.command_seq != w.reply_seq]
@@ -162,8 +163,9 @@ class Protocol:
     def _settle(self, s: State) -> State:
         """Take the answers; begin to replace lost workers, or continue with the next step."""
         for w in s.workers:
-            if w.is_asked and not w.is_lost and not s.is_recovering and (w.row, w.runs) != (s.number, 1):
-                raise Violation(f"a stale or repeated row: expected that of command {s.number}, got {w}")
+            assert not w.is_asked or w.is_lost or s.is_recovering or (w.row, w.runs) == (s.number, 1), (
+                f"a stale or repeated row: expected that of command {s.number}, got {w}"
+            )
         if any(w.is_lost for w in s.workers):
             workers = tuple(
                 w._replace(at=BUILDING, go=0, is_asked=True) if w.is_lost else
@@ -205,8 +207,9 @@ class Protocol:
             else:
                 yield w._replace(number=w.command_seq, at=following), 0
         elif what == "rows":
-            if w.reply_seq == w.number and self.worker.index("rows") < self.worker.index("reply_seq"):
-                raise Violation(f"a command that has its answer is carried out: {w}")
+            assert w.reply_seq != w.number or self.worker.index("rows") >= self.worker.index("reply_seq"), (
+                f"a command that has its answer is carried out: {w}"
+            )
             is_whole = w.inputs == w.command == w.number
             yield w._replace(row=w.number if is_whole else -1, runs=w.runs + 1, at=following), 0
         elif what == "reply_seq":
@@ -218,7 +221,7 @@ class Protocol:
         """Visit every state; return how many there are.
 
         Raises:
-            Violation: see the module.
+            AssertionError: see the module.
         """
         return explore(self.start(), self._sorted_moves, lambda s: s.phase == "over")
 

@@ -29,6 +29,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from envherd.executor import (
     Busy,
     Closed,
+    EnvherdError,
     ExecutorOptions,
     ParallelEnv,
     ResetNeeded,
@@ -150,6 +151,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+#: What calls with odd arguments raise.
+REFUSALS = (EnvherdError, ValueError, TypeError, RuntimeError)
+
+
 class Derived(TensorDict):
     """A subclass of TensorDict."""
 
@@ -257,7 +262,7 @@ class Pair:
             rng = np.random.default_rng(number)
             try:
                 result = getattr(self, "_" + deed)(env, side, rng)
-            except Exception as error:  # any refusal: the other must give the same
+            except REFUSALS as error:  # the other must give the same
                 result = type(error), str(error)
             self.results[side].append(result)
             if deed in ("recv", "current") and isinstance(result, TensorDict) and rng.random() < 0.5:
