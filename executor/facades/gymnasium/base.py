@@ -31,6 +31,7 @@ from envherd.executor.facades.gymnasium.spaces import Description, batch, check_
 from envherd.executor.facades.gymnasium.worker import FINAL_OBSERVATION
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.blueprint import checked_options
+from envherd.executor.protocol.fast_step import compile_command
 from envherd.executor.protocol.flight import Flight
 from envherd.executor.protocol.info_reader import Part, first_env
 from envherd.workers.errors import EnvherdError
@@ -105,6 +106,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             list(group["next", name][:, :, 0]) for name in ("reward", "terminated", "truncated")
         )
         self._step_op = Op.STEP_RESET if self.autoreset_mode is AutoresetMode.SAME_STEP else Op.STEP
+        self._command = compile_command(engine, self._step_op)
         self._resets_next = self.autoreset_mode is AutoresetMode.NEXT_STEP
         self._columns = Columns(self.num_envs)
         self._ended: np.ndarray | None = None  # int [k], the envs that the next step resets; None for none
@@ -201,26 +203,30 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def step(self, actions: Any) -> StepResult:
         """Step all envs; return observations, rewards, terminations, truncations and infos."""
         self._begin("step_async")
-        self._start_step(actions)
+        self._start_step(actions, is_parked=False)
         return self._finish_step(None)
 
-    def _start_step(self, actions: Any) -> None:
+    def _start_step(self, actions: Any, *, is_parked: bool) -> None:
+        """Begin a step; one that is not parked, and resets no env that has ended before, may land at once."""
         self._drop_interrupted()
-        engine, ended = self._engine, self._ended
+        begin, ended = self._engine.flights.begin, self._ended
         self._is_begun = True
+        write = partial(self._actions.take, actions)
         try:  # as `raising_gymnasiums`, in less time
             with self._guard:
-                self._flight = engine.flights.begin(
-                    self._step_op, resets=ended, write_inputs=partial(self._actions.take, actions), is_parked=True
-                )
+                if is_parked or ended is not None:
+                    self._flight = begin(self._step_op, resets=ended, write_inputs=write, is_parked=is_parked)
+                else:
+                    self._flight = self._command(write_inputs=write)
         except EnvherdError as error:
             raise as_gymnasium(error) from error.__cause__
 
     def _finish_step(self, timeout: float | None) -> StepResult:
         flight, was_reset = self._flight, self._ended
         try:
-            with self._guard:
-                flight.land(timeout)
+            if not flight.has_landed:
+                with self._guard:
+                    flight.land(timeout)
         except EnvherdError as error:
             self._note_failed_step()
             raise as_gymnasium(error) from error.__cause__

@@ -177,7 +177,7 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
     def step_async(self, actions: Any) -> None:
         """Begin a `step`; `step_wait` ends it."""
         self._begin("step_async")
-        self._start_step(actions)
+        self._start_step(actions, is_parked=True)
         self._state = AsyncState.WAITING_STEP
 
     def step_wait(self, timeout: float | None = None) -> StepResult:
