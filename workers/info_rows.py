@@ -42,8 +42,7 @@ Reader = Callable[[np.ndarray], list[Any]]
 Kind = IntEnum("Kind", "DICT LIST TUPLE NONE BOOL INT FLOAT TEXT SCALAR ARRAY", start=0)
 _TYPES = (dict, list, tuple, type(None), bool, int, float, str, np.generic, np.ndarray)
 #: By identity: the hash of a class may be code of the user's.
-_KINDS = {id(kind): Kind.SCALAR for kind in np.sctypeDict.values()}
-_KINDS |= {id(kind): Kind(index) for index, kind in enumerate(_TYPES)}
+_KINDS = dict.fromkeys(map(id, np.sctypeDict.values()), Kind.SCALAR) | dict(zip(map(id, _TYPES), Kind, strict=True))
 _DTYPES = {Kind.NONE: "", Kind.BOOL: "|b1", Kind.INT: "<i8", Kind.FLOAT: "<f8", Kind.TEXT: "|u1"}
 
 
@@ -209,10 +208,9 @@ class Schema:
             The schema's id; 0 if the info has another schema, or none. In C the row may be partly written then.
         """
         try:
-            has_schema = _Description().field_of(info) == self.root
+            if _Description().field_of(info) != self.root:
+                return 0
         except DoesNotFit:
-            return 0
-        if not has_schema:
             return 0
         self.root.write(info, to)
         return self.id
