@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from envherd.executor.batched import BatchedEnv
@@ -29,6 +30,7 @@ from envherd.executor.facades.gymnasium.infos import Columns
 from envherd.executor.facades.gymnasium.rows import Actions, Observations
 from envherd.executor.facades.gymnasium.spaces import Description, batch, check_mode, describe_all
 from envherd.executor.facades.gymnasium.worker import FINAL_OBSERVATION
+from envherd.executor.facades.states import Stateful
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.blueprint import checked_options
 from envherd.executor.protocol.fast_step import compile_command
@@ -42,7 +44,7 @@ StepResult = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 EnvFns = Sequence[Callable[[], Any] | str]
 
 
-class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
+class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
     """A Gymnasium vector env over an executor; see `AsyncVectorEnv` and `SyncVectorEnv`.
 
     Each class that users see names Gymnasium's class as a base once more: some libraries look at the direct bases only.
@@ -57,7 +59,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def __init__(
         self, env_fns: EnvFns, *, copy: bool, observation_mode: Any, autoreset_mode: str | AutoresetMode
     ) -> None:
-        self.closed = True  # Gymnasium 1.1 closes deleted envs, even if the constructor has raised
         self.env_fns = listed(type(self).__name__, env_fns)
         self.copy = copy
         self.observation_mode = observation_mode
@@ -85,13 +86,13 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         except BaseException:
             executor.close()
             raise
-        self.closed = False
+        self.closed = False  # last: Gymnasium 1.1 closes deleted envs that are not closed
 
     def _take_spaces(self, descriptions: list[Description]) -> None:
         first, engine = descriptions[0], self.executor.engine
         self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = first.render_mode
-        spaces = batch(self._name, descriptions, self.observation_mode)
+        spaces = batch(type(self).__name__, descriptions, self.observation_mode)
         self.single_observation_space, self.observation_space, self.single_action_space, self.action_space = spaces
         self._engine = engine
         self._guard = engine.guard
@@ -111,12 +112,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         self._columns = Columns(self.num_envs)
         self._ended: np.ndarray | None = None  # int [k], the envs that the next step resets; None for none
         self._resetting = engine.all_ids  # the envs that are being reset
-        self._is_begun = False  # a reset or step was begun and has not landed
-
-    @property
-    def _name(self) -> str:
-        """The name of the class that the user has built, for messages."""
-        return type(self).__name__
 
     @property
     def np_random_seed(self) -> Any:
@@ -142,8 +137,16 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
 
     # ---- reset -------------------------------------------------------------------------------
 
-    def _begin(self, name: str) -> None:
-        """Refuse to begin a call while another is pending; nothing is pending where no call can be."""
+    def _refuse(self, event: str, call: str) -> NoReturn:
+        name = self._state.value
+        if self.closed:
+            raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
+        if event == "begin":
+            raise AlreadyPendingCallError(
+                f"Calling `{call}` while waiting for a pending call to `{name}` to complete.", name
+            )
+        name = event.removesuffix("_wait")
+        raise NoAsyncCallError(f"Calling `{name}_wait` without any prior call to `{name}_async`.", name)
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -154,7 +157,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             seed: int, from which env i gets `seed + i`; one int or None for each env; or None.
             options: given to each env; never changed.
         """
-        self._begin("reset_async")
         self._start_reset(seed, options)
         return self._finish_reset(None)
 
@@ -172,13 +174,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
 
     def _start_reset(self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None) -> None:
         """Start a reset of all envs, or of those of a `reset_mask` among the options."""
+        self._move("begin", "reset_async")
         seeds = self._seeds(seed)
         env_ids = self._engine.all_ids
         if options is not None and "reset_mask" in options:
             env_ids = np.flatnonzero(_checked_mask(options["reset_mask"], self.num_envs))
             options = {key: value for key, value in options.items() if key != "reset_mask"}
-        self._drop_interrupted()
-        self._is_begun = True
         with raising_gymnasiums(), self._guard:
             extras = self._engine.extras_of(env_ids, seeds, None, {"options": options})
             self._flight = self._engine.flights.begin(Op.RESET, env_ids, extras=extras, is_parked=True)
@@ -187,7 +188,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def _finish_reset(self, timeout: float | None) -> tuple[Any, dict[str, Any]]:
         with raising_gymnasiums(), self._guard:
             self._flight.land(timeout)
-        self._is_begun = False
+        self._move("land")
         if self._ended is not None:
             self._ended = _some(self._ended[~np.isin(self._ended, self._resetting)])
         is_reset = np.zeros(self.num_envs, bool)
@@ -202,22 +203,16 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
 
     def step(self, actions: Any) -> StepResult:
         """Step all envs; return observations, rewards, terminations, truncations and infos."""
-        self._begin("step_async")
         self._start_step(actions, is_parked=False)
         return self._finish_step(None)
 
     def _start_step(self, actions: Any, *, is_parked: bool) -> None:
-        """Begin a step; one that is not parked, and resets no env that has ended before, may land at once."""
-        self._drop_interrupted()
-        begin, ended = self._engine.flights.begin, self._ended
-        self._is_begun = True
-        write = partial(self._actions.take, actions)
+        self._move("begin", "step_async")
         try:  # as `raising_gymnasiums`, in less time
             with self._guard:
-                if is_parked or ended is not None:
-                    self._flight = begin(self._step_op, resets=ended, write_inputs=write, is_parked=is_parked)
-                else:
-                    self._flight = self._command(write_inputs=write)
+                self._flight = self._command(
+                    write_inputs=partial(self._actions.take, actions), resets=self._ended, is_parked=is_parked
+                )
         except EnvherdError as error:
             raise as_gymnasium(error) from error.__cause__
 
@@ -233,7 +228,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         except BaseException:
             self._ended = None  # the caller must reset all of them
             raise
-        self._is_begun = False
+        self._move("land")
         column, ended = flight.at, flight.ended
         if self._resets_next:
             self._ended = ended
@@ -250,13 +245,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             self._truncations[column].copy(),
             infos,
         )
-
-    def _drop_interrupted(self) -> None:
-        """Drop a reset or step that was broken off; its envs need a reset."""
-        if self._is_begun:
-            with raising_gymnasiums(), self._guard:
-                self._engine.drop_parked()
-            self._is_begun = False
 
     def _of_episodes(self, read: ReadEpisodes, ended: np.ndarray, column: int) -> dict[str, Any]:
         """Return the entries of Gymnasium's `RecordEpisodeStatistics` for a step in which episodes have ended."""

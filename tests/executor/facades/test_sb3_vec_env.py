@@ -218,7 +218,7 @@ def test_errors_name_sb3s_calls(make):
     env.step(ZEROS[:2])
     with pytest.raises(LookupError):
         env.step(ZEROS[:2])
-    with pytest.raises(ResetNeeded, match=r"^step_async failed: .*\[0, 1\].* Call reset\(\)\. No env was stepped\.$"):
+    with pytest.raises(ResetNeeded, match=r"^step failed: .*\[0, 1\].* Call reset\(\)\. No env was stepped\.$"):
         env.step(ZEROS[:2])
     env.reset()
     with pytest.raises(IndexError, match=r"^get_attr failed: expected indices below 2, got 2\.$"):
