@@ -7,16 +7,20 @@ are copied when a command lands. They become objects when the caller reads them.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from envherd.shm.slab import Slab
+from envherd.executor.pools.error_messages import numbering
+from envherd.shm.slab import INFO_BYTES, Slab
 from envherd.workers.info_rows import SECTIONS, Schema
 from envherd.workers.infos import unpack
 from envherd.workers.options import InfoPolicy
+
+_LOG = logging.getLogger(__name__)
 
 #: Bytes between the rows that are kept: without them all rows would be in the same sets of the processor's caches.
 _SKEW = 64
@@ -79,6 +83,7 @@ class InfoReader:
         self._policy, self._schemas = policy, schemas
         #: Section -> env id -> info that is in no row.
         self._others: dict[str, dict[int, dict[str, Any]]] = {section: {} for section in SECTIONS}
+        self._large: set[int] = set()  # envs whose infos are too large
         self.has_rows, self.has_any = slab is not None and slab.infos is not None, False
         if slab is not None and slab.infos is not None:
             self._words = slab.words["info_ids"]
@@ -130,6 +135,19 @@ class InfoReader:
                 packed = messages[env_id][section] if env_id in messages else None
                 if packed is not None:
                     others[env_id] = unpack(packed, self._policy)
+                    self._note_size(env_id, len(packed))
+
+    def _note_size(self, env_id: int, num_bytes: int) -> None:
+        """Log once for each env that an info is too large for its row."""
+        if self.has_rows and num_bytes > INFO_BYTES and env_id not in self._large:
+            self._large.add(env_id)
+            _LOG.warning(
+                "env %d: an info of %d bytes is larger than the %d bytes of its row in shared memory, and is sent as a "
+                "message, which takes longer. Return less, or make it part of the observation. This is logged once.",
+                numbering.first_env_id + env_id,
+                num_bytes,
+                INFO_BYTES,
+            )
 
     def lose(self, env_ids: np.ndarray) -> None:
         """Drop the infos in rows of envs, int64 `[k]`, whose worker was lost, perhaps after their answer."""

@@ -157,13 +157,13 @@ def test_a_worker_learns_some_schemas_and_reports_each_once() -> None:
     assert schema.infos(schema.records(slab.infos[1, :1])) == [infos[3]]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("state", ["known", "new"])
 def test_an_info_that_a_thread_of_the_env_changes_meanwhile_is_sent_as_a_message(
-    is_known: bool, monkeypatch: pytest.MonkeyPatch
+    state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slab = Slab(plan := plan_slab([CountingEnv().spec], 1, 2, has_infos=True), np.zeros(plan.nbytes, np.uint8))
     writer, info = InfoWriter(slab, 0, [].append), {"text": "a", "number": 1}
-    if is_known:
+    if state == "known":
         writer.write("next", info)
         writer.schemas[:] = [Schema.of(info)]
     monkeypatch.setattr(info_rows, "_encoded", lambda text: info.clear())

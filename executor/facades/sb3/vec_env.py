@@ -146,7 +146,7 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         self._move("land")
         self._reset_seeds()
         self._reset_options()
-        infos = self._infos_of_reset()
+        infos = self._infos_of("root")
         self.reset_infos = [self._of_row(infos, row) for row in range(self.num_envs)]
         return self._observations.now()
 
@@ -205,7 +205,7 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
 
     def _step_infos(self) -> list[Info]:
         """Return a fresh info for every row."""
-        infos, rows = self._infos_of_step(), range(self.num_envs)
+        infos, rows = self._infos_of("next"), range(self.num_envs)
         if not infos or (self.num_agents == 1 and not self._agents):
             return [{**infos.get(row, _NO_INFO), "TimeLimit.truncated": False} for row in rows]
         return [{**deepcopy(self._of_row(infos, row)), "TimeLimit.truncated": False} for row in rows]  # some share one
@@ -222,7 +222,7 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         """Put the last observations of ended episodes into their infos, and take the infos of new episodes."""
         terminated, truncated = self._terminated.look(column), self._truncated.look(column)
         has_interrupted, interrupted = self._positions.has_interrupted, self._positions.interrupted
-        infos_of_reset = self._infos_of_reset()
+        infos_of_reset = self._infos_of("root")
         self.reset_infos = list(self.reset_infos)
         if self._episodes is not None:
             self._note_episodes(self._episodes, rows, infos)
@@ -255,13 +255,9 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         self._guard.check()
         raise Busy(f"{call_name()} failed: the last step was not waited for. Call step_wait() first.")
 
-    def _infos_of_step(self) -> Mapping[int, Info]:
-        """Return the infos of the step by env id; envs without one may be missing. Own memory."""
-        return self._engine.side.infos.read("next")
-
-    def _infos_of_reset(self) -> Mapping[int, Info]:
-        """Return the infos of the resets of the latest command by env id. Own memory."""
-        return self._engine.side.infos.read("root")
+    def _infos_of(self, section: str) -> Mapping[int, Info]:
+        """Return the infos of the latest step ("next") or of its resets ("root"), by env id; see `InfoReader.read`."""
+        return self._engine.side.infos.read(section)
 
     def _raise_for_env(self, error: EnvError) -> NoReturn:
         raise as_raised(error) from error.__cause__
@@ -430,15 +426,12 @@ class DummyVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not 
         for adapter, action in zip(self._adapters, actions, strict=False):  # SB3 ignores surplus actions
             adapter.guest.give(action)
 
-    def _infos_of_step(self) -> Mapping[int, Info]:
+    def _infos_of(self, section: str) -> Mapping[int, Info]:
         if not self._adapters:
-            return super()._infos_of_step()
+            return super()._infos_of(section)
+        if section == "root":
+            return {i: dict(one.info) for i, one in enumerate(self._adapters)}
         return {i: deepcopy(dict(one.step_info)) for i, one in enumerate(self._adapters) if one.step_info}
-
-    def _infos_of_reset(self) -> Mapping[int, Info]:
-        if not self._adapters:
-            return super()._infos_of_reset()
-        return {i: dict(one.info) for i, one in enumerate(self._adapters)}
 
     def _raise_for_env(self, error: EnvError) -> NoReturn:
         if not self._adapters:
