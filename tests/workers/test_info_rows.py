@@ -157,15 +157,13 @@ def test_a_worker_learns_some_schemas_and_reports_each_once() -> None:
     assert schema.infos(schema.records(slab.infos[1, :1])) == [infos[3]]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("state", ["known", "new"])
+@pytest.mark.parametrize("known", [[], [Schema.of({"text": "a", "number": 1})]])
 def test_an_info_that_a_thread_of_the_env_changes_meanwhile_is_sent_as_a_message(
-    state: str, monkeypatch: pytest.MonkeyPatch
+    known: list[Schema], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slab = Slab(plan := plan_slab([CountingEnv().spec], 1, 2, has_infos=True), np.zeros(plan.nbytes, np.uint8))
     writer, info = InfoWriter(slab, 0, [].append), {"text": "a", "number": 1}
-    if state == "known":
-        writer.write("next", info)
-        writer.schemas[:] = [Schema.of(info)]
+    writer.schemas += known
     monkeypatch.setattr(info_rows, "_encoded", lambda text: info.clear())
     assert not writer.write("next", info)
     assert not slab.words["info_ids"].any()

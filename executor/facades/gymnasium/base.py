@@ -92,7 +92,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         first, engine = descriptions[0], self.executor.engine
         self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = first.render_mode
-        spaces = batch(type(self).__name__, descriptions, self.observation_mode)
+        spaces = batch(self._name, descriptions, self.observation_mode)
         self.single_observation_space, self.observation_space, self.single_action_space, self.action_space = spaces
         self._engine = engine
         self._guard = engine.guard
@@ -112,6 +112,11 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         self._columns = Columns(self.num_envs)
         self._ended: np.ndarray | None = None  # int [k], the envs that the next step resets; None for none
         self._resetting = engine.all_ids  # the envs that are being reset
+
+    @property
+    def _name(self) -> str:
+        """The name of the class that the user has built, for messages."""
+        return type(self).__name__
 
     @property
     def np_random_seed(self) -> Any:
@@ -140,7 +145,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
     def _refuse(self, event: str, call: str) -> NoReturn:
         name = self._state.value
         if self.closed:
-            raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
+            raise ClosedEnvironmentError(f"Trying to operate on `{self._name}`, after a call to `close()`.")
         if event == "begin":
             raise AlreadyPendingCallError(
                 f"Calling `{call}` while waiting for a pending call to `{name}` to complete.", name

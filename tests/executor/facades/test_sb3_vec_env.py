@@ -139,9 +139,6 @@ def test_a_step_in_two_halves(sampled):
     sampled.reset()  # the pending step is dropped
     sampled.step(ZEROS)
     assert sampled.get_attr("num_steps") == [1, 1, 1]
-    sampled.step_async(ZEROS)
-    sampled.close()
-    sampled.close()
 
 
 def test_fractions_are_no_discrete_actions():

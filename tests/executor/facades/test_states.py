@@ -36,13 +36,10 @@ FACADES: dict[str, Any] = {
 }
 
 
-def _after(state: AsyncState, call: str) -> AsyncState | None:
+def _after(state: Any, call: str) -> Any:
     """Return the state after a call; None if the table refuses it."""
     for event in CALLS[call]:
-        following = FOLLOWS[event].get(state)
-        if following is None:
-            return None
-        state = following
+        state = FOLLOWS[event].get(state)
     return state
 
 
