@@ -183,7 +183,9 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         return self._results()
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, list[Info]]:
-        """Make a step: `step_async` and `step_wait` in one."""
+        """Make a step: `step_async` and `step_wait` in one, or these if a subclass has others."""
+        if (type(self).step_async, type(self).step_wait) != (ExecutorVecEnv.step_async, ExecutorVecEnv.step_wait):
+            return super().step(actions)
         self._begin(actions, is_parked=False)
         return self._results()
 

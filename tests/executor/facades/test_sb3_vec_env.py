@@ -130,6 +130,11 @@ def test_what_is_handed_out_is_the_callers_own(sampled):
     assert "mine" not in sampled.step(ZEROS)[3][0]
 
 
+def test_a_step_calls_the_halves_of_a_subclass():
+    halves = {"step_async": lambda self, actions: None, "step_wait": lambda self: "mine"}
+    assert type("Halves", (SubprocVecEnv,), halves)([SampledEnv], num_workers=1).step(ZEROS[:1]) == "mine"
+
+
 @BOTH
 def test_a_step_in_two_halves(sampled):
     sampled.reset()
