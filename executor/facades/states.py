@@ -20,9 +20,7 @@ need a reset is a state of the executor, see `protocol.env_states`.
 from __future__ import annotations
 
 from enum import Enum
-from typing import NoReturn
-
-from envherd.executor.protocol.engine import Engine
+from typing import Any, NoReturn
 
 #: Those of the same names are Gymnasium's.
 AsyncState = Enum(
@@ -55,7 +53,7 @@ class Stateful:
     """A vector env that moves by the table."""
 
     _state = AsyncState.CLOSED
-    _engine: Engine
+    _engine: Any  # of the executor
 
     @property
     def closed(self) -> bool:

@@ -143,15 +143,17 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
     # ---- reset -------------------------------------------------------------------------------
 
     def _refuse(self, event: str, call: str) -> NoReturn:
-        name = self._state.value
         if self.closed:
             raise ClosedEnvironmentError(f"Trying to operate on `{self._name}`, after a call to `close()`.")
         if event == "begin":
             raise AlreadyPendingCallError(
-                f"Calling `{call}` while waiting for a pending call to `{name}` to complete.", name
+                f"Calling `{call}` while waiting for a pending call to `{self._state.value}` to complete.",
+                self._state.value,
             )
-        name = event.removesuffix("_wait")
-        raise NoAsyncCallError(f"Calling `{name}_wait` without any prior call to `{name}_async`.", name)
+        raise NoAsyncCallError(
+            f"Calling `{event}` without any prior call to `{event.replace('wait', 'async')}`.",
+            event.removesuffix("_wait"),
+        )
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None

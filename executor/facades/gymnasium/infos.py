@@ -15,7 +15,6 @@ from envherd.workers.info_rows import Field, Kind, Schema, compile_reader
 #: `(records, env_ids)` -> the value of a key for all envs. The records are of all; `env_ids` are those that have the
 #: key, int64 `[k]`, or None for all.
 _Read = Callable[[np.ndarray, np.ndarray | None], Any]
-_ALL = slice(None)
 #: Kinds of values that Gymnasium puts into arrays of objects, as it does numpy's bools.
 _OBJECTS = (Kind.NONE, Kind.TEXT, Kind.LIST, Kind.TUPLE)
 
@@ -46,7 +45,7 @@ class Columns:
 
         def read(records: np.ndarray, env_ids: np.ndarray | None) -> dict[str, Any]:
             mask, infos = nobody.copy(), {}
-            mask[_ALL if env_ids is None else env_ids] = True
+            mask[slice(None) if env_ids is None else env_ids] = True
             for key, mask_key, read_one in entries:
                 infos[key] = read_one(records, env_ids)
                 infos[mask_key] = mask.copy()

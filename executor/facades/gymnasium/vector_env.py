@@ -167,8 +167,9 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         if name in _OWN_METHODS:
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         with raising_gymnasiums(), self._guard:
-            ids = list(range(self.num_envs))
-            self._question = self._engine.pool.question("call", ids, name="ask", args=(name, args, kwargs))
+            self._question = self._engine.pool.question(
+                "call", list(range(self.num_envs)), name="ask", args=(name, args, kwargs)
+            )
             self._called = name
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
@@ -194,10 +195,9 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
             ValueError: not one value for each env.
         """
         self._move("begin", "set_attr")
-        given = _one_each(values, self.num_envs)
+        args = tuple((name, value) for value in _one_each(values, self.num_envs))
         with raising_gymnasiums(f"set_attr {name}"), self._guard:
-            ids = list(range(self.num_envs))
-            self._engine.ask("each", ids, name="assign", args=tuple((name, value) for value in given))
+            self._engine.ask("each", list(range(self.num_envs)), name="assign", args=args)
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:  # noqa: FBT001, FBT002
         """Close the envs and end the workers, within `timeout` seconds (default: of the options) and then by force.
@@ -286,8 +286,8 @@ def make_vec(id: Any, num_envs: int = 1, vectorization_mode: str = "async", **kw
 
 def installed() -> contextlib.AbstractContextManager[None]:
     """Make `gymnasium.make_vec` (and all of Gymnasium) use the vector envs of this module for a block."""
-    theirs = gymnasium.vector
-    return replaced("gymnasium", {theirs.AsyncVectorEnv: AsyncVectorEnv, theirs.SyncVectorEnv: SyncVectorEnv})
+    ours = {gymnasium.vector.AsyncVectorEnv: AsyncVectorEnv, gymnasium.vector.SyncVectorEnv: SyncVectorEnv}
+    return replaced("gymnasium", ours)
 
 
 @contextlib.contextmanager

@@ -62,7 +62,6 @@ _ACTION_MASKS = "action_masks"
 _CALLS = {"get": "get_attr", "set": "set_attr", "has": "has_attr", "call": "env_method"}
 Indices = None | int | Iterable[int]
 Info = dict[str, Any]
-_NO_INFO: Info = {}
 
 _SAME_INSTANCE = (
     "You tried to create multiple environments, but the function to create them returned the same instance instead "
@@ -209,7 +208,7 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         """Return a fresh info for every row."""
         infos, rows = self._infos_of("next"), range(self.num_envs)
         if not infos or (self.num_agents == 1 and not self._agents):
-            return [{**infos.get(row, _NO_INFO), "TimeLimit.truncated": False} for row in rows]
+            return [{**infos.get(row, {}), "TimeLimit.truncated": False} for row in rows]
         return [{**deepcopy(self._of_row(infos, row)), "TimeLimit.truncated": False} for row in rows]  # some share one
 
     def _of_row(self, infos: Mapping[int, Info], row: int) -> Info:
@@ -331,12 +330,11 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         return self._ask("call", self._env_ids(None), name="render")
 
     def _rows_of(self, indices: Indices) -> list[int]:
-        every = range(self.num_envs)
         rows = [int(i) for i in self._get_indices(int(indices) if isinstance(indices, np.integer) else indices)]
         outside = next((i for i in rows if not -self.num_envs <= i < self.num_envs), None)
         if outside is not None:
             raise IndexError(f"{call_name()} failed: expected indices below {self.num_envs}, got {outside}.")
-        return [every[i] for i in rows]
+        return [i % self.num_envs for i in rows]
 
     def _env_ids(self, indices: Indices) -> list[int]:
         return list(dict.fromkeys(row // self.num_agents for row in self._rows_of(indices)))
@@ -497,8 +495,8 @@ def _as_sb3(options: ExecutorOptions, start_method: str | None) -> ExecutorOptio
 
 
 def _has_layer(layers: list[list[str]], name: str) -> bool:
-    wrapper = f"{Wrapper.__module__}.{Wrapper.__qualname__}"
-    return any(name in layer for layer in takewhile(lambda layer: wrapper in layer, layers))
+    wrappers = takewhile(lambda layer: f"{Wrapper.__module__}.{Wrapper.__qualname__}" in layer, layers)
+    return any(name in layer for layer in wrappers)
 
 
 def installed() -> contextlib.AbstractContextManager[None]:
