@@ -5,6 +5,7 @@ An env that spins for a given time makes progress while it is preempted; one tha
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from dataclasses import dataclass
@@ -101,3 +102,21 @@ class SteadyFactory:
     def __call__(self) -> Steady:
         """Build it."""
         return Steady(self.shape, self.dtype, self.mean, self.law, self.sleep_s)
+
+
+@dataclass(frozen=True)
+class NamedFactory:
+    """Builds an env of Gymnasium by its name, inside a wrapper: "statistics", "monitor" (SB3's), "atari", or none."""
+
+    name: str
+    wrapper: str = ""
+
+    def __call__(self) -> Any:
+        """Build it."""
+        if self.wrapper == "atari":
+            screen = gymnasium.wrappers.AtariPreprocessing(gymnasium.make(self.name, frameskip=1))
+            return gymnasium.wrappers.FrameStackObservation(screen, 4)
+        env = gymnasium.make(self.name)
+        if self.wrapper == "monitor":
+            return importlib.import_module("stable_baselines3.common.monitor").Monitor(env)
+        return gymnasium.wrappers.RecordEpisodeStatistics(env) if self.wrapper else env

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from benchmarks import bounds, ours, peers
 from benchmarks.pools import Contender, Job
 from benchmarks.rounds import Plan
-from benchmarks.work import SteadyFactory, iterations_per_us
+from benchmarks.work import NamedFactory, SteadyFactory, iterations_per_us
 
 ALL = {one.name: one for one in (*bounds.CONTENDERS, *ours.CONTENDERS, *peers.CONTENDERS)}
 PEERS = tuple(dict.fromkeys(one.peer for one in peers.CONTENDERS))
@@ -81,6 +81,10 @@ def _cartpole(_calibration: float) -> Job:
     return Job(make_env=NamedFactory("gymnasium", "CartPole-v1"), has_ends=True)
 
 
+def _with_infos(name: str, wrapper: str = "", num_envs: int = 8) -> Callable[[float], Job]:
+    return lambda _: Job(make_env=NamedFactory(name, wrapper), num_envs=num_envs, has_ends="CartPole" in name)
+
+
 def _melting_pot(name: str) -> Callable[[float], Job]:
     def make(_calibration: float) -> Job:
         from envherd.executor import MeltingPotFactory
@@ -98,6 +102,15 @@ _MELTING_POT = (
     ours.FIRST_K,
     peers.TORCHRL_PARALLEL,
 )
+_HOSTS = (
+    bounds.IDEAL,
+    bounds.SERIAL,
+    ours.AS_GYMNASIUM_WIDE,
+    peers.GYMNASIUM_ASYNC,
+    peers.GYMNASIUM_SYNC,
+    peers.PUFFERLIB,
+)
+_SB3 = (ours.AS_SB3_WIDE, peers.SB3_SUBPROC, peers.SB3_DUMMY)
 _LUMPY: dict[str, Any] = {"judged_by": "totals", "slot_s": 0.3}
 
 WORKLOADS = (
@@ -181,6 +194,42 @@ WORKLOADS = (
         ),
         make_job=_cartpole,
         minutes=3.0,
+    ),
+    Workload(
+        name="halfcheetah",
+        title="4 HalfCheetahs, infos in every step",
+        contenders=(*_HOSTS, *_SB3),
+        reference=ours.AS_GYMNASIUM_WIDE,
+        make_job=_with_infos("HalfCheetah-v5", num_envs=4),
+    ),
+    Workload(
+        name="halfcheetah_monitor",
+        title="4 HalfCheetahs with SB3's Monitor",
+        contenders=(bounds.IDEAL, bounds.SERIAL, *_SB3),
+        reference=ours.AS_SB3_WIDE,
+        make_job=_with_infos("HalfCheetah-v5", "monitor", num_envs=4),
+    ),
+    Workload(
+        name="statistics",
+        title="8 CartPoles with Gymnasium's RecordEpisodeStatistics",
+        contenders=_HOSTS,
+        reference=ours.AS_GYMNASIUM_WIDE,
+        make_job=_with_infos("CartPole-v1", "statistics"),
+    ),
+    Workload(
+        name="monitor",
+        title="8 CartPoles with SB3's Monitor",
+        contenders=(bounds.IDEAL, bounds.SERIAL, *_SB3),
+        reference=ours.AS_SB3_WIDE,
+        make_job=_with_infos("CartPole-v1", "monitor"),
+    ),
+    Workload(
+        name="pong",
+        title="8 Atari Pongs with preprocessing and frame stack, infos in every step",
+        contenders=(*_HOSTS, *_SB3),
+        reference=ours.AS_GYMNASIUM_WIDE,
+        make_job=_with_infos("ale_py:ALE/Pong-v5", "atari"),
+        slot_s=0.5,
     ),
     Workload(
         name="commons_harvest",

@@ -42,7 +42,7 @@ Reader = Callable[[np.ndarray], list[Any]]
 Kind = IntEnum("Kind", "DICT LIST TUPLE NONE BOOL INT FLOAT TEXT SCALAR ARRAY", start=0)
 _TYPES = (dict, list, tuple, type(None), bool, int, float, str, np.generic, np.ndarray)
 #: By identity: the hash of a class may be code of the user's.
-_KINDS = {id(kind): Kind(index) for index, kind in enumerate(_TYPES)}
+_KINDS = dict.fromkeys(map(id, np.sctypeDict.values()), Kind.SCALAR) | dict(zip(map(id, _TYPES), Kind, strict=True))
 _DTYPES = {Kind.NONE: "", Kind.BOOL: "|b1", Kind.INT: "<i8", Kind.FLOAT: "<f8", Kind.TEXT: "|u1"}
 
 
@@ -117,7 +117,7 @@ class _Description:
         Raises:
             DoesNotFit: it, or an item of it, is of another type or too large, or there is too much of it.
         """
-        kind = Kind.SCALAR if issubclass(type(value), np.generic) else _KINDS.get(id(type(value)))
+        kind = _KINDS.get(id(type(value)))
         self.num_fields += 1
         if kind is None or depth == _DEEPEST or self.num_fields > _MOST_FIELDS:
             raise DoesNotFit
@@ -208,10 +208,9 @@ class Schema:
             The schema's id; 0 if the info has another schema, or none. In C the row may be partly written then.
         """
         try:
-            has_schema = _Description().field_of(info) == self.root
+            if _Description().field_of(info) != self.root:
+                return 0
         except DoesNotFit:
-            return 0
-        if not has_schema:
             return 0
         self.root.write(info, to)
         return self.id
@@ -280,18 +279,18 @@ class InfoWriter:
         if type(info) is not dict or not info:
             return type(info) is dict
         index = SECTIONS.index(section)
-        found = next(filter(None, (schema.write(info, self.rows[index]) for schema in self.schemas)), 0)
+        try:
+            found = next(filter(None, (schema.write(info, self.rows[index]) for schema in self.schemas)), 0)
+            if not found and self._num_tried < MOST_SCHEMAS:
+                self._learn(info)
+        except Exception:  # it has no schema, or a thread of the env has changed it meanwhile
+            return False
         self._ids[index] = found
-        if not found and self._num_tried < MOST_SCHEMAS:
-            self._learn(info)
         return bool(found)
 
     def _learn(self, info: dict[Any, Any]) -> None:
-        """Learn the schema of an info, for those that follow."""
+        """Learn the schema of an info, for those that follow; `DoesNotFit` if it has none."""
         self._num_tried += 1
-        try:
-            schema = Schema.of(info)
-        except DoesNotFit:
-            return
+        schema = Schema.of(info)
         self._report(NewSchema(self._env_id, schema.root, schema.nbytes).to_plain())
         self.schemas.append(schema.in_c())

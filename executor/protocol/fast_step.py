@@ -72,27 +72,37 @@ def compile_step(
     return engine.guard.held(step)
 
 
-def compile_command(engine: Engine, op: Op) -> Callable[[int], Flight]:
-    """Return a function that gives all envs a command, after inputs were written, at a column of the present target.
+def compile_command(engine: Engine, op: Op) -> Callable[..., Flight]:
+    """Return a function that gives all envs a command.
 
     Returns:
-        A function: column -> flight, which may have landed already.
+        A function with these arguments of `Flights.begin`, which returns the flight. Unless that is parked, it may have
+        landed already; then it is valid until the next call of the function.
     """
-    flights = engine.flights
+    flights, next_column = engine.flights, engine.positions.next_column
     begin = flights.begin
     if engine.plain.step:
-        return lambda at: begin(op, at=at)
+        return lambda at=None, **parts: begin(op, at=at, **parts)
     can_give, give = _compile_give(engine, op)
     landed = Flight(flights, op, None, None)
     landed.has_landed = True
 
-    def command(at: int) -> Flight:
-        if not can_give():
-            return begin(op, at=at)
-        _, flight, ended = give(at, None)
+    def command(
+        at: int | None = None,
+        *,
+        write_inputs: Callable[[], None] | None = None,
+        resets: np.ndarray | None = None,
+        is_parked: bool = False,
+    ) -> Flight:
+        if is_parked or resets is not None or not can_give():
+            return begin(op, at=at, write_inputs=write_inputs, resets=resets, is_parked=is_parked)
+        if write_inputs is not None:
+            write_inputs()
+        landed.at = next_column() if at is None else at
+        _, flight, landed.ended = give(landed.at, None)
         if flight is not None:
             return flight
-        landed.was_reset = ended if op == STEP_RESET else None
+        landed.was_reset = landed.ended if op == STEP_RESET else None
         return landed
 
     return command

@@ -7,18 +7,25 @@ are copied when a command lands. They become objects when the caller reads them.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from envherd.shm.slab import Slab
+from envherd.executor.pools.error_messages import numbering
+from envherd.shm.slab import INFO_BYTES, Slab
 from envherd.workers.info_rows import SECTIONS, Schema
 from envherd.workers.infos import unpack
 from envherd.workers.options import InfoPolicy
 
-#: Bytes that are copied of each row are a multiple of this.
-_STEP_BYTES = 64
+_LOG = logging.getLogger(__name__)
+
+#: Bytes between the rows that are kept: without them all rows would be in the same sets of the processor's caches.
+_SKEW = 64
+#: Layouts of infos that are kept.
+_MOST_LAYOUTS = 256
 
 
 class Part(NamedTuple):
@@ -27,7 +34,7 @@ class Part(NamedTuple):
     Attributes:
         env_ids: int64 `[k]`, ascending.
         schema: of the records; None for a message.
-        records: `[k]`, see `Schema.records` (VIEW); or the info (VIEW).
+        records: of all envs, `[N]`, see `Schema.records` (VIEW); or the info (VIEW).
     """
 
     env_ids: np.ndarray
@@ -36,14 +43,27 @@ class Part(NamedTuple):
 
     def infos(self) -> list[dict[str, Any]]:
         """Return the info of each env; one that came as a message is a VIEW."""
-        return [self.records] if self.schema is None else self.schema.infos(self.records)
+        if self.schema is None:
+            return [self.records]
+        is_whole = len(self.env_ids) == len(self.records)
+        return self.schema.infos(self.records if is_whole else self.records[self.env_ids])
 
     def of(self, is_wanted: np.ndarray) -> Part | None:
         """Return the part of some envs, bool `[N]`; None if it has none of them."""
         chosen = is_wanted[self.env_ids]
-        if chosen.all() or self.schema is None:
-            return self if chosen.any() else None
-        return Part(self.env_ids[chosen], self.schema, self.records[chosen]) if chosen.any() else None
+        return self._replace(env_ids=self.env_ids[chosen]) if chosen.any() else None
+
+
+class _Layout(NamedTuple):
+    """The rows that one command to all envs has written.
+
+    Attributes:
+        parts: of each section, in the order of the first env of each.
+        copies: pairs of arrays: what is kept, and the slab's rows for it.
+    """
+
+    parts: dict[str, list[Part]]
+    copies: list[tuple[np.ndarray, np.ndarray]]
 
 
 class InfoReader:
@@ -61,34 +81,38 @@ class InfoReader:
 
     def __init__(self, policy: InfoPolicy, slab: Slab | None, schemas: Mapping[int, Schema]) -> None:
         self._policy, self._schemas = policy, schemas
-        self._num_known = 0
         #: Section -> env id -> info that is in no row.
         self._others: dict[str, dict[int, dict[str, Any]]] = {section: {} for section in SECTIONS}
+        self._large: set[int] = set()  # envs whose infos are too large
         self.has_rows, self.has_any = slab is not None and slab.infos is not None, False
         if slab is not None and slab.infos is not None:
             self._words = slab.words["info_ids"]
             self._no_ids = bytes(self._words.nbytes)
             self._ids_now = self._words.reshape(-1, 2).T
-            self._all_rows = slab.infos.swapaxes(0, 1)
-            self._rows_now = self._rows = self._all_rows[:, :, :0].copy()
-            self._ids = np.zeros_like(self._ids_now, order="C")
-            self._all_ids = np.arange(self._ids.shape[1])
+            self._rows_now = slab.infos.swapaxes(0, 1)
+            num_envs, num_sections, nbytes = slab.infos.shape
+            self._rows = np.zeros(
+                (num_sections, num_envs, nbytes + _SKEW), np.uint8
+            )  # only what is written takes memory
+            self._id_words = np.zeros_like(self._words)
+            self._ids = self._id_words.reshape(-1, 2).T
+            self._layout_of = lru_cache(_MOST_LAYOUTS)(self._lay_out)
 
     # ---- of commands that land ---------------------------------------------------------------
 
     def take_all(self) -> None:
         """Replace all infos by those of a command to all envs, which has sent none as a message."""
-        had_any, self.has_any = self.has_any, self._words.tobytes() != self._no_ids
+        ids = self._words.tobytes()
+        had_any, self.has_any = self.has_any, ids != self._no_ids
         if not (had_any or self.has_any):
             return
-        if len(self._schemas) != self._num_known:
-            self._widen()
-        self._ids.fill(0)  # first: after an interrupt no row is read by another's schema
-        np.copyto(self._rows, self._rows_now)
-        np.copyto(self._ids, self._ids_now)
+        layout = self._layout_of(ids)
+        self._id_words.fill(0)  # first: after an interrupt no row is read by another's schema
+        for kept, now in layout.copies:
+            np.copyto(kept, now)
+        np.copyto(self._id_words, self._words)
         for others in self._others.values():
-            if others:
-                others.clear()
+            others.clear()
 
     def take(self, messages: Mapping[int, Mapping[str, Any]], env_ids: np.ndarray) -> None:
         """Replace the infos of some envs by those of their latest command.
@@ -99,10 +123,9 @@ class InfoReader:
         """
         self.has_any = True
         if self.has_rows:
-            if len(self._schemas) != self._num_known:
-                self._widen()
+            nbytes = max((schema.nbytes for schema in self._schemas.values()), default=0)
             self._ids[:, env_ids] = 0
-            self._rows[:, env_ids] = self._rows_now[:, env_ids]
+            self._rows[:, env_ids, :nbytes] = self._rows_now[:, env_ids, :nbytes]
             self._ids[:, env_ids] = self._ids_now[:, env_ids]
         for section, others in self._others.items():
             if not (others or messages):
@@ -112,20 +135,24 @@ class InfoReader:
                 packed = messages[env_id][section] if env_id in messages else None
                 if packed is not None:
                     others[env_id] = unpack(packed, self._policy)
+                    self._note_size(env_id, len(packed))
+
+    def _note_size(self, env_id: int, num_bytes: int) -> None:
+        """Log once for each env that an info is too large for its row."""
+        if self.has_rows and num_bytes > INFO_BYTES and env_id not in self._large:
+            self._large.add(env_id)
+            _LOG.warning(
+                "env %d: an info of %d bytes is larger than the %d bytes of its row in shared memory, and is sent as a "
+                "message, which takes longer. Return less, or make it part of the observation. This is logged once.",
+                numbering.first_env_id + env_id,
+                num_bytes,
+                INFO_BYTES,
+            )
 
     def lose(self, env_ids: np.ndarray) -> None:
         """Drop the infos in rows of envs, int64 `[k]`, whose worker was lost, perhaps after their answer."""
         if self.has_rows:
             self._ids_now[:, env_ids] = 0
-
-    def _widen(self) -> None:
-        """Copy as many bytes of each row from now on as the longest schema has."""
-        num_known = len(self._schemas)
-        longest = max(schema.nbytes for schema in self._schemas.values())
-        self._rows_now = self._all_rows[:, :, : -(-longest // _STEP_BYTES) * _STEP_BYTES]
-        before, self._rows = self._rows, np.zeros(self._rows_now.shape, np.uint8)
-        self._rows[:, :, : before.shape[2]] = before
-        self._num_known = num_known  # last: after an interrupt this begins again
 
     def own(self, section: str) -> dict[int, dict[str, Any]]:
         """Return the same as `read`, in separate memory."""
@@ -152,18 +179,23 @@ class InfoReader:
 
     def parts(self, section: str) -> list[Part]:
         """Return the infos of a section by schema, in the order of the first env of each; none of envs without one."""
-        parts = [Part(np.array([env_id]), None, info) for env_id, info in self._others[section].items()]
-        if not (self.has_rows and self.has_any):
-            return parts
-        own, rows = self._ids[SECTIONS.index(section)], self._rows[SECTIONS.index(section)]
-        ids = dict.fromkeys(own.tolist())
-        if len(ids) == 1 and 0 not in ids:
-            (schema,) = map(self._schemas.__getitem__, ids)
-            return [Part(self._all_ids, schema, schema.records(rows))]
-        for schema_id in filter(None, ids):
-            schema, env_ids = self._schemas[schema_id], np.flatnonzero(own == schema_id)
-            parts.append(Part(env_ids, schema, schema.records(rows[env_ids])))
-        return sorted(parts, key=first_env)
+        others = [Part(np.array([env_id]), None, info) for env_id, info in self._others[section].items()]
+        rows = self._layout_of(self._id_words.tobytes()).parts[section] if self.has_rows and self.has_any else []
+        return sorted([*rows, *others], key=first_env) if others else rows
+
+    def _lay_out(self, ids: bytes) -> _Layout:
+        """Return the layout of infos by the ids of their schemas."""
+        layout = _Layout({}, [])
+        by_section = np.frombuffer(ids, np.int64).reshape(-1, 2).T
+        for section, own, rows, now in zip(SECTIONS, by_section, self._rows, self._rows_now, strict=True):
+            schemas = [self._schemas[i] for i in dict.fromkeys(own.tolist()) if i]
+            layout.parts[section] = [
+                Part(np.flatnonzero(own == schema.id), schema, schema.records(rows)) for schema in schemas
+            ]
+            if schemas:
+                nbytes = max(schema.nbytes for schema in schemas)
+                layout.copies.append((rows[:, :nbytes], now[:, :nbytes]))
+        return layout
 
     def read(self, section: str) -> dict[int, dict[str, Any]]:
         """Return env id -> info; one that came as a message is a VIEW. Envs without one are missing."""

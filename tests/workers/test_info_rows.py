@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envherd.shm.slab import INFO_BYTES, Slab, plan_slab
-from envherd.workers import plain
+from envherd.workers import info_rows, plain
 from envherd.workers.info_rows import MOST_SCHEMAS, DoesNotFit, Field, InfoWriter, Schema
 from envherd.workers.testing import CountingEnv
 from tests.scale import scaled
@@ -58,6 +58,7 @@ ODD: tuple[Any, ...] = (
     np.zeros(2, np.longlong),
     np.zeros(2).view(type("Mine", (np.ndarray,), {})),
     type("Number", (float,), {})(1.0),
+    type("Raising", (np.float64,), {"dtype": property(lambda self: 1 / 0)})(1.0),
     type("Entries", (dict,), {})(a=1),
     {1: 2},
     {"deep": {"deep": {"deep": {"deep": {"deep": {"deep": {"deep": {"deep": {}}}}}}}}},
@@ -154,6 +155,18 @@ def test_a_worker_learns_some_schemas_and_reports_each_once() -> None:
     schema = Schema(Field.from_plain(reports[3]["root"]), reports[3]["nbytes"])
     assert slab.words["info_ids"].tolist() == [0, 0, schema.id, 0]
     assert schema.infos(schema.records(slab.infos[1, :1])) == [infos[3]]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("known", [[], [Schema.of({"text": "a", "number": 1})]])
+def test_an_info_that_a_thread_of_the_env_changes_meanwhile_is_sent_as_a_message(
+    known: list[Schema], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slab = Slab(plan := plan_slab([CountingEnv().spec], 1, 2, has_infos=True), np.zeros(plan.nbytes, np.uint8))
+    writer, info = InfoWriter(slab, 0, [].append), {"text": "a", "number": 1}
+    writer.schemas += known
+    monkeypatch.setattr(info_rows, "_encoded", lambda text: info.clear())
+    assert not writer.write("next", info)
+    assert not slab.words["info_ids"].any()
 
 
 @pytest.mark.parametrize("dtype", ["|O", "O", "i4,O", "|S3", "<U3", "|V8", "<M8[s]"])

@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from envherd.executor.batched import BatchedEnv
@@ -29,8 +30,10 @@ from envherd.executor.facades.gymnasium.infos import Columns
 from envherd.executor.facades.gymnasium.rows import Actions, Observations
 from envherd.executor.facades.gymnasium.spaces import Description, batch, check_mode, describe_all
 from envherd.executor.facades.gymnasium.worker import FINAL_OBSERVATION
+from envherd.executor.facades.states import Stateful
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.blueprint import checked_options
+from envherd.executor.protocol.fast_step import compile_command
 from envherd.executor.protocol.flight import Flight
 from envherd.executor.protocol.info_reader import Part, first_env
 from envherd.workers.errors import EnvherdError
@@ -41,7 +44,7 @@ StepResult = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 EnvFns = Sequence[Callable[[], Any] | str]
 
 
-class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
+class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
     """A Gymnasium vector env over an executor; see `AsyncVectorEnv` and `SyncVectorEnv`.
 
     Each class that users see names Gymnasium's class as a base once more: some libraries look at the direct bases only.
@@ -56,7 +59,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def __init__(
         self, env_fns: EnvFns, *, copy: bool, observation_mode: Any, autoreset_mode: str | AutoresetMode
     ) -> None:
-        self.closed = True  # Gymnasium 1.1 closes deleted envs, even if the constructor has raised
         self.env_fns = listed(type(self).__name__, env_fns)
         self.copy = copy
         self.observation_mode = observation_mode
@@ -84,7 +86,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
         except BaseException:
             executor.close()
             raise
-        self.closed = False
+        self.closed = False  # last: Gymnasium 1.1 closes deleted envs that are not closed
 
     def _take_spaces(self, descriptions: list[Description]) -> None:
         first, engine = descriptions[0], self.executor.engine
@@ -105,11 +107,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             list(group["next", name][:, :, 0]) for name in ("reward", "terminated", "truncated")
         )
         self._step_op = Op.STEP_RESET if self.autoreset_mode is AutoresetMode.SAME_STEP else Op.STEP
+        self._command = compile_command(engine, self._step_op)
         self._resets_next = self.autoreset_mode is AutoresetMode.NEXT_STEP
         self._columns = Columns(self.num_envs)
         self._ended: np.ndarray | None = None  # int [k], the envs that the next step resets; None for none
         self._resetting = engine.all_ids  # the envs that are being reset
-        self._is_begun = False  # a reset or step was begun and has not landed
 
     @property
     def _name(self) -> str:
@@ -140,8 +142,18 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
 
     # ---- reset -------------------------------------------------------------------------------
 
-    def _begin(self, name: str) -> None:
-        """Refuse to begin a call while another is pending; nothing is pending where no call can be."""
+    def _refuse(self, event: str, call: str) -> NoReturn:
+        if self.closed:
+            raise ClosedEnvironmentError(f"Trying to operate on `{self._name}`, after a call to `close()`.")
+        if event == "begin":
+            raise AlreadyPendingCallError(
+                f"Calling `{call}` while waiting for a pending call to `{self._state.value}` to complete.",
+                self._state.value,
+            )
+        raise NoAsyncCallError(
+            f"Calling `{event}` without any prior call to `{event.replace('wait', 'async')}`.",
+            event.removesuffix("_wait"),
+        )
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -152,7 +164,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             seed: int, from which env i gets `seed + i`; one int or None for each env; or None.
             options: given to each env; never changed.
         """
-        self._begin("reset_async")
         self._start_reset(seed, options)
         return self._finish_reset(None)
 
@@ -170,13 +181,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
 
     def _start_reset(self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None) -> None:
         """Start a reset of all envs, or of those of a `reset_mask` among the options."""
+        self._move("begin", "reset_async")
         seeds = self._seeds(seed)
         env_ids = self._engine.all_ids
         if options is not None and "reset_mask" in options:
             env_ids = np.flatnonzero(_checked_mask(options["reset_mask"], self.num_envs))
             options = {key: value for key, value in options.items() if key != "reset_mask"}
-        self._drop_interrupted()
-        self._is_begun = True
         with raising_gymnasiums(), self._guard:
             extras = self._engine.extras_of(env_ids, seeds, None, {"options": options})
             self._flight = self._engine.flights.begin(Op.RESET, env_ids, extras=extras, is_parked=True)
@@ -185,7 +195,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def _finish_reset(self, timeout: float | None) -> tuple[Any, dict[str, Any]]:
         with raising_gymnasiums(), self._guard:
             self._flight.land(timeout)
-        self._is_begun = False
+        self._move("land")
         if self._ended is not None:
             self._ended = _some(self._ended[~np.isin(self._ended, self._resetting)])
         is_reset = np.zeros(self.num_envs, bool)
@@ -200,18 +210,15 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
 
     def step(self, actions: Any) -> StepResult:
         """Step all envs; return observations, rewards, terminations, truncations and infos."""
-        self._begin("step_async")
-        self._start_step(actions)
+        self._start_step(actions, is_parked=False)
         return self._finish_step(None)
 
-    def _start_step(self, actions: Any) -> None:
-        self._drop_interrupted()
-        engine, ended = self._engine, self._ended
-        self._is_begun = True
+    def _start_step(self, actions: Any, *, is_parked: bool) -> None:
+        self._move("begin", "step_async")
         try:  # as `raising_gymnasiums`, in less time
             with self._guard:
-                self._flight = engine.flights.begin(
-                    self._step_op, resets=ended, write_inputs=partial(self._actions.take, actions), is_parked=True
+                self._flight = self._command(
+                    write_inputs=partial(self._actions.take, actions), resets=self._ended, is_parked=is_parked
                 )
         except EnvherdError as error:
             raise as_gymnasium(error) from error.__cause__
@@ -219,15 +226,16 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
     def _finish_step(self, timeout: float | None) -> StepResult:
         flight, was_reset = self._flight, self._ended
         try:
-            with self._guard:
-                flight.land(timeout)
+            if not flight.has_landed:
+                with self._guard:
+                    flight.land(timeout)
         except EnvherdError as error:
             self._note_failed_step()
             raise as_gymnasium(error) from error.__cause__
         except BaseException:
             self._ended = None  # the caller must reset all of them
             raise
-        self._is_begun = False
+        self._move("land")
         column, ended = flight.at, flight.ended
         if self._resets_next:
             self._ended = ended
@@ -244,13 +252,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, np.ndarray]):
             self._truncations[column].copy(),
             infos,
         )
-
-    def _drop_interrupted(self) -> None:
-        """Drop a reset or step that was broken off; its envs need a reset."""
-        if self._is_begun:
-            with raising_gymnasiums(), self._guard:
-                self._engine.drop_parked()
-            self._is_begun = False
 
     def _of_episodes(self, read: ReadEpisodes, ended: np.ndarray, column: int) -> dict[str, Any]:
         """Return the entries of Gymnasium's `RecordEpisodeStatistics` for a step in which episodes have ended."""

@@ -11,13 +11,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
 from typing import Any, ClassVar, Literal
 
 import gymnasium
 import numpy as np
 from gymnasium import logger
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from envherd.executor.facades.gymnasium.base import EnvFns, HostedVectorEnv, StepResult
@@ -25,6 +23,7 @@ from envherd.executor.facades.gymnasium.errors import CallTimeout, raising_gymna
 from envherd.executor.facades.gymnasium.spaces import Description, has_custom
 from envherd.executor.facades.gymnasium.worker import NativeFactory, loads
 from envherd.executor.facades.installing import replaced
+from envherd.executor.facades.states import FOLLOWS, AsyncState
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
@@ -40,15 +39,6 @@ _OWN_METHODS = ("reset", "step", "close", "_setattr", "_check_spaces")
 
 #: Seconds between checks for the answers to a `call_async` with a deadline.
 _LOOK_S = 0.001
-
-
-class AsyncState(Enum):
-    """The pending call of an `AsyncVectorEnv`."""
-
-    DEFAULT = "default"
-    WAITING_RESET = "reset"
-    WAITING_STEP = "step"
-    WAITING_CALL = "call"
 
 
 class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
@@ -101,7 +91,6 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
             )
         self.shared_memory, self.context, self.daemon, self.worker = shared_memory, context, daemon, worker
         self.max_concurrency = _checked_limit(max_concurrency)
-        self._state = AsyncState.DEFAULT
         self._question: dict[int, Any] = {}
         self._called = ""
         keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
@@ -131,38 +120,14 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
                 f"{first.observation_space}. Its values are pickled with shared_memory=False."
             )
 
-    # ---- states ------------------------------------------------------------------------------
-
-    def _assert_is_running(self) -> None:
-        if self.closed:
-            raise ClosedEnvironmentError(f"Trying to operate on `{self._name}`, after a call to `close()`.")
-
-    def _begin(self, name: str) -> None:
-        """Refuse to begin a call while another is pending."""
-        self._assert_is_running()
-        if self._state is not AsyncState.DEFAULT:
-            raise AlreadyPendingCallError(
-                f"Calling `{name}` while waiting for a pending call to `{self._state.value}` to complete.",
-                self._state.value,
-            )
-
-    def _end(self, awaited: AsyncState) -> None:
-        """Refuse to wait for a call that was not started; when the wait ends, in any way, the call is over."""
-        self._assert_is_running()
-        if self._state is not awaited:
-            name = awaited.value
-            raise NoAsyncCallError(f"Calling `{name}_wait` without any prior call to `{name}_async`.", name)
-        self._state = AsyncState.DEFAULT
-
     # ---- reset and step ----------------------------------------------------------------------
 
     def reset_async(
         self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
         """Begin a `reset`; `reset_wait` ends it."""
-        self._begin("reset_async")
         self._start_reset(seed, options)
-        self._state = AsyncState.WAITING_RESET
+        self._move("reset_async")
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """End a `reset`.
@@ -171,19 +136,18 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
             multiprocessing.TimeoutError: not within `timeout` seconds; the envs must be reset again.
             NoAsyncCallError, ClosedEnvironmentError.
         """
-        self._end(AsyncState.WAITING_RESET)
+        self._move("reset_wait")
         with _deadline("reset_wait", timeout):
             return self._finish_reset(timeout)
 
     def step_async(self, actions: Any) -> None:
         """Begin a `step`; `step_wait` ends it."""
-        self._begin("step_async")
-        self._start_step(actions)
-        self._state = AsyncState.WAITING_STEP
+        self._start_step(actions, is_parked=True)
+        self._move("step_async")
 
     def step_wait(self, timeout: float | None = None) -> StepResult:
         """End a `step`; raises as `reset_wait` does."""
-        self._end(AsyncState.WAITING_STEP)
+        self._move("step_wait")
         with _deadline("step_wait", timeout):
             return self._finish_step(timeout)
 
@@ -191,27 +155,27 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of each env or of its wrappers, or return its attribute of that name."""
-        self._begin("call_async")
         self._ask(name, args, kwargs)
         return self._answers(None)
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Begin a `call`; `call_wait` ends it."""
-        self._begin("call_async")
         self._ask(name, args, kwargs)
-        self._state = AsyncState.WAITING_CALL
+        self._move("call_async")
 
     def _ask(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._move("begin", "call_async")
         if name in _OWN_METHODS:
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         with raising_gymnasiums(), self._guard:
-            ids = list(range(self.num_envs))
-            self._question = self._engine.pool.question("call", ids, name="ask", args=(name, args, kwargs))
+            self._question = self._engine.pool.question(
+                "call", list(range(self.num_envs)), name="ask", args=(name, args, kwargs)
+            )
             self._called = name
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """End a `call`; raises as `reset_wait` does, and exceptions of envs."""
-        self._end(AsyncState.WAITING_CALL)
+        self._move("call_wait")
         return self._answers(timeout)
 
     def _answers(self, timeout: float | None) -> tuple[Any, ...]:
@@ -222,6 +186,7 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
                     raise CallTimeout(f"The call to `call_wait` has timed out after {timeout} second(s).")
                 time.sleep(_LOOK_S)
             answers = pool.answers(self._question, "call")
+        self._move("land")
         return tuple(loads(answers[env_id]["plain"]) for env_id in range(self.num_envs))
 
     def set_attr(self, name: str, values: Any) -> None:
@@ -230,12 +195,10 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         Raises:
             ValueError: not one value for each env.
         """
-        self._assert_is_running()
-        given = _one_each(values, self.num_envs)
-        self._begin("set_attr")
+        self._move("begin", "set_attr")
+        args = tuple((name, value) for value in _one_each(values, self.num_envs))
         with raising_gymnasiums(f"set_attr {name}"), self._guard:
-            ids = list(range(self.num_envs))
-            self._engine.ask("each", ids, name="assign", args=tuple((name, value) for value in given))
+            self._engine.ask("each", list(range(self.num_envs)), name="assign", args=args)
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:  # noqa: FBT001, FBT002
         """Close the envs and end the workers, within `timeout` seconds (default: of the options) and then by force.
@@ -244,7 +207,7 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
             timeout: seconds.
             terminate: by force at once.
         """
-        if self._state is not AsyncState.DEFAULT:
+        if self._state not in FOLLOWS["begin"]:
             logger.warn(f"Calling `close` while waiting for a pending call to `{self._state.value}` to complete.")
         if terminate:
             timeout = 0.0
@@ -324,8 +287,8 @@ def make_vec(id: Any, num_envs: int = 1, vectorization_mode: str = "async", **kw
 
 def installed() -> contextlib.AbstractContextManager[None]:
     """Make `gymnasium.make_vec` (and all of Gymnasium) use the vector envs of this module for a block."""
-    theirs = gymnasium.vector
-    return replaced("gymnasium", {theirs.AsyncVectorEnv: AsyncVectorEnv, theirs.SyncVectorEnv: SyncVectorEnv})
+    ours = {gymnasium.vector.AsyncVectorEnv: AsyncVectorEnv, gymnasium.vector.SyncVectorEnv: SyncVectorEnv}
+    return replaced("gymnasium", ours)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
-from envherd.workers.adapters.base import Mask, Options, StepValues
+from envherd.workers.adapters.base import EnvCall, Mask, Options, StepValues
 from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
 from envherd.workers.adapters.gymnasium.spaces import Space, native_tree
 from envherd.workers.adapters.named import reference_of
@@ -71,6 +71,10 @@ class NativeEnv:
     def give(self, action: Any) -> None:
         """Keep an action for the next step, which passes it to the env unchanged."""
         self.raw_action = action
+
+    def step(self, action: Any) -> Any:
+        """Step the env, with the raw action in place of `action` if there is one."""
+        return self.env.step(self.next_action(lambda value: value, action))
 
     def next_action(self, build: Callable[[list[Any]], Any], values: list[Any]) -> Any:
         """Return the raw action and forget it; without one, what `build` makes of the values in shared memory."""
@@ -133,6 +137,7 @@ class NativeAdapter(GymnasiumAdapter):
         self._describe(env, native_tree(space, "observation"), action, "float64", {})
         if any(leaf.is_side for leaf in self.spec.action):
             self.spec = replace(self.spec, action=())  # all actions are given
+            self._build = lambda _: None
 
     def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
         """Start a new episode; see `Adapter.reset`. `options` are nothing, or `{"options": what the env gets}`."""
@@ -143,11 +148,14 @@ class NativeAdapter(GymnasiumAdapter):
         observation, self.info = self.guest.env.reset(**arguments)
         return self._flatten(observation)
 
-    def step(self, action: list[Any]) -> StepValues:
-        guest = self.guest
-        result = guest.env.step(guest.next_action(self._build, action))
-        values = self._accept(result)
-        if guest.keeps_final and (values[2] or values[3]) and not self._is_row(result[0]):
+    def env_call(self) -> EnvCall | None:
+        """See `Adapter.env_call`. An observation that C stores is an array that its row holds completely."""
+        return None if self.guest.keeps_final and self._row_dtype is None else super().env_call()
+
+    def _accept(self, result: Any) -> StepValues:
+        """Check what `env.step` returned; keep a last observation that its row does not hold completely."""
+        values = super()._accept(result)
+        if self.guest.keeps_final and (values[2] or values[3]) and not self._is_row(result[0]):
             self.info = {**self.info, FINAL_OBSERVATION: result[0]}
         return values
 

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
+from itertools import takewhile
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -40,15 +41,17 @@ from envherd.executor.facades.sb3.masks import mask_reader
 from envherd.executor.facades.sb3.rows import Writer
 from envherd.executor.facades.sb3.spaces import check_observed, num_agents, observed_leaves, spaces_of
 from envherd.executor.facades.sb3.worker import Sb3DirectAdapter
+from envherd.executor.facades.states import AsyncState, Stateful
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.pools.blueprint import checked_options
 from envherd.executor.protocol.call_guard import call_name
+from envherd.executor.protocol.fast_step import compile_command
 from envherd.executor.serial import SerialEnv
 from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters import find_adapter
-from envherd.workers.errors import ActionError, Busy, EnvError, EnvherdError, FactoryError, SpecError
+from envherd.workers.errors import ActionError, Busy, EnvError, FactoryError, SpecError
 from envherd.workers.options import Infos
 from envherd.workers.protocol import Op
 
@@ -68,15 +71,13 @@ _SAME_INSTANCE = (
 _NO_PICTURES = "The render mode is {mode}, but this method assumes it is `rgb_array` to obtain images."
 
 
-class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's types
+class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's types
     """An SB3 vec env over an executor; made as `SubprocVecEnv` or `DummyVecEnv`.
 
     Attributes:
         executor: the `ParallelEnv` or `SerialEnv` that runs the envs.
         num_envs: rows: envs, or agents of all envs.
         num_agents: rows per env.
-        waiting: a step was begun and `step_wait` was not called yet.
-        closed: `close` was called.
     """
 
     def __init__(self, executor: BatchedEnv) -> None:
@@ -88,13 +89,12 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
 
     def _take(self, executor: BatchedEnv) -> None:
         self.executor = executor
-        self.waiting = False
-        self.closed = False
-        self._is_begun = False  # a step was begun and has not landed: unless `waiting`, it was interrupted
-        self._was_reset = False
         self._engine = executor.engine
         self._guard = self._engine.guard
         self._engine.states.remedy = "Call reset()."
+        self._engine.allow_steps()  # in SB3 the env decides whether it may be stepped before a reset
+        self._command = compile_command(self._engine, Op.STEP_RESET)
+        self.closed = False
         self._positions = self._engine.positions
         _check_alike(self._engine.pool.specs)
         self.num_agents = num_agents(executor.spec)
@@ -132,8 +132,8 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             `[num_envs, ...]`: array, dict or tuple of arrays, according to the observation space. Own memory.
         """
         if self.waiting:
-            self._drop_step()
-        self._drop_interrupted()
+            self._move("step_wait")  # and so the next line drops the step
+        self._move("begin")
         seeds, options = self._seeds[:: self.num_agents], self._options[:: self.num_agents]
         try:
             if any(seed is not None for seed in seeds) or any(options):
@@ -142,10 +142,10 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
                 self.executor.reset()
         except EnvError as error:
             self._raise_for_env(error)
-        self._was_reset = True
+        self._move("land")
         self._reset_seeds()
         self._reset_options()
-        infos = self._infos_of_reset()
+        infos = self._infos_of("root")
         self.reset_infos = [self._of_row(infos, row) for row in range(self.num_envs)]
         return self._observations.now()
 
@@ -159,17 +159,13 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             ActionError: they do not fit. ResetNeeded: an env has failed since the last reset. No env was stepped.
             Busy: the last step was not waited for.
         """
-        if self.waiting:
-            raise Busy("step_async failed: the last step was not waited for. Call step_wait() first.")
-        self._drop_interrupted()
-        engine, self._is_begun = self._engine, True
+        self._begin(actions, is_parked=True)
+        self._move("step_async")
+
+    def _begin(self, actions: Any, *, is_parked: bool) -> None:
+        self._move("begin")
         with self._guard:
-            if not (self._was_reset or engine.states.are_running()):
-                engine.allow_steps()  # an env that needs a reset first raises itself
-            self._flight = engine.flights.begin(
-                Op.STEP_RESET, write_inputs=partial(self._write, actions), is_parked=True
-            )
-        self.waiting = True
+            self._flight = self._command(write_inputs=partial(self._write, actions), is_parked=is_parked)
 
     def _write(self, actions: Any) -> None:
         self._writer.write(actions)
@@ -182,15 +178,24 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             WorkerLost, WorkerTimeout: see `BatchedEnv.step`.
             RuntimeError: no step was begun.
         """
-        if not self.waiting:
-            raise RuntimeError("step_wait failed: no step was begun. Call step_async(actions) first.")
-        self.waiting = False  # first: a flight lands once
+        self._move("step_wait")
+        return self._results()
+
+    def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, list[Info]]:
+        """Make a step: `step_async` and `step_wait` in one, or these if a subclass has others."""
+        if (type(self).step_async, type(self).step_wait) != (ExecutorVecEnv.step_async, ExecutorVecEnv.step_wait):
+            return super().step(actions)
+        self._begin(actions, is_parked=False)
+        return self._results()
+
+    def _results(self) -> tuple[Any, np.ndarray, np.ndarray, list[Info]]:
         try:
-            with self._guard:
-                self._flight.land()
+            if not self._flight.has_landed:
+                with self._guard:
+                    self._flight.land()
         except EnvError as error:
             self._raise_for_env(error)
-        self._is_begun = False
+        self._move("land")
         column, ended, agents = self._flight.at, self._flight.ended, self.num_agents
         rewards, dones, infos = self._rewards.look(column), np.zeros(self.num_envs, bool), self._step_infos()
         if ended is not None:
@@ -201,12 +206,10 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
 
     def _step_infos(self) -> list[Info]:
         """Return a fresh info for every row."""
-        infos = self._infos_of_step()
-        if not infos:
-            return [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
-        copied: Callable[[Info], Info] = dict if self.num_agents == 1 else deepcopy  # rows of an env may share one
-        rows = range(self.num_envs)
-        return [{**copied(self._of_row(infos, row)), "TimeLimit.truncated": False} for row in rows]
+        infos, rows = self._infos_of("next"), range(self.num_envs)
+        if not infos or (self.num_agents == 1 and not self._agents):
+            return [{**infos.get(row, {}), "TimeLimit.truncated": False} for row in rows]
+        return [{**deepcopy(self._of_row(infos, row)), "TimeLimit.truncated": False} for row in rows]  # some share one
 
     def _of_row(self, infos: Mapping[int, Info], row: int) -> Info:
         """Return the info of a row: of its env, or of its agent where the env has an info for each (PettingZoo)."""
@@ -220,7 +223,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         """Put the last observations of ended episodes into their infos, and take the infos of new episodes."""
         terminated, truncated = self._terminated.look(column), self._truncated.look(column)
         has_interrupted, interrupted = self._positions.has_interrupted, self._positions.interrupted
-        infos_of_reset = self._infos_of_reset()
+        infos_of_reset = self._infos_of("root")
         self.reset_infos = list(self.reset_infos)
         if self._episodes is not None:
             self._note_episodes(self._episodes, rows, infos)
@@ -242,25 +245,20 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
             sum_of_rewards = round(float(returns[env_id, agent]), 6)
             infos[row]["episode"] = {"r": sum_of_rewards, "l": int(lengths[env_id]), "t": elapsed}
 
-    def _drop_step(self) -> None:
-        """Wait for a pending step and drop it before a reset."""
-        with contextlib.suppress(EnvherdError):  # the reset repairs or reports a failure
-            self.step_wait()
+    @property
+    def waiting(self) -> bool:
+        """Whether a step was begun and `step_wait` was not called yet."""
+        return self._state is AsyncState.WAITING_STEP
 
-    def _drop_interrupted(self) -> None:
-        """Drop a step whose `step_async` or `step_wait` was broken off."""
-        if self._is_begun:
-            with self._guard:
-                self._engine.drop_parked()
-            self._is_begun = False
+    def _refuse(self, event: str, call: str) -> NoReturn:  # noqa: ARG002
+        if event == "step_wait":
+            raise RuntimeError("step_wait failed: no step was begun. Call step_async(actions) first.")
+        self._guard.check()
+        raise Busy(f"{call_name()} failed: the last step was not waited for. Call step_wait() first.")
 
-    def _infos_of_step(self) -> Mapping[int, Info]:
-        """Return the infos of the step by env id; envs without one may be missing. Own memory."""
-        return self._engine.side.infos.read("next")
-
-    def _infos_of_reset(self) -> Mapping[int, Info]:
-        """Return the infos of the resets of the latest command by env id. Own memory."""
-        return self._engine.side.infos.read("root")
+    def _infos_of(self, section: str) -> Mapping[int, Info]:
+        """Return the infos of the latest step ("next") or of its resets ("root"), by env id; see `InfoReader.read`."""
+        return self._engine.side.infos.read(section)
 
     def _raise_for_env(self, error: EnvError) -> NoReturn:
         raise as_raised(error) from error.__cause__
@@ -268,7 +266,6 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
     def close(self) -> None:
         """Close the envs, and end the processes if there are any. Idempotent."""
         self.closed = True
-        self.waiting = False
         self.executor.close()
 
     # ---- attributes and methods of the envs --------------------------------------------------
@@ -298,7 +295,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         """Call a method of each env in `indices`, on any wrapper, and return the results."""
         if method_name == _ACTION_MASKS and self._masks is not None:
             if self.waiting:
-                raise Busy(f"{call_name()} failed: a step is under way. Call step_wait() first.")
+                self._refuse("begin", "")
             masks = self._masks()
             return [masks[row] for row in self._rows_of(indices)]
         return self._by_row("call", indices, name=method_name, args=method_args, kwargs=method_kwargs)
@@ -333,12 +330,11 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
         return self._ask("call", self._env_ids(None), name="render")
 
     def _rows_of(self, indices: Indices) -> list[int]:
-        every = range(self.num_envs)
         rows = [int(i) for i in self._get_indices(int(indices) if isinstance(indices, np.integer) else indices)]
         outside = next((i for i in rows if not -self.num_envs <= i < self.num_envs), None)
         if outside is not None:
             raise IndexError(f"{call_name()} failed: expected indices below {self.num_envs}, got {outside}.")
-        return [every[i] for i in rows]
+        return [i % self.num_envs for i in rows]
 
     def _env_ids(self, indices: Indices) -> list[int]:
         return list(dict.fromkeys(row // self.num_agents for row in self._rows_of(indices)))
@@ -354,7 +350,7 @@ class ExecutorVecEnv(VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's t
 
     def _ask(self, what: str, env_ids: list[int], **question: Any) -> list[Any]:
         if self.waiting:
-            raise Busy(f"{call_name()} failed: a step is under way. Call step_wait() first.")
+            self._refuse("begin", "")
         try:
             return self.executor.ask(what, env_ids, **question)
         except EnvError as error:
@@ -430,15 +426,12 @@ class DummyVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not 
         for adapter, action in zip(self._adapters, actions, strict=False):  # SB3 ignores surplus actions
             adapter.guest.give(action)
 
-    def _infos_of_step(self) -> Mapping[int, Info]:
+    def _infos_of(self, section: str) -> Mapping[int, Info]:
         if not self._adapters:
-            return super()._infos_of_step()
+            return super()._infos_of(section)
+        if section == "root":
+            return {i: dict(one.info) for i, one in enumerate(self._adapters)}
         return {i: deepcopy(dict(one.step_info)) for i, one in enumerate(self._adapters) if one.step_info}
-
-    def _infos_of_reset(self) -> Mapping[int, Info]:
-        if not self._adapters:
-            return super()._infos_of_reset()
-        return {i: dict(one.info) for i, one in enumerate(self._adapters)}
 
     def _raise_for_env(self, error: EnvError) -> NoReturn:
         if not self._adapters:
@@ -502,13 +495,8 @@ def _as_sb3(options: ExecutorOptions, start_method: str | None) -> ExecutorOptio
 
 
 def _has_layer(layers: list[list[str]], name: str) -> bool:
-    wrapper = f"{Wrapper.__module__}.{Wrapper.__qualname__}"
-    for layer in layers:
-        if wrapper not in layer:
-            return False
-        if name in layer:
-            return True
-    return False
+    wrappers = takewhile(lambda layer: f"{Wrapper.__module__}.{Wrapper.__qualname__}" in layer, layers)
+    return any(name in layer for layer in wrappers)
 
 
 def installed() -> contextlib.AbstractContextManager[None]:

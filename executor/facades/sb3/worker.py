@@ -49,7 +49,7 @@ class Sb3DirectAdapter(Sb3Adapter):
         return values
 
     def step(self, action: list[Any]) -> StepValues:
-        values: StepValues = self._noting(super().step, action)
+        values: StepValues = self._noting(lambda: self._accept(self.guest.step(action)))
         self.step_info = self.info
         return values
 

@@ -58,6 +58,8 @@ class Telling(Ending):
         self.reused["count"] = self.count
         if self.what == "lock":
             return {"fine": 1, "lock": threading.Lock()}
+        if self.what == "large":
+            return {"picture": np.zeros(5000)}
         if self.count == 2:
             return {}
         return {"count": self.count, "space": self.action_space} if self.what == "object" else self.reused
@@ -192,6 +194,16 @@ def test_what_is_not_plain_is_left_out_or_pickled(make):
         env.reset()
         env.step(actions())
         assert env.infos() == [{"count": 1, "space": gymnasium.spaces.Discrete(2)}] * NUM_ENVS
+
+
+def test_an_info_that_is_too_large_for_its_row_is_logged_once_for_each_env(make, caplog):
+    with make("large", infos="plain") as env:
+        env.reset()
+        for _ in range(4):
+            env.step_and_maybe_reset(actions())
+        assert [info["picture"].sum() for info in env.infos()] == [0] * NUM_ENVS
+    logged = [record.getMessage() for record in caplog.records if "larger than the 32768 bytes" in record.getMessage()]
+    assert [line.split(":")[0] for line in logged] == [f"env {i}" for i in range(NUM_ENVS)]
 
 
 def test_what_cannot_be_pickled_is_left_out_and_named_once(make, caplog):

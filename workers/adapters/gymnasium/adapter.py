@@ -127,8 +127,8 @@ class GymnasiumAdapter(Adapter):
         return self._accept(self.env.step(self._build(action) if give is None else give(action[0])))
 
     def env_call(self) -> EnvCall | None:
-        """Return what `step` does around `env.step`; see `Adapter.env_call`. None for subclasses."""
-        if type(self) is not GymnasiumAdapter or {"step", "_accept"} & vars(self).keys():
+        """Return what `step` does around `env.step`; see `Adapter.env_call`. None where `step` is another."""
+        if type(self).step is not GymnasiumAdapter.step or {"step", "_accept"} & vars(self).keys():
             return None
         return EnvCall(
             self._accept,

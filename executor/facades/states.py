@@ -1,0 +1,87 @@
+"""The states of a vector env's calls, as one table, for the facades of Gymnasium and Stable-Baselines3.
+
+    what happens    default   begun     reset     step      call      closed
+    open            -         -         -         -         -         default
+    begin           begun     begun *   -         -         -         -
+    reset_async     -         reset     -         -         -         closed
+    step_async      -         step      -         -         -         closed
+    call_async      -         call      -         -         -         closed
+    reset_wait      -         -         begun     -         -         -
+    step_wait       -         -         -         begun     -         -
+    call_wait       -         -         -         -         begun     -
+    land            -         default   -         -         -         closed
+    close           closed    closed    closed    closed    closed    closed
+
+`begun`: a call is being made. `reset`, `step`, `call`: one was begun and waits for its `..._wait`. `-`: refused.
+`*`: the call before raised, or Ctrl-C has ended it: its commands are dropped, and their envs need a reset. Which envs
+need a reset is a state of the executor, see `protocol.env_states`.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, NoReturn
+
+#: Those of the same names are Gymnasium's.
+AsyncState = Enum(
+    "AsyncState",
+    {
+        "DEFAULT": "default",
+        "BEGUN": "begun",
+        "WAITING_RESET": "reset",
+        "WAITING_STEP": "step",
+        "WAITING_CALL": "call",
+        "CLOSED": "closed",
+    },
+)
+#: What happens -> the state before it -> the state after it.
+FOLLOWS: dict[str, dict[AsyncState, AsyncState]] = {
+    "open": {AsyncState.CLOSED: AsyncState.DEFAULT},
+    "begin": {AsyncState.DEFAULT: AsyncState.BEGUN, AsyncState.BEGUN: AsyncState.BEGUN},
+    "reset_async": {AsyncState.BEGUN: AsyncState.WAITING_RESET, AsyncState.CLOSED: AsyncState.CLOSED},
+    "step_async": {AsyncState.BEGUN: AsyncState.WAITING_STEP, AsyncState.CLOSED: AsyncState.CLOSED},
+    "call_async": {AsyncState.BEGUN: AsyncState.WAITING_CALL, AsyncState.CLOSED: AsyncState.CLOSED},
+    "reset_wait": {AsyncState.WAITING_RESET: AsyncState.BEGUN},
+    "step_wait": {AsyncState.WAITING_STEP: AsyncState.BEGUN},
+    "call_wait": {AsyncState.WAITING_CALL: AsyncState.BEGUN},
+    "land": {AsyncState.BEGUN: AsyncState.DEFAULT, AsyncState.CLOSED: AsyncState.CLOSED},
+    "close": dict.fromkeys(AsyncState, AsyncState.CLOSED),
+}
+
+
+class Stateful:
+    """A vector env that moves by the table."""
+
+    _state = AsyncState.CLOSED
+    _engine: Any  # of the executor
+
+    @property
+    def closed(self) -> bool:
+        """Whether no call can be made: before the envs were made, and after `close`."""
+        return self._state is AsyncState.CLOSED
+
+    @closed.setter
+    def closed(self, is_closed: bool) -> None:
+        self._move("close" if is_closed else "open")
+
+    def _move(self, event: str, call: str = "") -> None:
+        """Note that something has happened.
+
+        Args:
+            event: see the table.
+            call: for messages, the call in which it happens if the event is named otherwise.
+
+        Raises:
+            Exception: it is refused; see `_refuse`.
+        """
+        following = FOLLOWS[event].get(self._state)
+        if following is None:
+            self._refuse(event, call or event)
+        if following is self._state is AsyncState.BEGUN:
+            with self._engine.guard:
+                self._engine.drop_parked()
+        self._state = following
+
+    def _refuse(self, event: str, call: str) -> NoReturn:
+        """Raise the host's error for what the table refuses."""
+        raise NotImplementedError
