@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import os
@@ -13,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -174,13 +173,9 @@ def test_the_worker_makes_the_hops_of_a_step_in_this_order():
     for op in (RESET, *[STEP_RESET] * (LENGTH - 1)):
         side.do((op, [1]))
     side.command(STEP_RESET, [1])
-    side.loop._go = SimpleNamespace(wait=iter([True]).__next__)
-
-    def run() -> None:
-        with contextlib.suppress(StopIteration):  # it waits for another token
-            side.loop.run()
-
-    calls = calls_in(run)
+    side.go.ring()
+    side.loop._is_leaving = True  # after this token
+    calls = calls_in(side.loop.run)
     assert missing("A step", calls, is_in_worker=True) == [], calls
 
 

@@ -97,9 +97,8 @@ def test_a_step_that_is_handed_out_twice_is_seen(life, oracle):
 
 
 def test_a_row_that_nobody_made_is_seen(life, oracle):
-    row = begun(life, oracle)
     with pytest.raises(AssertionError, match="torn"):
-        oracle.root(PLACE, row._replace(t=1), done=False)
+        oracle.root(PLACE, begun(life, oracle)._replace(t=1), done=False)
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
