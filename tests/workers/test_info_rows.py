@@ -162,7 +162,7 @@ def test_an_info_that_a_thread_of_the_env_changes_meanwhile_is_sent_as_a_message
     known: list[Schema], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slab = Slab(plan := plan_slab([CountingEnv().spec], 1, 2, has_infos=True), np.zeros(plan.nbytes, np.uint8))
-    writer, info = InfoWriter(slab, 0, [].append), {"text": "a", "number": 1}
+    writer, info = InfoWriter(slab, 0, print), {"text": "a", "number": 1}
     writer.schemas += known
     monkeypatch.setattr(info_rows, "_encoded", lambda text: info.clear())
     assert not writer.write("next", info)
