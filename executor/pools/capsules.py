@@ -59,15 +59,12 @@ class Journaled(Protocol):
 
     def root_seed_of(self, worker_id: int) -> int:
         """Return the root seed with which a worker has built its envs."""
-        ...
 
     def pickled(self, env_id: int) -> bytes:
         """Return the pickled factory of an env."""
-        ...
 
     def worker_output(self, worker_id: int) -> str:
         """Return the latest output of a worker."""
-        ...
 
 
 class CapsuleWriter:

@@ -58,11 +58,9 @@ class Guarded(Protocol):
     @property
     def is_in_flight(self) -> bool:
         """Whether a command of the current call is under way."""
-        ...
 
     def recover(self) -> None:
         """Bring the engine into a known state after an interrupted call."""
-        ...
 
 
 class CallGuard:
