@@ -14,6 +14,19 @@ LEAVING    it is to be replaced: when that is due, or  LOST (restart), SERVING (
 BUILDING   its successor builds its envs               LEAVING
 
 `absent` holds only the workers that do not serve.
+
+Order, because a handler may raise between any two lines. The numbers are at the lines.
+1. The condition (`absent`), before anything happens to the worker or its words: what follows is made good by the next
+   check (`look`, `revive`, `advance`), which finds the worker by its condition.
+2. The loss in `outcome`, before the worker's commands count as answered: the caller that finds the answers finds their
+   loss as well.
+3. The commands of a lost worker count as answered before it has a successor, and again when that is begun: the
+   successor would carry out those that an interrupt has left.
+4. LEAVING before a process is killed or dismissed, BUILDING after its successor was started: an interrupt in between
+   starts another one, and never leaves a worker without either.
+5. Words of a place are cleared before its next process gets the slab, and may write them.
+6. Of a successor that has built its envs: the slab (`attach`), since when it serves, the condition, and the doorbell
+   last, which makes it look for what it owes. Workers that are not absent get commands, so the slab must be there.
 """
 
 from __future__ import annotations
@@ -73,19 +86,15 @@ class Supervised(Protocol):
 
     def lose_answers_of(self, worker_id: int) -> bool:
         """Count a lost worker's envs as answered; return whether they owed anything."""
-        ...
 
     def wake_worker(self, worker_id: int) -> None:
         """Make a worker look for commands and messages."""
-        ...
 
     def clear_words(self, worker_id: int) -> None:
         """Clear the announcements of mail and commands to a worker that is replaced."""
-        ...
 
     def phase_of(self, worker_id: int) -> tuple[str, int | None]:
         """Return the phase of a worker, and its env if known."""
-        ...
 
 
 class Supervisor:
@@ -139,8 +148,8 @@ class Supervisor:
             error = self._pool.capsules.add_to(error, worker_id)
         self.num_losses += 1
         self._lost_at = now = time.monotonic()
-        self.absent[worker_id] = Absence(Condition.LOST, now, error)
-        self._pool.outcome.losses[worker_id] = error
+        self.absent[worker_id] = Absence(Condition.LOST, now, error)  # 1
+        self._pool.outcome.losses[worker_id] = error  # 2
         self._crew.workers[worker_id].kill()
         self._pool.lose_answers_of(worker_id)
         if not self._crew.is_closing:  # by another thread, or at the interpreter's exit
@@ -181,7 +190,7 @@ class Supervisor:
         Returns:
             Whether a worker is writing a message larger than its socket's buffer.
         """
-        if self.absent:  # an interrupt may have come between a loss and the answers to its commands
+        if self.absent:  # 1
             self.answer_for_lost()
         is_reading = False
         for worker_id in owing:
@@ -226,20 +235,19 @@ class Supervisor:
         Raises:
             WorkerLost, WorkerTimeout: too many restarts within the window (a crash loop).
         """
-        # Again: an interrupt may have come before, and its successor would answer.
-        self._pool.lose_answers_of(worker_id)
+        self._pool.lose_answers_of(worker_id)  # 3
         self._pool.outcome.losses.pop(worker_id, None)
         delay_s = self._restarts.next_delay_s(worker_id)
         if delay_s is None:
             raise not_replaced(self.lost[worker_id], self._options)
-        self._leave(worker_id, delay_s)
+        self._leave(worker_id, delay_s)  # 4
         if not delay_s:
             self._succeed(worker_id)
 
     def recycle(self, worker_id: int) -> None:
         """Close the envs of an idle worker, and begin to replace it."""
         self.num_recycled += 1
-        self._leave(worker_id)
+        self._leave(worker_id)  # 4
         self._crew.dismiss(worker_id, self._options.close_timeout_s)
         self._succeed(worker_id)
 
@@ -268,7 +276,7 @@ class Supervisor:
             self._fork(source_id, worker_ids, seeds, copies)
             give_up()
             for worker_id in worker_ids:
-                self._leave(worker_id)
+                self._leave(worker_id)  # 4
             losses = [loss for copy in copies if (loss := self._put(copy)) is not None]
         finally:
             for copy in copies:
@@ -293,7 +301,7 @@ class Supervisor:
         """Put a copy of a worker into service; return its loss, or None."""
         worker_id = copy.worker_id
         self._crew.replace(worker_id, copy)
-        self._pool.clear_words(worker_id)
+        self._pool.clear_words(worker_id)  # 5
         try:
             self._crew.attach(worker_id)
         except EnvherdError as error:
@@ -331,7 +339,7 @@ class Supervisor:
                     if now >= since:
                         self._succeed(worker_id)
                 elif condition is Condition.BUILDING and (
-                    self._crew.workers[worker_id].is_attached  # an interrupt came right after that
+                    self._crew.workers[worker_id].is_attached  # 6: an interrupt came right after that
                     or self._crew.has_answered(worker_id)
                     or (limit is not None and now - since > limit)
                 ):
@@ -349,13 +357,13 @@ class Supervisor:
         Raises:
             WorkerLost: no process can be started; the worker is lost.
         """
-        self._pool.clear_words(worker_id)
+        self._pool.clear_words(worker_id)  # 5
         try:
             self._crew.replace(worker_id)
         except EnvherdError as error:
             self.declare_lost(worker_id, error)
             raise
-        self.absent[worker_id] = Absence(Condition.BUILDING, time.monotonic())
+        self.absent[worker_id] = Absence(Condition.BUILDING, time.monotonic())  # 4
 
     def _take_up(self, worker_id: int) -> None:
         """Wait until a successor has built its envs, and put it into service; begin to replace one that fails.
@@ -373,7 +381,7 @@ class Supervisor:
             except BaseException:  # an interrupt: begin again when the worker is needed
                 self._leave(worker_id)
                 raise
-        self._serves_since[worker_id] = time.monotonic()
+        self._serves_since[worker_id] = time.monotonic()  # 6
         self.absent.pop(worker_id, None)
         self._pool.wake_worker(worker_id)
 
