@@ -34,10 +34,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.crew import Crew
 from envherd.executor.pools.error_messages import (
     RESTART,
@@ -48,7 +47,6 @@ from envherd.executor.pools.error_messages import (
     worker_late,
     worker_lost,
 )
-from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.restarts import Restarts
 from envherd.executor.pools.worker_process import WorkerProcess
 from envherd.shm.specs import EnvSpec
@@ -77,31 +75,11 @@ class Absence(NamedTuple):
     error: EnvherdError | None = None
 
 
-class Supervised(Protocol):
-    """The methods that a `Supervisor` uses of its workers' pool; see `WorkerPool`."""
-
-    outcome: Outcome
-    specs: list[EnvSpec]
-    capsules: CapsuleWriter | None
-
-    def lose_answers_of(self, worker_id: int) -> bool:
-        """Count a lost worker's envs as answered; return whether they owed anything."""
-
-    def wake_worker(self, worker_id: int) -> None:
-        """Make a worker look for commands and messages."""
-
-    def clear_words(self, worker_id: int) -> None:
-        """Clear the announcements of mail and commands to a worker that is replaced."""
-
-    def phase_of(self, worker_id: int) -> tuple[str, int | None]:
-        """Return the phase of a worker, and its env if known."""
-
-
 class Supervisor:
     """Notices losses of workers, and replaces workers.
 
     Args:
-        pool: of the workers.
+        pool: of the workers: a `WorkerPool`, whose module imports this one.
         crew: the workers.
         options: of the executor.
 
@@ -111,7 +89,7 @@ class Supervisor:
         num_recycled: workers that were replaced between episodes, ever.
     """
 
-    def __init__(self, pool: Supervised, crew: Crew, options: ExecutorOptions) -> None:
+    def __init__(self, pool: Any, crew: Crew, options: ExecutorOptions) -> None:
         self._pool, self._crew, self._options = pool, crew, options
         self.absent: dict[int, Absence] = {}
         self.num_losses = self.num_recycled = 0
