@@ -379,5 +379,4 @@ class Supervisor:
         for env_id, spec in zip(self._crew.blueprint.blocks[worker_id], specs, strict=True):
             expected = self._pool.specs[env_id]
             if spec != expected:
-                difference = expected.difference(spec)
-                raise another_spec(env_id, difference)
+                raise another_spec(env_id, expected.difference(spec))

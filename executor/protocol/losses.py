@@ -96,14 +96,10 @@ class Losses:
             self._pool.outcome.forget_rows(env_ids)
             self._states.move(env_ids, event)  # 4
 
-    def forget(self) -> None:
-        """Drop the pool's reported losses: the caller raises or records them itself."""
-        self._pool.outcome.losses.clear()
-
     def accept(self) -> None:
         """Record losses outside any flight; the next flight reports those whose workers are replaced."""
         if not self._is_replacing:
-            self.forget()
+            self._pool.outcome.losses.clear()
             # All that are lost, not only the reported ones: an interrupt may have come after the reports were taken.
             self.replace(self._pool.lost, _NOBODY)
 

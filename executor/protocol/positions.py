@@ -105,11 +105,6 @@ class Columns:
         return np.array([arrays[group_of[i]][column, row_of[i]].any() for i, column in places], bool)
 
 
-def ring_columns(slab: Slab, places: Places) -> Columns:
-    """Return the frames of the ring."""
-    return Columns(RING, [group.columns for group in slab.groups], places, root_ahead=0)
-
-
 def storage_columns(target: int, storage: Storage, places: Places) -> Columns:
     """Return the time steps of a rollout's storage, whose own arrays are `[row, column, ...]`."""
     groups = [
@@ -163,7 +158,7 @@ class Positions:
         self.specs = [slab.groups[group].spec for group, _ in self.places.pairs]
         self.has_interrupted = options.interrupts
         self.interrupted = np.zeros((self.num_envs, 1), bool)
-        self.ring = self.where = ring_columns(slab, self.places)
+        self.ring = self.where = Columns(RING, [group.columns for group in slab.groups], self.places, root_ahead=0)
         self._before: tuple[Columns, np.ndarray, np.ndarray, np.ndarray] | None = None  # a move that is not complete
         self.held: tuple[Any, ...] | None = None
         self.column = 0
