@@ -61,9 +61,11 @@ class CommandWords:
     def _order_of(self, env_ids: np.ndarray) -> np.ndarray:
         """Return the numbers of the caller's latest commands to some envs, int64 `[k]`."""
         numbers = self.command_seq[env_ids]
-        if not self.has_completed:
-            return numbers
-        return np.where(numbers == self._completing[env_ids], self._completed[env_ids], numbers)
+        return (
+            np.where(numbers == self._completing[env_ids], self._completed[env_ids], numbers)
+            if self.has_completed
+            else numbers
+        )
 
     def has_answered(self) -> np.ndarray:
         """Return which envs owe no answer, bool `[N]`."""
