@@ -18,7 +18,6 @@ class Bar(Protocol):
 
     def update(self, count: float = 1) -> object:
         """Note that `count` more are done."""
-        ...
 
 
 class _Nothing:

@@ -23,20 +23,16 @@ class Bell(Protocol):
     @property
     def ring(self) -> Callable[[], None]:
         """Add a token; wakes one waiter."""
-        ...
 
     @property
     def memory(self) -> Any:
         """See `shm.sync.Doorbell`."""
-        ...
 
     def try_wait(self) -> bool:
         """Take a token if there is one; never blocks."""
-        ...
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Take a token, waiting for one up to `timeout_s` seconds (None: without a limit); False on timeout."""
-        ...
 
 
 class SocketBell:

@@ -81,12 +81,11 @@ def pack(op: Any, target: int, column: Any, flags: int = 0) -> Any:
     return op | flags << OP_BITS | target << (OP_BITS + FLAG_BITS) | column << (OP_BITS + FLAG_BITS + TARGET_BITS)
 
 
-def pack_each(op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int, num_frames: int) -> np.ndarray:
-    """Return `pack`'s words for different columns, int64 `[k]`; from a table for a ring."""
-    if target == RING and isinstance(op, Op):
-        found: np.ndarray = _ring_words(op, flags, num_frames)[columns]
-        return found
-    return np.asarray(pack(op, target, columns, flags))
+def pack_each(op: Op | np.ndarray, target: int, columns: np.ndarray | int, flags: int, num_frames: int) -> Any:
+    """Return `pack`'s word, or those for different columns, int64 `[k]`; from a table for a ring."""
+    if target == RING and isinstance(op, Op) and columns.__class__ is not int:
+        return _ring_words(op, flags, num_frames)[columns]
+    return pack(op, target, columns, flags)
 
 
 @functools.cache

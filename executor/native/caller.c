@@ -1,4 +1,14 @@
-/* Commands to envs of a pool, and the wait for their answers: executor.pools.fast_commands names the specification. */
+/* Commands to envs of a pool, and the wait for their answers: executor.pools.fast_commands names the specification.
+ *
+ * Order, because workers read meanwhile. Handlers of signals run only in `bell_wait`. The numbers are at the lines.
+ * 1. The counter of commands, before any word: after an interrupt, Python sees by it that a command may have been given.
+ * 2. The commands, then `answers_lost`, then the commands' numbers (release): a worker that finds a number reads what it
+ *    announces, and an answer never counts as one that an earlier loss has taken.
+ * 3. The doorbells, after the numbers: a worker that was rung must find the command.
+ * 4. Tokens, then the count of answers, then the numbers of replies: a token that comes later stays, so the next wait
+ *    returns at once, and no answer is missed.
+ * 5. `ring_at`, a full fence, then the count again: either the worker that counts last sees the wish, or the caller sees
+ *    its count. */
 #include "caller.h"
 
 #include <stdlib.h>
@@ -170,14 +180,14 @@ int numbers_take(PyObject *array, i64 below, Numbers *to)
 
 void caller_give_each(Caller *caller, const Numbers *ids, const Numbers *commands, int rings)
 {
-    i64 number = next_number(caller);
-    for (Py_ssize_t i = 0; i < ids->count; i++)
+    i64 number = next_number(caller); /* 1 */
+    for (Py_ssize_t i = 0; i < ids->count; i++) /* 2 */
         STORE(word(&caller->command, number_at(ids, i)), number_at(commands, i));
     for (Py_ssize_t i = 0; i < ids->count; i++)
         ((char *)caller->answers_lost.buf)[number_at(ids, i)] = 0;
     for (Py_ssize_t i = 0; i < ids->count; i++)
         STORE_NUMBER(word(&caller->command_seq, number_at(ids, i)), number);
-    for (Py_ssize_t i = 0; rings && i < ids->count; i++) {
+    for (Py_ssize_t i = 0; rings && i < ids->count; i++) { /* 3 */
         i64 worker = *word(&caller->worker_of, number_at(ids, i));
         if (caller->rung[worker] != number)
             bell_ring(&caller->go[worker]);
@@ -256,7 +266,7 @@ static Py_ssize_t find_ready(const Caller *caller, const Numbers *ids, i64 *to)
     return found;
 }
 
-/* Ask for a ring once this number of answers has been counted: 0 if they have been by now. Write, fence, read. */
+/* Ask for a ring once this number of answers has been counted: 0 if they have been by now (5). */
 static int expect(Caller *caller, i64 total)
 {
     for (Py_ssize_t i = 0; i < caller->num_workers; i++)
@@ -269,7 +279,7 @@ int caller_wait_for_some(Caller *caller, const Numbers *ids, Py_ssize_t wanted, 
 {
     i64 now = wait_ns > 0 ? monotonic_ns() : 0, end = now + wait_ns;
     for (;; now = monotonic_ns()) {
-        while (sem_trywait(caller->done.semaphore) == 0) /* tokens are hints, which must not pile up */
+        while (sem_trywait(caller->done.semaphore) == 0) /* 4 */
             ;
         i64 total = num_counted(caller);
         *found = find_ready(caller, ids, to);

@@ -1,7 +1,13 @@
 /* Transitions of some envs: their steps are sent, waited for, and taken: see executor.protocol.fast_exchange.
  *
  * Each function does all that it does or nothing, and runs no Python code in between but for handlers of signals within
- * `wait`, which changes nothing. So an interrupt finds envs either sent or not, and either taken or not. */
+ * `wait`, which changes nothing. So an interrupt finds envs either sent or not, and either taken or not.
+ *
+ * Order of `give` and `step`, where Python runs in between (`serve`, `draft`, and handlers). The numbers are at the lines.
+ * 1. States and the commands that they name, then the command, in one go: an env with a command is under way, so
+ *    `Flights.recover` waits for its answer. Python has set `Flights.current` before, and unsets it after the call.
+ * 2. `serve` or `draft`, then the wait. An exception leaves all envs under way, as does a wait in vain.
+ * 3. Positions and states of all envs in one go, after all have answered and nothing else was reported. */
 #include "caller.h"
 
 #include <math.h>
@@ -579,9 +585,10 @@ static int give_all(Exchange *exchange, const Target *target, i64 op, i64 column
     commands.at = (char *)exchange->commands;
     for (i64 id = 0; id < exchange->num_envs; id++) {
         exchange->sent[id] = id;
-        exchange->commands[id] = depart(exchange, id, op, 0, target->number, column);
+        exchange->commands[id] = depart(exchange, id, op, 0, target->number, column); /* 1 */
     }
     caller_give_each(exchange->caller, &ids, &commands, serve == Py_None);
+    /* 2 */
     PyObject *served = serve == Py_None ? Py_NewRef(Py_None) : PyObject_CallNoArgs(serve);
     Py_XDECREF(served);
     return served == NULL ? -1 : 0;
@@ -623,7 +630,7 @@ static PyObject *exchange_step(PyObject *self, PyObject *args)
         int has_all = serve == Py_None ? caller_has_all(exchange->caller) : 1;
         int is_plain = has_all && !caller_has_news(exchange->caller);
         if (has_all >= 0)
-            pair = Py_BuildValue("(On)", drafted, is_plain ? land_all(exchange, &target) : -1);
+            pair = Py_BuildValue("(On)", drafted, is_plain ? land_all(exchange, &target) : -1); /* 3 */
     }
     Py_XDECREF(drafted);
     target_release(&target);

@@ -64,7 +64,6 @@ class StorageMemory(Protocol):
 
     def array(self) -> np.ndarray:
         """Return the bytes as uint8 `[nbytes]`, a VIEW."""
-        ...
 
 
 class Pool:
@@ -138,7 +137,7 @@ class Pool:
         return False
 
     def submit(
-        self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
+        self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray | int, flags: int = 0
     ) -> None:
         """Give each of some envs a command.
 
@@ -146,7 +145,7 @@ class Pool:
             env_ids: which envs.
             op: for all of them, or int `[k]`.
             target: RING, or the number of a rollout storage.
-            columns: of the target.
+            columns: of the target: int64 `[k]`, or an int for all of them.
             flags: see `workers.protocol.Flag`.
 
         Raises:

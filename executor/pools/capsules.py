@@ -14,16 +14,15 @@ import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from envherd.executor.options import Capsules, ExecutorOptions
+from envherd.executor.options import Capsules
 from envherd.executor.pools.capsule_file import SUFFIX, Capsule
-from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.error_messages import Frame, numbering, with_sentence
 from envherd.executor.pools.interpreters import own_folders
-from envherd.shm.slab import Slab, input_leaves
+from envherd.shm.slab import input_leaves
 from envherd.shm.specs import EnvSpec, Key
 from envherd.workers.block.journal import Journal, JournalFlag
 from envherd.workers.errors import EnvherdError
@@ -50,38 +49,18 @@ FATAL = (
 _OUTPUT_LINES = 60
 
 
-class Journaled(Protocol):
-    """What a `CapsuleWriter` uses of its pool; see `SlabPool`."""
-
-    blueprint: Blueprint
-    options: ExecutorOptions
-    slab: Slab
-
-    def root_seed_of(self, worker_id: int) -> int:
-        """Return the root seed with which a worker has built its envs."""
-        ...
-
-    def pickled(self, env_id: int) -> bytes:
-        """Return the pickled factory of an env."""
-        ...
-
-    def worker_output(self, worker_id: int) -> str:
-        """Return the latest output of a worker."""
-        ...
-
-
 class CapsuleWriter:
     """Writes the capsules of one pool.
 
     Args:
         rules: of the options.
-        pool: its slab has journals.
+        pool: a `SerialPool`, or a `WorkerPool`; its slab has journals.
 
     Attributes:
         latest_root: returns an env's present root by key; None until the engine sets it.
     """
 
-    def __init__(self, rules: Capsules, pool: Journaled) -> None:
+    def __init__(self, rules: Capsules, pool: Any) -> None:
         self._rules, self._pool = rules, pool
         self._directory = Path(rules.directory).absolute()
         try:

@@ -2,6 +2,12 @@
 
 Guarantees: a command's number is stored after all that it announces. An answer lost with a worker is marked as lost
 before it counts as answered. What is read after an answer's number is what the worker wrote before it.
+
+Order, because workers read meanwhile, and a handler may raise between any two lines. The numbers are at the lines.
+1. The counter of commands, before any word: after an interrupt, `number` says that a command may have been given.
+2. The command and `answers_lost`, a fence, then the command's number, by which a worker finds it.
+3. `answers_lost` of a lost worker's envs, before its reply: no answer may exist that no worker gave.
+4. The reply's number, a fence, then what the worker wrote before it.
 """
 
 from __future__ import annotations
@@ -37,13 +43,13 @@ class CommandWords:
         self.answers_lost = np.zeros(len(self.command_seq), bool)
         self._no_status = bytes(self.status.nbytes)
 
-    def write(self, env_ids: np.ndarray, commands: np.ndarray) -> None:
-        """Write some envs' next commands, int64 `[k]`, under one number."""
-        self.number[0] += 1
+    def write(self, env_ids: np.ndarray, commands: np.ndarray | int) -> None:
+        """Write some envs' next commands, int64 `[k]` or one for all of them, under one number."""
+        self.number[0] += 1  # 1
         self.command[env_ids] = commands
         if 1 in self.answers_lost.tobytes():
             self.answers_lost[env_ids] = False
-        keep_order()
+        keep_order()  # 2
         self.command_seq[env_ids] = self.number[0]
 
     def complete(self, env_ids: np.ndarray) -> None:
@@ -55,12 +61,16 @@ class CommandWords:
     def _order_of(self, env_ids: np.ndarray) -> np.ndarray:
         """Return the numbers of the caller's latest commands to some envs, int64 `[k]`."""
         numbers = self.command_seq[env_ids]
-        return np.where(numbers == self._completing[env_ids], self._completed[env_ids], numbers)
+        return (
+            np.where(numbers == self._completing[env_ids], self._completed[env_ids], numbers)
+            if self.has_completed
+            else numbers
+        )
 
     def has_answered(self) -> np.ndarray:
         """Return which envs owe no answer, bool `[N]`."""
         has_answered = np.asarray(self.command_seq == self.reply_seq)
-        keep_order()
+        keep_order()  # 4
         return has_answered
 
     def ready(self, env_ids: np.ndarray) -> np.ndarray:
@@ -71,6 +81,12 @@ class CommandWords:
         """Return some envs, int `[k]`, the oldest command of the caller first."""
         return np.asarray(env_ids[self._order_of(env_ids).argsort(kind="stable")])
 
+    def have_all_answered(self) -> bool:
+        """Return whether no env owes an answer."""
+        have_all = self.command_seq.tobytes() == self.reply_seq.tobytes()
+        keep_order()  # 4
+        return have_all
+
     def announces_nothing(self) -> bool:
         """Return whether no answer announces messages."""
         return self.status.tobytes() == self._no_status
@@ -78,7 +94,7 @@ class CommandWords:
     def lose_answers(self, env_ids: np.ndarray, outcome: Outcome) -> np.ndarray:
         """Count envs of a lost worker as answered; return those that owed an answer."""
         owing = env_ids[~self.has_answered()[env_ids]]
-        self.answers_lost[owing] = True  # first: after an interrupt, no answer may exist that no worker gave
+        self.answers_lost[owing] = True  # 3
         outcome.forget_rows(owing)
         self.status[owing] = 0
         self.reply_seq[owing] = self.command_seq[owing]

@@ -188,7 +188,7 @@ class SerialPool(Pool):
         self._serve()  # looked up each time: `wake_workers` replaces it
 
     def submit(
-        self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
+        self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray | int, flags: int = 0
     ) -> None:
         """Carry out a command for some envs."""
         self.words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))

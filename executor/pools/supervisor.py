@@ -14,6 +14,19 @@ LEAVING    it is to be replaced: when that is due, or  LOST (restart), SERVING (
 BUILDING   its successor builds its envs               LEAVING
 
 `absent` holds only the workers that do not serve.
+
+Order, because a handler may raise between any two lines. The numbers are at the lines.
+1. The condition (`absent`), before anything happens to the worker or its words: what follows is made good by the next
+   check (`look`, `revive`, `advance`), which finds the worker by its condition.
+2. The loss in `outcome`, before the worker's commands count as answered: the caller that finds the answers finds their
+   loss as well.
+3. The commands of a lost worker count as answered before it has a successor, and again when that is begun: the
+   successor would carry out those that an interrupt has left.
+4. LEAVING before a process is killed or dismissed, BUILDING after its successor was started: an interrupt in between
+   starts another one, and never leaves a worker without either.
+5. Words of a place are cleared before its next process gets the slab, and may write them.
+6. Of a successor that has built its envs: the slab (`attach`), since when it serves, the condition, and the doorbell
+   last, which makes it look for what it owes. Workers that are not absent get commands, so the slab must be there.
 """
 
 from __future__ import annotations
@@ -21,10 +34,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.crew import Crew
 from envherd.executor.pools.error_messages import (
     RESTART,
@@ -35,7 +47,6 @@ from envherd.executor.pools.error_messages import (
     worker_late,
     worker_lost,
 )
-from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.restarts import Restarts
 from envherd.executor.pools.worker_process import WorkerProcess
 from envherd.shm.specs import EnvSpec
@@ -64,35 +75,11 @@ class Absence(NamedTuple):
     error: EnvherdError | None = None
 
 
-class Supervised(Protocol):
-    """The methods that a `Supervisor` uses of its workers' pool; see `WorkerPool`."""
-
-    outcome: Outcome
-    specs: list[EnvSpec]
-    capsules: CapsuleWriter | None
-
-    def lose_answers_of(self, worker_id: int) -> bool:
-        """Count a lost worker's envs as answered; return whether they owed anything."""
-        ...
-
-    def wake_worker(self, worker_id: int) -> None:
-        """Make a worker look for commands and messages."""
-        ...
-
-    def clear_words(self, worker_id: int) -> None:
-        """Clear the announcements of mail and commands to a worker that is replaced."""
-        ...
-
-    def phase_of(self, worker_id: int) -> tuple[str, int | None]:
-        """Return the phase of a worker, and its env if known."""
-        ...
-
-
 class Supervisor:
     """Notices losses of workers, and replaces workers.
 
     Args:
-        pool: of the workers.
+        pool: of the workers: a `WorkerPool`, whose module imports this one.
         crew: the workers.
         options: of the executor.
 
@@ -102,7 +89,7 @@ class Supervisor:
         num_recycled: workers that were replaced between episodes, ever.
     """
 
-    def __init__(self, pool: Supervised, crew: Crew, options: ExecutorOptions) -> None:
+    def __init__(self, pool: Any, crew: Crew, options: ExecutorOptions) -> None:
         self._pool, self._crew, self._options = pool, crew, options
         self.absent: dict[int, Absence] = {}
         self.num_losses = self.num_recycled = 0
@@ -139,8 +126,8 @@ class Supervisor:
             error = self._pool.capsules.add_to(error, worker_id)
         self.num_losses += 1
         self._lost_at = now = time.monotonic()
-        self.absent[worker_id] = Absence(Condition.LOST, now, error)
-        self._pool.outcome.losses[worker_id] = error
+        self.absent[worker_id] = Absence(Condition.LOST, now, error)  # 1
+        self._pool.outcome.losses[worker_id] = error  # 2
         self._crew.workers[worker_id].kill()
         self._pool.lose_answers_of(worker_id)
         if not self._crew.is_closing:  # by another thread, or at the interpreter's exit
@@ -181,7 +168,7 @@ class Supervisor:
         Returns:
             Whether a worker is writing a message larger than its socket's buffer.
         """
-        if self.absent:  # an interrupt may have come between a loss and the answers to its commands
+        if self.absent:  # 1
             self.answer_for_lost()
         is_reading = False
         for worker_id in owing:
@@ -226,20 +213,19 @@ class Supervisor:
         Raises:
             WorkerLost, WorkerTimeout: too many restarts within the window (a crash loop).
         """
-        # Again: an interrupt may have come before, and its successor would answer.
-        self._pool.lose_answers_of(worker_id)
+        self._pool.lose_answers_of(worker_id)  # 3
         self._pool.outcome.losses.pop(worker_id, None)
         delay_s = self._restarts.next_delay_s(worker_id)
         if delay_s is None:
             raise not_replaced(self.lost[worker_id], self._options)
-        self._leave(worker_id, delay_s)
+        self._leave(worker_id, delay_s)  # 4
         if not delay_s:
             self._succeed(worker_id)
 
     def recycle(self, worker_id: int) -> None:
         """Close the envs of an idle worker, and begin to replace it."""
         self.num_recycled += 1
-        self._leave(worker_id)
+        self._leave(worker_id)  # 4
         self._crew.dismiss(worker_id, self._options.close_timeout_s)
         self._succeed(worker_id)
 
@@ -268,7 +254,7 @@ class Supervisor:
             self._fork(source_id, worker_ids, seeds, copies)
             give_up()
             for worker_id in worker_ids:
-                self._leave(worker_id)
+                self._leave(worker_id)  # 4
             losses = [loss for copy in copies if (loss := self._put(copy)) is not None]
         finally:
             for copy in copies:
@@ -293,7 +279,7 @@ class Supervisor:
         """Put a copy of a worker into service; return its loss, or None."""
         worker_id = copy.worker_id
         self._crew.replace(worker_id, copy)
-        self._pool.clear_words(worker_id)
+        self._pool.clear_words(worker_id)  # 5
         try:
             self._crew.attach(worker_id)
         except EnvherdError as error:
@@ -331,7 +317,7 @@ class Supervisor:
                     if now >= since:
                         self._succeed(worker_id)
                 elif condition is Condition.BUILDING and (
-                    self._crew.workers[worker_id].is_attached  # an interrupt came right after that
+                    self._crew.workers[worker_id].is_attached  # 6: an interrupt came right after that
                     or self._crew.has_answered(worker_id)
                     or (limit is not None and now - since > limit)
                 ):
@@ -349,13 +335,13 @@ class Supervisor:
         Raises:
             WorkerLost: no process can be started; the worker is lost.
         """
-        self._pool.clear_words(worker_id)
+        self._pool.clear_words(worker_id)  # 5
         try:
             self._crew.replace(worker_id)
         except EnvherdError as error:
             self.declare_lost(worker_id, error)
             raise
-        self.absent[worker_id] = Absence(Condition.BUILDING, time.monotonic())
+        self.absent[worker_id] = Absence(Condition.BUILDING, time.monotonic())  # 4
 
     def _take_up(self, worker_id: int) -> None:
         """Wait until a successor has built its envs, and put it into service; begin to replace one that fails.
@@ -373,7 +359,7 @@ class Supervisor:
             except BaseException:  # an interrupt: begin again when the worker is needed
                 self._leave(worker_id)
                 raise
-        self._serves_since[worker_id] = time.monotonic()
+        self._serves_since[worker_id] = time.monotonic()  # 6
         self.absent.pop(worker_id, None)
         self._pool.wake_worker(worker_id)
 
@@ -393,5 +379,4 @@ class Supervisor:
         for env_id, spec in zip(self._crew.blueprint.blocks[worker_id], specs, strict=True):
             expected = self._pool.specs[env_id]
             if spec != expected:
-                difference = expected.difference(spec)
-                raise another_spec(env_id, difference)
+                raise another_spec(env_id, expected.difference(spec))

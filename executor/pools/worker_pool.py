@@ -6,6 +6,16 @@ Guarantees:
 - While a thread waits, a worker's death is noticed within `LOOK_S` and logged at once; no thread spins without bound.
 - After a loss the other workers continue, and their rows are complete.
 Assumes: one caller at a time.
+
+Order, because a handler may raise between any two lines, and because workers read meanwhile. The numbers are at the
+lines; those of the words are in `command_words`, and C has the same in `native/caller.c`.
+1. Messages, then the command, then the doorbell. A worker reads messages before it looks for commands; one that was
+   not rung is rung by `wake_workers`.
+2. `CommandWords.complete`, before the command that it announces: an env keeps its place in the order.
+3. Tokens, then the count of answers, then the numbers: a token that comes later stays for the next wait, so no answer
+   is missed and no tokens pile up.
+4. Numbers, then messages, then the status words: the messages of an answer have been sent before its number, and what
+   was not read is announced still.
 """
 
 from __future__ import annotations
@@ -37,9 +47,10 @@ from envherd.shm.tally import Tally
 from envherd.workers import messages, native
 from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.processes import memory_of
-from envherd.workers.protocol import LEAVE, Op, describe_phase, pack_each
+from envherd.workers.protocol import LEAVE, OP_BITS, Flag, Op, describe_phase, pack_each
 
 _LOOK_NS = int(LOOK_S * 1e9)
+_EACH = Flag.EACH << OP_BITS
 #: Seconds between checks of the workers' pidfds if answers arrive without a wait; see `LOOK_S`.
 _LOOK_ANYWAY_S = 0.03
 #: The same while a worker writes a large message, which this process must read for it to continue.
@@ -172,16 +183,18 @@ class WorkerPool(Pool):
     # ---- commands ----------------------------------------------------------------------------
 
     def submit(
-        self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray, flags: int = 0
+        self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray | int, flags: int = 0
     ) -> None:
         commands = pack_each(op, target, columns, flags, self.plan.num_frames)
-        if self._caller is not None and not self.supervisor.absent and self._caller.give_some(env_ids, commands):
+        in_c = self._caller is not None and not self.supervisor.absent
+        each = np.full(len(env_ids), commands) if in_c and commands.__class__ is int else commands  # as C needs it
+        if in_c and self._caller.give_some(env_ids, each):
             return
         is_for_all = len(env_ids) == self.num_envs or self.num_workers == 1
         worker_ids = self.worker_ids if is_for_all else set(self.worker_of[env_ids].tolist())
         if self.supervisor.absent:
             self.supervisor.revive(worker_ids)
-        self.words.write(env_ids, commands)
+        self.words.write(env_ids, commands)  # 1
         for worker_id in worker_ids:
             self._rings[worker_id]()
         if self.supervisor.absent:
@@ -209,7 +222,7 @@ class WorkerPool(Pool):
 
     def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
         """As `submit`, to complete commands that envs have failed to; never waits for a successor."""
-        self.words.complete(env_ids)
+        self.words.complete(env_ids)  # 2
         self.words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
         for worker_id in filter(self.supervisor.is_serving, self.worker_ids):
             self._rings[worker_id]()  # after an interrupt, the successor may serve already
@@ -229,15 +242,20 @@ class WorkerPool(Pool):
         through_losses: bool = False,
     ) -> np.ndarray:
         """Wait until at least `count` of some envs have answered, and return those that have; see `Pool.wait_some`."""
+        waits = timeout_s is None or timeout_s >= LOOK_S  # else only `_wait_slowly` waits
+        is_of_all = count == self.num_envs and not self.words.command[0] & _EACH
+        if is_of_all and waits and self._caller is None and self._has_all():
+            self._collect()
+            return env_ids
         if self.must_look():
             self._look_around()
         if self._caller is not None and not self._is_reading:
-            wait_ns = _LOOK_NS if timeout_s is None or timeout_s >= LOOK_S else 0  # shorter ones: `_wait_slowly` below
-            if (num_found := self._caller.first(env_ids, count, wait_ns, self._found)) >= 0:
+            num_found = self._caller.first(env_ids, count, _LOOK_NS if waits else 0, self._found)
+            if num_found >= 0:
                 found = self._found[:num_found].copy()
                 return self.words.by_order(found) if self.words.has_completed else found
-        while self._done.try_wait():
-            pass  # tokens are hints; tokens of unawaited answers must not pile up
+        while self._done.try_wait():  # 3
+            pass
         ready = self.words.ready(env_ids)
         if len(ready) < count:
             deadline = Deadline(self._clock, timeout_s, more_for_resets_s, self.options.stall_log_s, kills=kill_late)
@@ -246,16 +264,25 @@ class WorkerPool(Pool):
         self._collect()
         return self.words.by_order(ready)
 
+    def _has_all(self) -> bool:
+        """Wait for the answers to a command to all envs; return False if none comes for `LOOK_S`.
+
+        Each worker rings once for it. So this needs no tally, and takes a fifth of the time of `_wait_slowly`.
+        """
+        while self._done.try_wait():  # 3
+            pass
+        while not self.words.have_all_answered():
+            if self._is_reading or not self._done.wait(LOOK_S):
+                return False
+        return True
+
     def _wait_slowly(
         self, env_ids: np.ndarray, count: int, deadline: Deadline, *, through_losses: bool = False
     ) -> None:
-        """Wait token by token, and check the workers whenever none comes.
-
-        Tokens are taken before the numbers are compared, so no answer is missed and no tokens pile up.
-        """
+        """Wait token by token, and check the workers whenever none comes."""
         num_resets = self.slab.words["resets"].copy()
         while True:
-            while self._done.try_wait():
+            while self._done.try_wait():  # 3
                 pass
             total, missing = self._tally.total(), count - len(self.words.ready(env_ids))
             if missing <= 0:
@@ -310,7 +337,7 @@ class WorkerPool(Pool):
         words = self.words
         if words.announces_nothing():
             return
-        answered = words.ready(self._all_ids)  # before reading, so the messages of these envs have arrived
+        answered = words.ready(self._all_ids)  # 4
         announced = answered[words.status[answered] != 0]
         for worker_id in set(self.worker_of[announced].tolist()):
             if not self.supervisor.is_being_replaced(worker_id):

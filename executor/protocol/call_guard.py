@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from envherd.shm.platforms import register_at_fork
 from envherd.workers.errors import Busy, Closed, EnvherdError
@@ -43,33 +43,15 @@ def call_name() -> str:
     return name
 
 
-class Guarded(Protocol):
-    """The attributes that a call guard uses of its engine.
-
-    Attributes:
-        is_dirty: a call was broken off; the guard sets it, and `recover` clears it.
-        is_rolling: the policy or the callback of a rollout is running; these may make calls.
-        is_in_flight: a command of the current call is under way.
-    """
-
-    is_dirty: bool
-    is_rolling: bool
-
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether a command of the current call is under way."""
-        ...
-
-    def recover(self) -> None:
-        """Bring the engine into a known state after an interrupted call."""
-        ...
-
-
 class CallGuard:
     """Holds the engine for one call: refuses a second thread, a call inside a call, a closed executor, a forked copy.
 
     The call's frame is its holder. The policy and the callback of a rollout may make calls inside that call, other than
     those with `refuse_rolling`.
+
+    Args:
+        engine: its `is_dirty` is set after a call was broken off, unless no command was under way (`is_in_flight`), and
+            its `recover` clears it. While `is_rolling`, calls may be nested.
 
     Attributes:
         is_closed: the executor was closed.
@@ -77,7 +59,7 @@ class CallGuard:
         dependents: objects with a thread that uses the executor; their `begin_close` is called when it is closed.
     """
 
-    def __init__(self, engine: Guarded) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._holder: dict[str, FrameType] = {}
         self._hold = self._holder.setdefault  # one C function, so only one of two threads is first

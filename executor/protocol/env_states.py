@@ -112,7 +112,7 @@ COMMANDS = (Event.STEP, Event.STEP_RESET, Event.RESET)
 _IMPOSSIBLE_BYTE = 255  # searching bytes takes a tenth of the time of an array, and for an int of bytes
 #: `FOLLOWS` as bytes: int8 `[event, state]`, the state that follows; -1 where nothing can.
 NEXT = state_tables.as_bytes(FOLLOWS)
-_NEXT = [*NEXT]
+_NEXT = [bytes(row).ljust(256, bytes([_IMPOSSIBLE_BYTE])) for row in NEXT]
 _NEEDS_RESET, _RUNNING, _ENDED = int(State.NEEDS_RESET), int(State.RUNNING), int(State.ENDED)
 _FIRST_UNDER_WAY = np.int8(State.STEPPING)  # comparing it takes half the time of an int
 
@@ -140,6 +140,8 @@ class EnvStates:
         self.ops = np.zeros(num_envs, np.int64)
         self.columns = np.zeros(num_envs, np.int64)
         self.running = bytes([_RUNNING]) * num_envs
+        self._memory = self.values.data.cast("B")
+        self._alike = frozenset(bytes([state]) * num_envs for state in State)
 
     def are_running(self) -> bool:
         """Return whether all envs are RUNNING."""
@@ -165,10 +167,10 @@ class EnvStates:
         values = self.values[env_ids]
         if event != Event.RESET and values.tobytes() == self.running[: len(values)]:
             return
-        following = _NEXT[event][values]
-        if _IMPOSSIBLE_BYTE not in following.tobytes():
+        following = values.tobytes().translate(_NEXT[event])
+        if _IMPOSSIBLE_BYTE not in following:
             return
-        refused = env_ids[following == state_tables.IMPOSSIBLE]
+        refused = env_ids[np.frombuffer(following, np.int8) == state_tables.IMPOSSIBLE]
         assert event in COMMANDS, f"{Event(event).name} cannot happen to envs in {self.values[refused].tolist()}"
         busy = tuple(refused[self.values[refused] >= _FIRST_UNDER_WAY].tolist())
         if busy:
@@ -186,10 +188,13 @@ class EnvStates:
         Raises:
             Busy, ResetNeeded: the event is a command that is refused; see `check`. No env has moved.
         """
-        following = _NEXT[event][self.values[env_ids]]
-        if _IMPOSSIBLE_BYTE in following.tobytes():
+        following = self.values[env_ids].tobytes().translate(_NEXT[event])
+        if _IMPOSSIBLE_BYTE in following:
             self.check(event, env_ids)
-        self.values[env_ids] = following
+        if following in self._alike:  # of all envs: a tenth of the time
+            self._memory[:] = following
+        else:
+            self.values[env_ids] = np.frombuffer(following, np.int8)
 
     def start(self, env_ids: np.ndarray, op: Op, columns: Any) -> None:
         """Note that some envs are given a command.

@@ -3,6 +3,14 @@
 Guarantees: a sent env is received exactly once. First-K is fair: ready envs are received in the order in which they
 were sent. A receive that is interrupted or times out loses nothing. The data of an env do not depend on which env was
 ready first.
+
+Order of a receive, because a handler may raise between any two lines. The numbers are at the lines.
+1. The roots on which the envs acted, before the delivery is opened: `deliver` moves the positions past them, and an
+   interrupt before it loses nothing.
+2. `open_delivery`, before anything is taken that the pool holds only once: from here an interrupt costs these envs
+   their episodes, and not a row.
+3. The `next` rows and inputs, before `deliver`: from then on a later step may overwrite them.
+4. `Engine.received`, after `deliver`: it would name the rows of envs that still have to be received.
 """
 
 from __future__ import annotations
@@ -134,7 +142,7 @@ class Exchange:
         if most < least:
             raise ValueError(f"recv failed: expected max_envs of at least {least} (min_envs), got {most}.")
         most = min(most, len(sent))
-        ready = self._wait_for(sent, least if timeout_s is None else most, timeout_s)
+        ready = self._engine.flights.wait_for(sent, least if timeout_s is None else most, timeout_s)
         if len(ready) < least:
             raise DeadlinePassed(
                 f"recv failed: expected {least} envs within {timeout_s:g} s, got {len(ready)}. "
@@ -142,17 +150,15 @@ class Exchange:
             )
         return self._take(sent if env_ids is not None and least == len(sent) else ready[:most], with_root=with_root)
 
-    def _wait_for(self, sent: np.ndarray, wanted: int, timeout_s: float | None) -> np.ndarray:
-        return self._engine.flights.wait_for(sent, wanted, timeout_s)
-
     def _take(self, ready: np.ndarray, *, with_root: bool) -> TensorDictBase:
         """Build the batch of envs that have answered, and mark them as received."""
         engine, batches, flights = self._engine, self._engine.batches, self._engine.flights
         columns = engine.states.columns[ready]
-        td = batches.current(ready) if with_root else None  # the roots on which they acted: before the news
-        flights.open_delivery(ready)
+        td = batches.current(ready) if with_root else None  # 1
+        flights.open_delivery(ready)  # 2
         leaves = is_over = None
         next_td: TensorDictBase
+        # 3
         if not engine.plain.rows:
             next_td, leaves, is_over = batches.groups[0].next_at(columns, ready)
         else:
@@ -169,7 +175,7 @@ class Exchange:
             ids: Any = get_leaf(td, ENV_IDS)
             stamp = engine.pool.words.number[0], engine.pool.num_losses
             writes = 0 if leaves is None else num_writes(leaves)
-            engine.received = Received(ids, ready, leaves, writes, stamp)
+            engine.received = Received(ids, ready, leaves, writes, stamp)  # 4
         return td
 
     @outside_inference_mode

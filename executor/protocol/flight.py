@@ -10,6 +10,25 @@ Guarantees:
 - After an exception at any line, `recover` leaves every env in a known state: it waits for pending commands and drops
   their answers, and the envs concerned need a reset. Envs that were sent, and are not being received, stay sent.
 - An env counts as reset only if its present instance has answered a RESET, or a STEP_RESET that reset it.
+
+Order, because a handler may raise between any two lines. The numbers are at the lines; `losses` has its own.
+1. `current`, before any state or position changes: from here `recover` breaks the flight off.
+2. States, then messages, then the command. An env that was given a command is under way, so `recover` waits for its
+   answer and drops it; a message without a command is dropped by the next command (`Flag.PREPARED`). C does all of
+   it in one call.
+3. `current` of the flight outside, after the command: a parked flight that was not given would have no owner.
+4. Positions, then `is_mixed`, then states, after the answers. Until its state moves, an env counts as under way, and
+   `recover` marks its root as lost, wherever its position is by then. `is_mixed` keeps the rows of a column that the
+   next step overwrites, so it stays True until no env needs that.
+5. Side values between `Positions.hold` and `held = None`, around 4: an interrupt leaves the values and the rows of the
+   same step, those before the flight.
+6. `has_landed`, after 4 and 5; `current` of the flight outside, last: what the flight has raised or replaced by then is
+   not done again.
+7. Envs that were sent: their faults and lost answers are noted (`losses` 1, 4) before the reports are taken, and
+   `_num_settled` is -1 in between, so that the next call looks again.
+8. Envs that are received: 1 before their side values are taken (`open_delivery`), then 4, 5 and 6 (`deliver`).
+9. IS_LOST, before the worker of envs that a step has reset is replaced: they would count as running in a process that
+   is gone.
 """
 
 from __future__ import annotations
@@ -167,7 +186,9 @@ class Flights:
             Busy, ResetNeeded, ActionError, WorkerLost, WorkerTimeout: refused; nothing was sent or changed.
         """
         concerned = self.all_ids if ids is None else ids
-        self._check(op, concerned, resets, cut)
+        is_whole = ids is None and op != RESET and resets is None and cut is None
+        if not (is_whole and self.states.are_running()):
+            self._check(op, concerned, resets, cut)
         if op == RESET and self._recycler is not None:
             self._recycler.before_resets(concerned, self.losses.lose)
         self.pool.await_workers(concerned)
@@ -179,19 +200,18 @@ class Flights:
         if extras:
             flight.extras = extras
         flight.is_parked = is_parked
-        self.current = flight  # before states change: from here an interrupt makes `recover` break it off
-        is_whole = flight.is_all and op != RESET and resets is None and cut is None
+        self.current = flight  # 1
         try:
             if is_whole and self.native is not None and not (self.pool.absent or flags):
                 self.native.give(op, self.positions.where.in_c, at, self.pool.serve)
             else:
-                self._depart(flight, resets, cut)
+                self._depart(flight, resets, cut)  # 2
                 self._submit(flight, flags)
         except EnvherdError:
             is_given = self.pool.words.number[0] > flight.number
             self._close(flight, Event.IS_BROKEN_OFF if is_given else Event.IS_WITHDRAWN)
             raise
-        if is_parked:  # only once it was submitted: until then `recover` must find it
+        if is_parked:  # 3
             self.current = flight.outer
         return flight
 
@@ -244,7 +264,8 @@ class Flights:
         if cut is not None and op != STEP_RESET:
             ids = np.setdiff1d(ids, cut)
         is_mixed = cut is not None or flight.resets is not None
-        pool.submit(ids, self.states.ops[ids] if is_mixed else op, target, self.states.columns[ids], flags)
+        ops, columns = (self.states.ops[ids], self.states.columns[ids]) if is_mixed else (op, flight.at)
+        pool.submit(ids, ops, target, columns, flags)
 
     def adopt(self, op: Op, at: int) -> Flight:
         """Return the flight of a STEP or STEP_RESET of all envs that `fast_step` has given but cannot land."""
@@ -274,7 +295,7 @@ class Flights:
             self._forget_interrupted(flight)
         self._note_news(flight.ids)
         self._note_rows(flight)
-        flight.has_landed = True
+        flight.has_landed = True  # 6
 
     def _note_news(self, env_ids: np.ndarray, outcome: Outcome | None = None) -> None:
         """Record the side values and infos of envs that have answered. Nothing else does, for rows or deliveries.
@@ -328,10 +349,8 @@ class Flights:
         """
         positions, ids, ahead = self.positions, flight.ids, self.positions.where.root_ahead
         is_whole = flight.op != RESET and flight.resets is None and flight.cut is None and not len(flight.dead)
-        if is_whole and flight.is_all and self.native is not None:
-            num_ended = self.native.land(positions.where.in_c)
-            positions.is_mixed = False  # not before: an interrupt in between leaves the rows where they were
-            flight.ended = self.ended[:num_ended].copy() if num_ended else None
+        if is_whole and flight.is_all:
+            flight.ended = self._land_all(flight)
             flight.was_reset = flight.ended if flight.op == STEP_RESET else None
             return
         ops, at = self.states.ops[ids], self.states.columns[ids]
@@ -340,7 +359,7 @@ class Flights:
         else:
             steps = at if is_whole else at - ahead * (ops == RESET)  # envs that are reset instead have a `next` as well
             is_over = positions.where.next_done_of(ids, steps) if is_over is None else is_over
-            positions.stepped(ids, steps)
+            positions.stepped(ids, steps)  # 4
             positions.is_mixed = positions.is_mixed and not flight.is_all
             if is_whole and 1 not in is_over.tobytes():
                 self.states.move(ids, Event.ANSWERED)
@@ -354,6 +373,29 @@ class Flights:
         has_answered = is_alive & self.states.under_way[ids]
         self.states.move(ids[has_answered & is_over], Event.ENDS)
         self.states.move(ids[has_answered & ~is_over], Event.ANSWERED)
+
+    def _land_all(self, flight: Flight) -> np.ndarray | None:
+        """Update the positions and the states of all envs, which have answered a STEP or a STEP_RESET; in C if it can.
+
+        Returns:
+            The envs whose steps have ended their episodes, int64 `[k]`, ascending; None for none.
+        """
+        positions, column = self.positions, flight.at
+        if self.native is not None:
+            num_ended = self.native.land(positions.where.in_c)
+            positions.is_mixed = False  # 4
+            return self.ended[:num_ended].copy() if num_ended else None
+        ended = over = positions.where.ended_at(column)
+        positions.stepped(flight.ids, column)  # 4
+        positions.is_mixed = False
+        if ended is not None and flight.op == STEP_RESET:
+            over = ended[positions.were_reset(ended, column + positions.where.root_ahead)]
+        answered = flight.ids
+        if over is not None:
+            self.states.move(over, Event.ENDS)
+            answered = self.states.under_way.nonzero()[0]
+        self.states.move(answered, Event.ANSWERED)
+        return ended
 
     def _land_unusual(self, flight: Flight) -> None:
         """Land a flight for which the pool reports more than rows, or after which workers may be replaced.
@@ -385,7 +427,7 @@ class Flights:
         is_stepped = self.states.ops != RESET
         outcome.forget_rows(own)  # an env may have answered before its worker died in another env's command
         self.side.infos.lose(own)
-        self._note_news(ids, outcome)
+        self._note_news(ids, outcome)  # 5, until `held` below
         self._forget_interrupted(flight)
         failed = [i for i, fault in outcome.faults.items() if fault["phase"] == "step"]
         for env_id in [*own[is_stepped[own]].tolist(), *failed]:
@@ -444,7 +486,7 @@ class Flights:
 
     def _renew(self, env_ids: np.ndarray, columns: np.ndarray, replace: Callable[[], None]) -> None:
         """Reset envs, which steps at `columns` have reset, again in new instances, which `replace` begins to build."""
-        self.states.move(env_ids, Event.IS_LOST)  # first: after an interrupt they must not count as running
+        self.states.move(env_ids, Event.IS_LOST)  # 9
         replace()
         self.begin(Op.RESET, env_ids, at=columns + self.positions.where.root_ahead).land()
 
@@ -492,16 +534,16 @@ class Flights:
         faulty = np.array([*faults], np.int64)
         raised = self._fault_to_raise(faults)
         if raised is not None:
-            self.losses.drop(faulty, Event.FAILS)  # first: after an interrupt these must not count as sent
+            self.losses.drop(faulty, Event.FAILS)  # 7
         else:
-            pool.words.answers_lost[faulty] = True  # likewise: from here on, `left` has them
-        self._num_settled = -1  # until the end: an interrupt may come after the reports were taken
+            pool.words.answers_lost[faulty] = True  # 7: from here on, `left` has them
+        self._num_settled = -1  # 7
         reported = pool.outcome.hand_out(faulty)
         losses, broken = reported.losses, set[int]()
         if raised is None:
             broken = {i for i, fault in faults.items() if fault["phase"] == "reset"}
             pool.outcome.keep(reported, broken)
-        # Not only `losses`: an interrupt may have come after they were taken and before they were handled.
+        # 7: not only `losses`, which an interrupted call may have taken.
         answers_lost = self.states.under_way & pool.words.answers_lost
         workers = {int(w) for w in pool.worker_of[answers_lost]} & set(pool.lost)
         error = self.losses.replace({**{w: pool.lost[w] for w in workers}, **losses}, _NOBODY)
@@ -533,7 +575,7 @@ class Flights:
 
         `deliver` must follow; until then an interrupt breaks them off. `wait_for` has handled their faults and losses.
         """
-        self.current = Flight(self, Op.STEP, env_ids, None)
+        self.current = Flight(self, Op.STEP, env_ids, None)  # 8
         reported = self.pool.outcome
         self._note_news(env_ids, reported.hand_out(env_ids) if reported.side or reported.infos else None)
 

@@ -2,6 +2,15 @@
 
 Guarantees: an env whose worker is lost does not count as running before its instance in the successor was reset. A
 missing answer, of a lost worker or of an env that has raised, either becomes an interrupted row, or is raised.
+
+Order, because a handler may raise between any two lines. The numbers are at the lines.
+1. `answers_lost` of envs that were sent, before any report is taken or any state changes. It is what the next call
+   finds again: without it a lost answer would count as a row, and the reset that completes it would not be sent.
+2. States, then roots, of envs without a command. An env whose state is RUNNING would be stepped without a reset; a root
+   without the flag only repeats a row that was true.
+3. The successor, after 1 and 2: once a worker counts as being replaced, nothing reports its loss again.
+4. The state of an env that was sent, last, when its answer is dropped: while it is under way, the next call finds it
+   (1), and repeats all that comes before.
 """
 
 from __future__ import annotations
@@ -77,7 +86,7 @@ class Losses:
 
     def lose(self, env_ids: np.ndarray) -> None:
         """Record that envs without a command under way have lost their episodes."""
-        self._states.move(env_ids, Event.IS_LOST)
+        self._states.move(env_ids, Event.IS_LOST)  # 2
         self._positions.mark_lost(env_ids)
 
     def drop(self, env_ids: np.ndarray, event: Event) -> None:
@@ -85,17 +94,13 @@ class Losses:
         if len(env_ids):
             self._positions.mark_lost(env_ids)
             self._pool.outcome.forget_rows(env_ids)
-            self._states.move(env_ids, event)  # last: after an earlier interrupt, all of this is repeated
-
-    def forget(self) -> None:
-        """Drop the pool's reported losses: the caller raises or records them itself."""
-        self._pool.outcome.losses.clear()
+            self._states.move(env_ids, event)  # 4
 
     def accept(self) -> None:
         """Record losses outside any flight; the next flight reports those whose workers are replaced."""
         if not self._is_replacing:
-            self.forget()
-            # Not only the reported ones: an interrupt may have come after they were taken, before they were recorded.
+            self._pool.outcome.losses.clear()
+            # All that are lost, not only the reported ones: an interrupt may have come after the reports were taken.
             self.replace(self._pool.lost, _NOBODY)
 
     def replace(self, losses: Mapping[int, EnvherdError], own: np.ndarray) -> EnvherdError | None:
@@ -113,9 +118,10 @@ class Losses:
         others = np.setdiff1d(self._pool.blueprint.envs_of(losses), own)
         is_sent = self._states.under_way[others]
         idle, sent = others[~is_sent], others[is_sent]
-        self._pool.words.answers_lost[sent] = True  # first: an interrupt must leave none as running or answered
-        self._states.move(idle, Event.IS_LOST)
-        self._positions.mark_lost(idle)  # before a worker counts as replaced: an interrupt may come in between
+        self._pool.words.answers_lost[sent] = True  # 1
+        self._states.move(idle, Event.IS_LOST)  # 2
+        self._positions.mark_lost(idle)
+        # 3
         error = self._begin_restarts(losses) if self._is_replacing else next(iter(losses.values()))
         if error is not None:
             self.drop(sent, Event.IS_LOST)

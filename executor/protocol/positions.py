@@ -30,6 +30,7 @@ class Places:
     """The group and the row of each env, which are the same in all columns.
 
     Attributes:
+        all_ids: int64 `[N]`.
         pairs: per env, `(group, row)`.
         group_of, row_of: the same, int64 `[N]`.
         env_ids: per group, the envs of its rows, int64, ascending.
@@ -38,7 +39,7 @@ class Places:
     """
 
     def __init__(self, plan: SlabPlan) -> None:
-        self.num_envs = plan.num_envs
+        self.all_ids = np.arange(plan.num_envs)
         self.pairs = [plan.place(env_id) for env_id in range(plan.num_envs)]
         self.group_of = np.array([group for group, _ in self.pairs])
         self.row_of = np.array([row for _, row in self.pairs])
@@ -80,26 +81,28 @@ class Columns:
         arrays = self.groups[group].items()
         return {name: array[column, row : row + 1].reshape(array.shape[2:]) for name, array in arrays}
 
-    def next_done_of(self, env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Return whether the `next` of some envs, each at its own column, is done: bool `[k]`, fresh."""
+    def ended_at(self, column: int) -> np.ndarray | None:
+        """Return the envs whose `next` at a column is done, int64 `[k]`, ascending; None for none."""
+        for done in self._next_done:
+            if 1 in done[column].tobytes():  # a worker computes it from the env's flags: True is always the byte 1
+                return self.next_done_of(self._places.all_ids, column).nonzero()[0]
+        return None
+
+    def next_done_of(self, env_ids: np.ndarray, columns: np.ndarray | int) -> np.ndarray:
+        """Return whether the `next` of some envs, at one column or each at its own, is done: bool `[k]`, fresh."""
         return self._done_of(self._next_done, env_ids, columns)
 
     def root_done_of(self, env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Return whether the roots of some envs, each at its own column, are done: bool `[k]`, fresh."""
         return self._done_of(self._root_done, env_ids, columns)
 
-    def _done_of(self, arrays: list[np.ndarray], env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    def _done_of(self, arrays: list[np.ndarray], env_ids: np.ndarray, columns: np.ndarray | int) -> np.ndarray:
         if self._places.is_flat:
             done: np.ndarray = arrays[0][columns, env_ids, 0]
             return done
         group_of, row_of = self._places.group_of, self._places.row_of
-        places = zip(env_ids, columns, strict=True)
+        places = zip(env_ids, np.broadcast_to(columns, env_ids.shape), strict=True)
         return np.array([arrays[group_of[i]][column, row_of[i]].any() for i, column in places], bool)
-
-
-def ring_columns(slab: Slab, places: Places) -> Columns:
-    """Return the frames of the ring."""
-    return Columns(RING, [group.columns for group in slab.groups], places, root_ahead=0)
 
 
 def storage_columns(target: int, storage: Storage, places: Places) -> Columns:
@@ -155,7 +158,7 @@ class Positions:
         self.specs = [slab.groups[group].spec for group, _ in self.places.pairs]
         self.has_interrupted = options.interrupts
         self.interrupted = np.zeros((self.num_envs, 1), bool)
-        self.ring = self.where = ring_columns(slab, self.places)
+        self.ring = self.where = Columns(RING, [group.columns for group in slab.groups], self.places, root_ahead=0)
         self._before: tuple[Columns, np.ndarray, np.ndarray, np.ndarray] | None = None  # a move that is not complete
         self.held: tuple[Any, ...] | None = None
         self.column = 0
@@ -341,8 +344,8 @@ class Positions:
         self._side.infos.copy(source, targets.tolist())
         self.were_reset(targets, columns)
 
-    def stepped(self, env_ids: np.ndarray, columns: np.ndarray) -> None:
-        """Note that some envs were stepped, each to its own column."""
+    def stepped(self, env_ids: np.ndarray, columns: np.ndarray | int) -> None:
+        """Note that some envs were stepped, to one column or each to its own."""
         self._put(env_ids, columns, in_root=False)
 
     def were_reset(self, env_ids: np.ndarray, columns: np.ndarray | int) -> np.ndarray:

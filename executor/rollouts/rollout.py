@@ -57,7 +57,6 @@ class Actor(Protocol):
 
     def rand_action(self, td: TensorDictBase | None = None) -> TensorDictBase:
         """Return `td` (or a new batch) with random actions."""
-        ...
 
 
 class RolloutRunner:

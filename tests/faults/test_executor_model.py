@@ -83,7 +83,7 @@ def actions(num_envs: int) -> TensorDict:
 
 
 def test_an_interrupt_while_a_loss_is_noticed_in_another_envs_reset(monkeypatch):
-    """All envs of the lost worker need a reset, and their rows say so."""
+    """All envs of the lost worker need a reset, and their rows say so (`losses` 2)."""
     for interrupt in at_each(Interrupt, scaled(7, full=1)):
         with contextlib.closing(simulated(monkeypatch, [[0, 1], [2]])) as env:
             env.reset()
@@ -95,7 +95,7 @@ def test_an_interrupt_while_a_loss_is_noticed_in_another_envs_reset(monkeypatch)
 
 
 def test_an_interrupt_while_the_second_of_two_lost_workers_is_replaced(monkeypatch):
-    """The rows of the first one's envs say that they need a reset."""
+    """The rows of the first one's envs say that they need a reset (`losses` 2, 3)."""
     names, num_hit = {"_begin_restarts"}, 0
     for interrupt in at_each(lambda line: InterruptIn(line, names), least=1):
         with contextlib.closing(simulated(monkeypatch, [[0, 1], [2, 3]], **RESTARTS)) as env:
@@ -111,7 +111,10 @@ def test_an_interrupt_while_the_second_of_two_lost_workers_is_replaced(monkeypat
 
 @pytest.mark.parametrize("in_c", [True, False])
 def test_two_interrupts_while_envs_are_sent(monkeypatch, in_c):
-    """Without C, nobody knows for a moment whether an env was given its step: it needs a reset, and its row says so."""
+    """Without C, nobody knows for a moment whether an env was given its step: it needs a reset, and its row says so.
+
+    `flight` 1 to 3, `command_words` 1.
+    """
     if not in_c:
         monkeypatch.setattr(native, "find", lambda: (None, "this is a test"))
     names, num_in_doubt = {"_submit", "submit", "write"}, 0
@@ -132,7 +135,7 @@ def test_two_interrupts_while_envs_are_sent(monkeypatch, in_c):
 
 
 def test_two_interrupts_while_the_answers_of_a_lost_worker_are_lost(monkeypatch):
-    """Its successor does not carry out what was given to it."""
+    """Its successor does not carry out what was given to it (`supervisor` 1 to 3, `command_words` 3)."""
     names = {"declare_lost", "lose_answers_of", "lose_answers"}
     stride = scaled(61, full=1)
     for line in range(1, 100):
@@ -151,7 +154,7 @@ def test_two_interrupts_while_the_answers_of_a_lost_worker_are_lost(monkeypatch)
 
 
 def test_an_interrupt_before_a_successor_gets_the_reset_of_a_sent_env(monkeypatch):
-    """The successor may serve by the time at which the next call tells it."""
+    """The successor may serve by the time at which the next call tells it (`losses` 1, `worker_pool` 1)."""
     for interrupt in at_each(lambda line: InterruptIn(line, {"cut_off_sent"}), least=1):
         with contextlib.closing(simulated(monkeypatch, [[0], [1]], **RESTARTS)) as env:
             env.reset()
@@ -168,7 +171,10 @@ def test_an_interrupt_before_a_successor_gets_the_reset_of_a_sent_env(monkeypatc
 
 
 def test_an_interrupt_while_a_worker_is_replaced_leaves_no_row_of_it(monkeypatch):
-    """Also an env that had answered gets an interrupted row: its successor would be stepped without a reset."""
+    """Also an env that had answered gets an interrupted row: its successor would be stepped without a reset.
+
+    `losses` 1 and 3, `supervisor` 4.
+    """
     names = {"replace", "_begin_restarts", "begin_restart"}
     for interrupt in at_each(lambda line: InterruptIn(line, names), least=15):
         with contextlib.closing(simulated(monkeypatch, [[0, 1], [2]], **RESTARTS)) as env:
@@ -182,7 +188,7 @@ def test_an_interrupt_while_a_worker_is_replaced_leaves_no_row_of_it(monkeypatch
 
 @pytest.mark.parametrize("in_c", [True, False])
 def test_envs_of_a_lost_worker_keep_their_place_in_the_order(monkeypatch, in_c):
-    """Also after a second loss; and later ones have the places of their own sends."""
+    """Also after a second loss; and later ones have the places of their own sends (`worker_pool` 2)."""
     if not in_c:
         monkeypatch.setattr(native, "find", lambda: (None, "this is a test"))
     with contextlib.closing(simulated(monkeypatch, [[0], [1], [2]], **RESTARTS)) as env:
@@ -208,7 +214,7 @@ def test_a_successor_that_has_just_come_into_service_is_not_late(monkeypatch):
 
 @pytest.mark.parametrize("num_steps", range(1, 4))
 def test_an_interrupt_while_a_row_is_moved_out_of_the_next_column(num_steps, monkeypatch):
-    """A step of all overwrites the column in which an env is that was not stepped lately."""
+    """A step of all overwrites the column in which an env is that was not stepped lately (`flight` 4)."""
     names = {"_keep_latest", "_move_latest", "_put", "_put_latest"}
     for interrupt in at_each(lambda line: InterruptIn(line, names), least=1):
         with contextlib.closing(simulated(monkeypatch, [[0], [1]])) as env:

@@ -264,7 +264,7 @@ def _check_rows(data: Any, seen: set[tuple[int, int]], when: str) -> None:
 
 @pytest.mark.broken_pool
 def test_an_interrupt_while_a_successor_is_put_into_service():
-    """An abandoned successor must not have answered: the next one's envs are new."""
+    """An abandoned successor must not have answered: the next one's envs are new (`supervisor` 6)."""
     options = ExecutorOptions(on_worker_loss="restart")
     names = {"_take_up", "attach", "await_frame"}
     for interrupt in at_each(lambda line: SignalIn(line, names), stride=scaled(4, full=2), least=4):
@@ -443,6 +443,7 @@ class Sign(gymnasium.Env[Any, Any]):
 
 @pytest.mark.parametrize("name", ["fused", "step", "reset", "send and receive", "rollout"])
 def test_numbers_and_texts_of_a_root_are_of_the_same_step(name):
+    """`flight` 5."""
     call, stride = CALLS[name]
     with SerialEnv(NUM_ENVS, Sign, seed=0) as env:
         for interrupt in at_each(Interrupt, scaled(7 * stride, full=stride), least=10):
@@ -458,6 +459,8 @@ def test_numbers_and_texts_of_a_root_are_of_the_same_step(name):
 
 @pytest.mark.skipif(native.load() is None, reason="the C extension was not built, or is switched off")
 def test_an_interrupt_before_a_landing_leaves_rows_in_their_columns(monkeypatch):
+    """`flight` 4."""
+
     def interrupted(target: object) -> None:
         raise KeyboardInterrupt
 

@@ -2,7 +2,16 @@
  *
  * C makes plain steps, by the `Step` of their sink. `Block.execute` carries out every other command, and the rest of a
  * step whose result is not plain. C forgets what it knows of an env whenever Python code may have changed it: after a
- * message, and after a command that Python carried out or completed. */
+ * message, and after a command that Python carried out or completed.
+ *
+ * Order, because the caller reads meanwhile. The numbers are at the lines.
+ * 1. The commands' numbers (acquire), then the messages, then the commands: what belongs to a command was sent before its
+ *    number, so it is read before the command is carried out.
+ * 2. The row, then the status, then the reply's number (release): the caller that finds the number reads all of it. It
+ *    takes the messages that the status announces, which were sent before.
+ * 3. The count of answers, after the number, then a full fence, then `ring_at`: the caller that counts an answer finds
+ *    its number, and either it or this worker sees the last one (see shm.tally).
+ * 4. The ring, last; one for all envs of a command that is for all of them. */
 #include "native.h"
 
 #include <stdlib.h>
@@ -372,7 +381,7 @@ static Py_ssize_t find_pending(Loop *loop)
 static int scan(Loop *loop)
 {
     Py_ssize_t count = find_pending(loop);
-    int owes_ring = 0, goes_on = read_mail(loop); /* what belongs to these commands was sent before their numbers */
+    int owes_ring = 0, goes_on = read_mail(loop); /* 1 */
     if (goes_on != 1 || count == 0)
         return goes_on;
     Py_ssize_t sampled = (Py_ssize_t)(++loop->num_scans % count);
@@ -384,17 +393,17 @@ static int scan(Loop *loop)
         i64 status = i == sampled ? carry_out_timed(loop, env, command, count) : carry_out(loop, env, command);
         if (status < 0)
             return -1;
-        STORE(word(&loop->status, env->id), status);
+        STORE(word(&loop->status, env->id), status); /* 2 */
         env->latest = number;
         if (command & FLAG_EACH << OP_BITS)
             STORE(word(&loop->answered_ns, env->id), monotonic_ns());
         STORE_NUMBER(word(&loop->reply_seq, env->id), number);
         if (!(command & FLAG_EACH << OP_BITS))
             owes_ring = 1;
-        else if (count_answer(loop))
+        else if (count_answer(loop)) /* 3 */
             bell_ring(&loop->done);
     }
-    if (owes_ring)
+    if (owes_ring) /* 4 */
         bell_ring(&loop->done);
     return 1;
 }
