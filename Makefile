@@ -96,7 +96,7 @@ endif
 NEWEST := .venv.newest
 NEWEST_PYTHON := $(NEWEST)/$(SCRIPTS)/python
 test-newest:
-	$(call small_venv,$(NEWEST)) -e ".[gymnasium,dev]"
+	$(call small_venv,$(NEWEST)) -e ".[gymnasium,mujoco,pettingzoo,dev]"
 	$(NEWEST_PYTHON) -m pip install -qq --upgrade torchrl gymnasium stable-baselines3 pettingzoo mpe2 mujoco
 	$(NEWEST_PYTHON) -m pytest -n $(JOBS) -m "not quiet" tests/executor/facades tests/workers
 	$(NEWEST_PYTHON) -m pip uninstall -qq --yes torchrl
