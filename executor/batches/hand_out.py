@@ -28,6 +28,9 @@ _FEW_ROWS = 8
 Members = np.ndarray | slice
 
 
+_move = outside_inference_mode(torch.Tensor.to)
+
+
 class GroupBatch:
     """Hands out the rows of one group of equal envs.
 
@@ -189,11 +192,10 @@ class GroupBatch:
         mended[torch.from_numpy(rows).to(mended.device)] = torch.from_numpy(roots[rows]).to(mended.device)
         return mended
 
-    @outside_inference_mode
     def to_tensors(self, arrays: Sequence[np.ndarray]) -> Leaves:
         """Return arrays as tensors on the device (cpu: no copy)."""
-        tensors = [*map(torch.from_numpy, arrays)]
-        return tensors if self.is_on_cpu else [tensor.to(self.device) for tensor in tensors]
+        tensors = [*map(as_tensor if torch.is_inference_mode_enabled() else torch.from_numpy, arrays)]
+        return tensors if self.is_on_cpu else [_move(tensor, self.device) for tensor in tensors]
 
 
 class Gatherer:

@@ -170,14 +170,9 @@ class Mover:
         self.device = device
         self._buffer = buffer
         self._events: list[Any] = [None] * num_frames
-        self._unpin: Any = None
+        self._unpin: Any = None  # of a slab that the device reads directly
         if device.type == "cuda":
             self._unpin = _pin(buffer, device)
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether the device reads the slab directly."""
-        return self._unpin is not None
 
     def move(self, frame: torch.Tensor, column: int) -> torch.Tensor:
         """Return a copy of a frame's bytes on the device.
@@ -186,7 +181,7 @@ class Mover:
             frame: uint8, a part of the slab (VIEW).
             column: of the ring.
         """
-        if not self.is_pinned:
+        if self._unpin is None:
             return frame.to(self.device, copy=True)
         moved = frame.to(self.device, non_blocking=True)
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -49,9 +49,6 @@ from envherd.workers.current import WorkerInfo
 #: Kinds of frames that belong to the rows of a command, not to a call that waits for an answer.
 _ROW_KINDS = ("side", "infos", "schema", "notice", "left_out")
 
-#: Errors of a machine at its limits: they do not mean that an argument cannot be pickled.
-_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN)
-
 
 @dataclass(frozen=True)
 class Blueprint:
@@ -215,8 +212,10 @@ class Crew:
         try:
             process.channel.queue_message(build)
         except Exception as error:
-            if isinstance(error, MemoryError) or getattr(error, "errno", None) in _LIMITS:
-                raise
+            if isinstance(error, MemoryError) or getattr(error, "errno", None) in (
+                *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN),  # limits of the machine
+            ):
+                raise  # no argument is to blame
             raise kwargs_error(build.env_kwargs, error) from error
         with contextlib.suppress(ConnectionError):  # the thread that waits for the worker notices its death
             process.channel.flush_nowait()  # the rest is sent while waiting for the answer

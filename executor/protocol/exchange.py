@@ -23,8 +23,7 @@ from tensordict import NonTensorData, TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
 from envherd.executor.batches.arguments import as_count, need_seconds, wrong_rows
-from envherd.executor.batches.fast_tensordict import get_leaf, maker, num_writes, set_leaf, set_next
-from envherd.executor.batches.grad_mode import outside_inference_mode
+from envherd.executor.batches.fast_tensordict import as_tensor, get_leaf, maker, num_writes, set_leaf, set_next
 from envherd.executor.batches.hand_out import add_side
 from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.executor.protocol.call_guard import call_name
@@ -178,7 +177,6 @@ class Exchange:
             engine.received = Received(ids, ready, leaves, writes, stamp)  # 4
         return td
 
-    @outside_inference_mode
     def _add_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
         """Add the inputs of the envs' latest steps to a batch."""
         engine, places = self._engine, self._engine.positions.places
@@ -186,7 +184,7 @@ class Exchange:
         if len(groups) == 1:
             intake, rows = engine.intakes[groups.pop()], places.rows_of(env_ids)
             for leaf, target in zip(intake.leaves, intake.targets, strict=True):
-                set_leaf(td, leaf.key, torch.from_numpy(target[rows]))
+                set_leaf(td, leaf.key, as_tensor(target[rows]))
             if intake.side_leaves:
                 add_side(td, intake.side_keys, [engine.side_inputs[i] for i in env_ids.tolist()])
             return
@@ -194,15 +192,14 @@ class Exchange:
             group, row = places.pairs[env_id]
             intake = engine.intakes[group]
             for leaf, target in zip(intake.leaves, intake.targets, strict=True):
-                own.set(leaf.key, torch.from_numpy(np.array(target[row])))
+                set_leaf(own, leaf.key, as_tensor(np.array(target[row])))
             for index, key in intake.side_keys:
                 own.set(key, NonTensorData(engine.side_inputs[env_id][index]))
 
 
-@outside_inference_mode
 def set_ids(td: TensorDictBase, env_ids: np.ndarray) -> TensorDictBase:
     """Set `env_ids` in a batch: int64 `[k]`; `[k, *B]` for envs that are batches."""
-    ids = torch.from_numpy(env_ids.copy())
+    ids = (as_tensor if torch.is_inference_mode_enabled() else torch.from_numpy)(env_ids.copy())
     if td.ndim > 1:
         ids = ids.view(-1, *(1,) * (td.ndim - 1)).expand(td.batch_size).clone()
     set_leaf(td, (ENV_IDS,), ids)

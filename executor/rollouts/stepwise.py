@@ -24,8 +24,6 @@ from envherd.workers.protocol import Op
 if TYPE_CHECKING:
     from envherd.executor.protocol.engine import Engine
 
-_stack = outside_inference_mode(torch.stack)
-
 
 class StepwiseRun:
     """One rollout in progress.
@@ -69,7 +67,7 @@ class StepwiseRun:
             if self._breaks and (engine.states.needs_reset.any() or cut is not None):
                 break
             cut = None
-        data: Any = _stack(self._steps, 1)
+        data: Any = outside_inference_mode(torch.stack)(self._steps, 1)
         data.refine_names(None, "time", ...)
         return data
 

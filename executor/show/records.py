@@ -179,8 +179,8 @@ def _read_run(text: str) -> tuple[dict[str, Any], dict[str, TaskRecords]]:
     found = json.loads(text)
     if found["schema"] != SCHEMA:
         raise ValueError(f"schema {found['schema']!r:.80}")
-    tasks = found["tasks"].items()
-    return dict(found["settings"]), {name: _records_of(one) for name, one in tasks if one["cast"] is not None}
+    tasks = {name: _records_of(one) for name, one in found["tasks"].items() if one["cast"] is not None}
+    return dict(found["settings"]), tasks
 
 
 def _records_of(task: dict[str, Any]) -> TaskRecords:

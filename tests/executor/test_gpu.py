@@ -190,7 +190,7 @@ def test_executors_come_and_go():
         with ParallelEnv(2, Pages, num_workers=1, device="cuda") as env:
             env.reset()
             assert (env.step(env.rand_action())["next", "observation"] == 1).all()
-            assert env._engine.batches.mover.is_pinned
+            assert env._engine.batches.mover._unpin is not None
 
 
 @pytest.mark.parametrize("start_method", ["zygote", "spawn"])
