@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -78,6 +79,10 @@ def test_a_slot_counts_steps_and_time(started):
     assert slot.parent_run_ns == slot.run_ns
     assert slot.cpu_us == pytest.approx(slot.run_ns / slot.steps / 1e3)
     assert slot.batch_us[0] <= slot.batch_us[50] <= slot.batch_us[100]
+
+
+def test_a_slot_holds_the_least_number_of_calls(started):
+    assert started(burning, replace(JOB, episode=30)).run(0.0, 20.0).num_calls == 30
 
 
 @pytest.mark.parametrize(("name", "num_processes"), [(SERIAL, 0), (IDEAL, 2)])
