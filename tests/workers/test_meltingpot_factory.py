@@ -328,6 +328,9 @@ _LUA = {
         local class = {__index = {}, __call = function() return 2 end}
         local instance = tables.deepCopy(setmetatable({}, class))
         assert(getmetatable(instance) ~= class and getmetatable(instance).__index ~= class.__index and instance() == 2)
+        for _, meta in ipairs({{__index = {}}, setmetatable({__index = function() end}, {})}) do
+            assert(getmetatable(tables.deepCopy(setmetatable({}, meta))) ~= meta)
+        end
         assert(tables.deepCopy(source, 1).a == source.a and tables.deepCopy('x') == 'x' and tables.deepCopy() == nil)
         for _, value in ipairs({0, '', true, false, 0 / 0, {}}) do
             local made = args.default(value)
