@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,7 @@ import numpy as np
 from benchmarks.pools import Contender, Job, Pool
 from benchmarks.watching import die_with_parent
 
-IDEAL, SERIAL = "measured ideal", "serial loop"
+IDEAL, SERIAL, INSTALLED = "measured ideal", "serial loop", "serial loop of substrate.build"
 #: Seconds that the owner of free-running processes sleeps at a time.
 _NAP_S = 5e-3
 _NUM_DRAWN = 64
@@ -27,7 +30,7 @@ def stepper(job: Job) -> Callable[[], bool]:
     env = job.make_env()
     env.reset()
     if job.family == "meltingpot":
-        return _dm_stepper(env)
+        return _dm_stepper(env, job.episode or sys.maxsize)
 
     def step() -> bool:
         _, _, terminated, truncated, _ = env.step(action)
@@ -39,14 +42,14 @@ def stepper(job: Job) -> Callable[[], bool]:
     return step
 
 
-def _dm_stepper(env: Any) -> Callable[[], bool]:
+def _dm_stepper(env: Any, episode: int) -> Callable[[], bool]:
     drawn = [[random.randrange(int(spec.num_values)) for spec in env.action_spec()] for _ in range(_NUM_DRAWN)]
     turn = 0
 
     def step() -> bool:
         nonlocal turn
-        turn = (turn + 1) % _NUM_DRAWN
-        has_ended = bool(env.step(drawn[turn]).last())
+        turn += 1
+        has_ended = bool(env.step(drawn[turn % _NUM_DRAWN]).last()) or turn % episode == 0
         if has_ended:
             env.reset()
         return has_ended
@@ -66,6 +69,15 @@ def serial_loop(job: Job) -> Pool:
         return len(steppers)
 
     return Pool(step, lambda: None, lambda: ended)
+
+
+def installed_loop(job: Job) -> Pool:
+    """Step Melting Pot's own envs one after the other: the installed Lua code, without envherd."""
+    from meltingpot import substrate
+
+    name = job.make_env.name  # type: ignore[attr-defined]  # its factory
+    roles = substrate.get_config(name).default_player_roles
+    return serial_loop(replace(job, make_env=functools.partial(substrate.build, name, roles=roles)))
 
 
 def free_running(job: Job) -> Pool:
@@ -127,4 +139,5 @@ def _run_freely(job: Job, words: Any, num_envs: int) -> None:
 CONTENDERS = (
     Contender(name=IDEAL, build=free_running, kind="bound", families=("gymnasium", "meltingpot")),
     Contender(name=SERIAL, build=serial_loop, kind="bound", families=("gymnasium", "meltingpot")),
+    Contender(name=INSTALLED, build=installed_loop, kind="bound", families=("meltingpot",)),
 )

@@ -115,7 +115,9 @@ def _as_torchrl(job: Job) -> Pool:
     from benchmarks.peers import stepped_tensordicts, torchrl_factory
     from envherd.executor.facades.torchrl import ParallelEnv as Facade
 
-    return stepped_tensordicts(Facade(job.num_envs, torchrl_factory(job), num_processes=1), job)
+    # CartPoles are fastest in one worker.
+    num_processes = 1 if job.family == "gymnasium" else job.num_workers
+    return stepped_tensordicts(Facade(job.num_envs, torchrl_factory(job), num_processes=num_processes), job)
 
 
 def _actions(space: Any, num_envs: int) -> np.ndarray:
@@ -156,6 +158,6 @@ CONTENDERS = tuple(
         (AS_SB3, _as_sb3, ("gymnasium",)),
         (AS_GYMNASIUM_WIDE, functools.partial(_as_gymnasium, num_workers=None), ("gymnasium",)),
         (AS_SB3_WIDE, functools.partial(_as_sb3, num_workers=None), ("gymnasium",)),
-        (AS_TORCHRL, _as_torchrl, ("gymnasium",)),
+        (AS_TORCHRL, _as_torchrl, _BOTH),
     )
 )

@@ -44,7 +44,7 @@ def torchrl_factory(job: Job) -> Any:
     if job.family == "meltingpot":
         from torchrl.envs import MeltingpotEnv
 
-        return functools.partial(MeltingpotEnv, job.make_env.name)  # type: ignore[attr-defined]  # its factory
+        return functools.partial(MeltingpotEnv, job.make_env.name, max_steps=job.episode or None)  # type: ignore[attr-defined]  # its factory
     from torchrl.envs import GymWrapper
 
     return functools.partial(_wrapped, GymWrapper, job.make_env)

@@ -19,6 +19,7 @@ class Job:
         num_envs, num_workers: N, and the number of workers of pools with that choice.
         family: "gymnasium", or "meltingpot", whose `make_env` is a `MeltingPotFactory`.
         has_ends: whether episodes end and are counted.
+        episode: steps after which Melting Pot's episodes end, and calls that a slot has at least; 0 for neither.
     """
 
     make_env: Callable[[], Any]
@@ -26,6 +27,7 @@ class Job:
     num_workers: int = 2
     family: Literal["gymnasium", "meltingpot"] = "gymnasium"
     has_ends: bool = False
+    episode: int = 0
 
 
 def _nothing() -> None:

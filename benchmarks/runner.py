@@ -8,6 +8,7 @@ Assumes: the process that starts runners has only one thread at that time (it fo
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
@@ -75,8 +76,8 @@ class Slot:
         return self.run_ns / 1e3 / max(1, self.steps)
 
 
-def run_slot(pool: Pool, seconds: float) -> Slot:
-    """Run a pool, and measure it after a warm-up; at least one call each."""
+def run_slot(pool: Pool, seconds: float, least_calls: int = 0) -> Slot:
+    """Run a pool, and measure it after a warm-up; at least one call each, or `least_calls` that are measured."""
     clock, step = time.perf_counter_ns, pool.step
     pool.wake()
     pids = started_by(os.getpid())
@@ -88,7 +89,7 @@ def run_slot(pool: Pool, seconds: float) -> Slot:
     own, theirs, busy = usage_of([os.getpid()]), usage_of(pids), busy_ns()
     steps, ticks = 0, [clock()]
     end = ticks[0] + int(seconds * 1e9)
-    while ticks[-1] < end:
+    while ticks[-1] < end or len(ticks) <= least_calls:
         steps += step()
         ticks.append(clock())
     own, theirs, busy = usage_of([os.getpid()]).since(own), usage_of(pids).since(theirs), busy_ns() - busy
@@ -109,9 +110,9 @@ def run_slot(pool: Pool, seconds: float) -> Slot:
     )
 
 
-def slot_of(pool: Pool, seconds: float) -> dict[str, Any]:
+def slot_of(pool: Pool, seconds: float, least_calls: int = 0) -> dict[str, Any]:
     """Run a slot; return it as plain data."""
-    return asdict(run_slot(pool, seconds))
+    return asdict(run_slot(pool, seconds, least_calls))
 
 
 class Runner:
@@ -146,7 +147,7 @@ class Runner:
         Raises:
             PoolError: the pool raised, or did not answer within `limit_s` seconds; it is no longer usable.
         """
-        return Slot(**self.ask(slot_of, seconds, limit_s))
+        return Slot(**self.ask(functools.partial(slot_of, least_calls=self._job.episode), seconds, limit_s))
 
     def ask(self, measure: Measure, seconds: float, limit_s: float) -> dict[str, Any]:
         """Run another measurement of the pool in its process; raises as `run`.

@@ -85,11 +85,12 @@ def _with_infos(name: str, wrapper: str = "", num_envs: int = 8) -> Callable[[fl
     return lambda _: Job(make_env=NamedFactory(name, wrapper), num_envs=num_envs, has_ends="CartPole" in name)
 
 
-def _melting_pot(name: str) -> Callable[[float], Job]:
+def _melting_pot(name: str, num_envs: int = 8, episode: int = 0) -> Callable[[float], Job]:
     def make(_calibration: float) -> Job:
         from envherd.executor import MeltingPotFactory
 
-        return Job(make_env=MeltingPotFactory(name), family="meltingpot", has_ends=True)
+        factory = MeltingPotFactory(name, max_steps=episode or None)
+        return Job(make_env=factory, num_envs=num_envs, family="meltingpot", has_ends=True, episode=episode)
 
     return make
 
@@ -111,6 +112,7 @@ _HOSTS = (
     peers.PUFFERLIB,
 )
 _SB3 = (ours.AS_SB3_WIDE, peers.SB3_SUBPROC, peers.SB3_DUMMY)
+_WHOLE_EPISODES = (bounds.INSTALLED, ours.SERIAL, ours.OURS, ours.AS_TORCHRL, peers.TORCHRL_PARALLEL)
 _LUMPY: dict[str, Any] = {"judged_by": "totals", "slot_s": 0.3}
 
 WORKLOADS = (
@@ -254,6 +256,56 @@ WORKLOADS = (
         limit_s=1200.0,
         judged_by="totals",
         minutes=11.0,
+    ),
+    Workload(
+        name="whole_commons_harvest",
+        title="Melting Pot commons_harvest__open, 2 envs, whole episodes of 1,000 steps",
+        contenders=_WHOLE_EPISODES,
+        make_job=_melting_pot("commons_harvest__open", num_envs=2, episode=1000),
+        num_rounds=3,
+        limit_s=3600.0,
+        judged_by="totals",
+        minutes=3.0,
+    ),
+    Workload(
+        name="whole_clean_up",
+        title="Melting Pot clean_up, 2 envs, whole episodes of 1,000 steps",
+        contenders=_WHOLE_EPISODES,
+        make_job=_melting_pot("clean_up", num_envs=2, episode=1000),
+        num_rounds=3,
+        limit_s=3600.0,
+        judged_by="totals",
+        minutes=3.0,
+    ),
+    Workload(
+        name="whole_coins",
+        title="Melting Pot coins, 2 envs, whole episodes of 1,000 steps",
+        contenders=_WHOLE_EPISODES,
+        make_job=_melting_pot("coins", num_envs=2, episode=1000),
+        num_rounds=3,
+        limit_s=3600.0,
+        judged_by="totals",
+        minutes=2.0,
+    ),
+    Workload(
+        name="whole_territory",
+        title="Melting Pot territory__rooms, 2 envs, whole episodes of 1,000 steps",
+        contenders=_WHOLE_EPISODES,
+        make_job=_melting_pot("territory__rooms", num_envs=2, episode=1000),
+        num_rounds=3,
+        limit_s=3600.0,
+        judged_by="totals",
+        minutes=5.0,
+    ),
+    Workload(
+        name="whole_prisoners_dilemma",
+        title="Melting Pot prisoners_dilemma_in_the_matrix__arena, 2 envs, whole episodes of 1,000 steps",
+        contenders=_WHOLE_EPISODES,
+        make_job=_melting_pot("prisoners_dilemma_in_the_matrix__arena", num_envs=2, episode=1000),
+        num_rounds=3,
+        limit_s=3600.0,
+        judged_by="totals",
+        minutes=3.0,
     ),
 )
 QUICK, QUICK_PEERS = ("tiny", "spikes", "cartpole"), ("gymnasium", "sb3", "torchrl")

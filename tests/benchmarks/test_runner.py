@@ -13,7 +13,7 @@ from benchmarks.runner import PoolError, Runner
 from benchmarks.work import SteadyFactory, compute
 
 BOUNDS = {one.name: one for one in CONTENDERS}
-JOB = Job(make_env=SteadyFactory(), num_envs=4, num_workers=2)
+JOB = Job(make_env=SteadyFactory(), num_envs=4, num_workers=2, episode=20)
 pytestmark = pytest.mark.slow
 
 
@@ -82,7 +82,8 @@ def test_a_slot_counts_steps_and_time(started):
 
 @pytest.mark.parametrize(("name", "num_processes"), [(SERIAL, 0), (IDEAL, 2)])
 def test_the_bounds_run(started, name, num_processes):
-    slot = started(BOUNDS[name]).run(0.1, 20.0)
+    slot = started(BOUNDS[name]).run(0.0, 20.0)
+    assert slot.num_calls == JOB.episode, "a slot lasts until it has these calls"
     assert slot.steps > 0
     assert slot.num_processes == num_processes
 

@@ -312,6 +312,36 @@ _LUA = {
         assert(not weak[1], 'memory had doubled')
     """,
     f"""
+        local settings = require('common.read_settings')
+        local plain = require('common.args').default
+        {lua_edits.COPY_LESS}
+    """: """
+        local tables, args = require('common.tables'), require('common.args')
+        local source = settings.any()
+        source.a.b[1], source.c = 'x', false
+        local copy = tables.deepCopy(source)
+        assert(copy.a.b[1] == 'x' and copy.c == false and copy.a ~= source.a and copy.a.b ~= source.a.b)
+        copy.missing.entry = 1
+        assert(rawget(source, 'missing') == nil and getmetatable(copy.a) == getmetatable(source.a))
+        local defaults = tables.deepCopy(settings.default({1}))
+        assert(defaults[7][1] == 1 and defaults[7] ~= defaults[8], 'each missing entry is a copy')
+        local class = {__index = {}, __call = function() return 2 end}
+        local instance = tables.deepCopy(setmetatable({}, class))
+        assert(getmetatable(instance) ~= class and getmetatable(instance).__index ~= class.__index and instance() == 2)
+        for _, meta in ipairs({{__index = {}}, setmetatable({__index = function() end}, {})}) do
+            assert(getmetatable(tables.deepCopy(setmetatable({}, meta))) ~= meta)
+        end
+        assert(tables.deepCopy(source, 1).a == source.a and tables.deepCopy('x') == 'x' and tables.deepCopy() == nil)
+        for _, value in ipairs({0, '', true, false, 0 / 0, {}}) do
+            local made = args.default(value)
+            local got = args.parse({}, {{'name', made}}).name
+            assert(got == value or value ~= value and got ~= got, tostring(value))
+            assert((args.default(value) == made) == (type(value) ~= 'table' and value == value), tostring(value))
+        end
+        assert(args.default(1) ~= args.default('1') and args.default() ~= args.default())
+        assert(tostring(args.default(1)) == tostring(plain(1)))
+    """,
+    f"""
         local drawn = ''
         local TileSet = {{
             setSprite = function(self, name) drawn = drawn .. name .. ' ' end,
@@ -342,7 +372,7 @@ _LUA = {
 
 
 @pytest.mark.parametrize("before", _LUA)
-def test_lua_draws_and_collects_what_is_new(tmp_path: Path, before: str) -> None:
+def test_lua_draws_collects_and_copies_what_is_new(tmp_path: Path, before: str) -> None:
     (tmp_path / "level").mkdir()
     (tmp_path / "level" / "init.lua").write_text(f"{before}{_LUA[before]}error('all held')")
     settings = {"levelName": "level", "levelDirectory": str(tmp_path)}

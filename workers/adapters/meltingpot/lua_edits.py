@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-#: Package -> the release whose Lua code the edits, and `DRAW_ONCE` and `COLLECT_SELDOM`, were compared with.
+#: Package -> the release whose Lua code the edits, and the Lua that runs before it, were compared with.
 VERSIONS = {"dm-meltingpot": "2.4.1", "dmlab2d": "1.0.2"}
 
 # dmlab2d makes two full collections before each episode: a quarter of a reset. A new game skips them, because little
@@ -110,6 +110,44 @@ do
 end
 """
 
+# Each object copies the settings of its kind, and parses its arguments. Tables of settings share the metatable that
+# makes missing entries, in place of a copy for each, and an argument's plain default is described once.
+COPY_LESS = """
+do
+  local tables, args = require('common.tables'), require('common.args')
+  local deepCopy, default = tables.deepCopy, args.default
+  local function makes_entries(meta)
+    local key, value = next(meta)
+    return key == '__index' and type(value) == 'function' and next(meta, key) == nil and not getmetatable(meta)
+  end
+  local function copied(input)
+    local output = {}
+    for key, value in next, input do
+      if type(value) == 'table' then value = copied(value) end
+      output[key] = value
+    end
+    local meta = getmetatable(input)
+    if meta then setmetatable(output, makes_entries(meta) and meta or copied(meta)) end
+    return output
+  end
+  function tables.deepCopy(input, depth)
+    if depth or type(input) ~= 'table' then return deepCopy(input, depth) end
+    return copied(input)
+  end
+  local defaults = {}
+  function args.default(value)
+    local kind = type(value)
+    if kind ~= 'string' and kind ~= 'boolean' and (kind ~= 'number' or value ~= value) then return default(value) end
+    local made = defaults[value]
+    if not made then
+      made = default(value)
+      defaults[value] = made
+    end
+    return made
+  end
+end
+"""
+
 
 class Edit(NamedTuple):
     """What is replaced in one file, by what; both are lines of Lua."""
@@ -179,7 +217,39 @@ EDITS = (
   end
 """,
     ),
-    # An object knows its state from the first read of an episode on: the grid calls `onAdd` at each change.
+    Edit(
+        OBJECT,
+        """
+  assert(
+    self._components,
+    'Missing self._components. ' ..
+    'Did you mistakenly call hasComponent using a `.` instead of a `:`?')
+  return self._components[name] ~= nil
+""",
+        """
+  if self._components then return self._components[name] ~= nil end
+  assert(false, 'Missing self._components. Did you mistakenly call hasComponent using a `.` instead of a `:`?')
+""",
+    ),
+    Edit(
+        OBJECT,
+        """
+  assert(
+    self._components,
+    'Missing self._components. ' ..
+    'Did you mistakenly call getComponent using a `.` instead of a `:`?')
+  assert(self._components[name], 'Component does not exist: ' .. name)
+  return self._components[name][1]
+""",
+        """
+  local components = self._components
+  if components and components[name] then return components[name][1] end
+  assert(components, 'Missing self._components. Did you mistakenly call getComponent using a `.` instead of a `:`?')
+  assert(false, 'Component does not exist: ' .. name)
+""",
+    ),
+    # An object that others touch, or that follows its changes, knows its state from the first read of an episode on:
+    # the grid calls `onAdd` at each change. Its states share their callbacks, and have only those that are called.
     Edit(
         LIBRARY,
         """
@@ -194,7 +264,7 @@ EDITS = (
   if self.gameObject:started() and self.gameObject:getPiece() then
     state = self:_deuniquifyState(
         self.gameObject._grid:state(self.gameObject:getPiece()))
-    self._current = state
+    if self._isKept then self._current = state end
     return state
   end
 """,
@@ -202,29 +272,82 @@ EDITS = (
     Edit(
         OBJECT,
         """
-          onAdd = function (grid, piece) self:_onAdd(uState) end,
-""",
-        """
-          onAdd = function (grid, piece)
-            if stateManager._current then stateManager._current = plain end
-            if isTold then self:_onAdd(uState) end
-          end,
-""",
-    ),
-    Edit(
-        OBJECT,
-        """
   self:_doOnAllStates(
     function(uState)
       if not callbacks[uState] then
+        callbacks[uState] = {onUpdate = {},
+                             onHit = {},
+                             onContact = {['avatar'] = {}}}
+      end
+      callbacks[uState] = {
+          onAdd = function (grid, piece) self:_onAdd(uState) end,
+          onRemove = function (grid, piece) self:_onRemove(uState) end,
+          -- onBlocked is executed when a piece tries (and fails) to move to an
+          -- occupied location.
+          onBlocked = function(grid, selfPiece, blocker)
+              self:_onBlocked(blocker) end,
+          -- list of function(grid, piece, framesOld)
+          onUpdate = {},
+          onHit = {},
+          onContact = {['avatar'] = {}},
+      }
+      for hitName, _ in pairs(self._hitsTable) do
+        callbacks[uState].onHit[hitName] = function(
+            grid, objPiece, hitterPiece)
+          return self:_onHit(hitterPiece, hitName)
+        end
+      end
+      for _, contactName in pairs(self._contactsTable) do
+        callbacks[uState].onContact[contactName] = {}
+        callbacks[uState].onContact[contactName].enter = function(
+            grid, objPiece, initiatorPiece)
+          self:_onEnter(initiatorPiece, contactName)
+        end
+        callbacks[uState].onContact[contactName].leave = function(
+            grid, objPiece, initiatorPiece)
+          self:_onExit(initiatorPiece, contactName)
+        end
+      end
+      self:_prune_callbacks(callbacks[uState])
 """,
         """
   local stateManager = self._stateManager
-  local isTold = self._components_by_function['onStateChange'] ~= nil
+  local having = self._components_by_function
+  local isTold = having['onStateChange'] ~= nil
+  local isHit = having['onHit'] ~= nil
+  local isMet = having['onEnter'] ~= nil or having['onExit'] ~= nil
+  local isKept = isTold or isHit or isMet or having['onBlocked'] ~= nil
+  stateManager._isKept = isKept
+  local onBlocked = function(grid, selfPiece, blocker) self:_onBlocked(blocker) end
+  local hits, enters, leaves = {}, {}, {}
+  if isHit then
+    for hitName, _ in pairs(self._hitsTable) do
+      hits[hitName] = function(grid, objPiece, hitterPiece) return self:_onHit(hitterPiece, hitName) end
+    end
+  end
+  if isMet then
+    for _, contactName in pairs(self._contactsTable) do
+      enters[contactName] = function(grid, objPiece, initiatorPiece) self:_onEnter(initiatorPiece, contactName) end
+      leaves[contactName] = function(grid, objPiece, initiatorPiece) self:_onExit(initiatorPiece, contactName) end
+    end
+  end
   self:_doOnAllStates(
     function(uState)
-      local plain = stateManager:deuniquifyState(uState)
-      if not callbacks[uState] then
+      local plain = isKept and stateManager:deuniquifyState(uState)
+      local own = {onBlocked = onBlocked, onUpdate = {}, onHit = {}, onContact = {['avatar'] = {}}}
+      if isKept then
+        own.onAdd = function(grid, piece)
+          if stateManager._current then stateManager._current = plain end
+          if isTold then self:_onAdd(uState) end
+        end
+      end
+      own.onRemove = function(grid, piece) self:_onRemove(uState) end
+      for hitName, onHit in next, hits do own.onHit[hitName] = onHit end
+      for contactName, onEnter in next, enters do
+        own.onContact[contactName] = {enter = onEnter, leave = leaves[contactName]}
+      end
+      callbacks[uState] = own
+      self:_prune_callbacks(own)
 """,
     ),
     Edit(
@@ -343,6 +466,43 @@ function GameObject:_doOnAllStates(func)
     if retValue then returns[#returns + 1] = retValue end
   end
   return returns
+""",
+    ),
+    # A state that calls nothing needs no callbacks; a contact has one, however many states make it.
+    Edit(
+        "modules/api_factory.lua",
+        """
+    self.simulation:stateCallbacks(stateCallbacks)
+""",
+        """
+    self.simulation:stateCallbacks(stateCallbacks)
+    for state, own in next, stateCallbacks do
+      local isIdle = true
+      for name, call in next, own do
+        if name ~= 'onUpdate' or next(call) ~= nil then isIdle = false end
+      end
+      if isIdle then stateCallbacks[state] = nil end
+    end
+""",
+    ),
+    Edit(
+        "modules/base_simulation.lua",
+        """
+  for _, stateElement in pairs(config.states) do
+    if stateElement.contact then
+      table.insert(self._contacts, stateElement.contact)
+    end
+  end
+""",
+        """
+  local isThere = {}
+  for _, stateElement in pairs(config.states) do
+    local contact = stateElement.contact
+    if contact and not isThere[contact] then
+      isThere[contact] = true
+      table.insert(self._contacts, contact)
+    end
+  end
 """,
     ),
     # Lists are walked by index.

@@ -29,7 +29,7 @@ import tempfile
 from pathlib import Path
 
 from envherd.shm import platforms
-from envherd.workers.adapters.meltingpot.lua_edits import COLLECT_SELDOM, DRAW_ONCE, VERSIONS, edited, misfit
+from envherd.workers.adapters.meltingpot.lua_edits import COLLECT_SELDOM, COPY_LESS, DRAW_ONCE, VERSIONS, edited, misfit
 from envherd.workers.errors import FactoryError
 
 #: Runs first in every Lua state, before any of Melting Pot's own code walks a table.
@@ -213,7 +213,7 @@ def _copied_files(lua: Path, *, is_ordered: bool) -> dict[str, bytes]:
         prefix.insert(0, _COLLECT_LATER)
     else:
         files = edited(files)
-        prefix = [COLLECT_SELDOM, *prefix, DRAW_ONCE]
+        prefix = [COLLECT_SELDOM, *prefix, COPY_LESS, DRAW_ONCE]
     files = {name: _LOGS_A_TEXT.sub(b"", content) for name, content in files.items()}
     first = " ".join(" ".join(prefix).split())
     files[_PREFIXED_FILE] = f"{first} ".encode() + files[_PREFIXED_FILE]
