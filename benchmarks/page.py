@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import ROOT, ours, peers
 from benchmarks.parts import write_part
-from benchmarks.report import Sheet, sheet_of_targets, sheet_of_workload, spread, to_markdown
+from benchmarks.report import Sheet, sheet_of_workload, spread, to_markdown
 from benchmarks.targets import ratio_of
 
 RESULTS = ROOT / "benchmarks/results/bench.json"
@@ -85,9 +85,7 @@ def render(results: Mapping[str, Any]) -> str:
         to_markdown(sheet_of_others(results)),
         _ON_FACADES,
         to_markdown(sheet_of_facades(results)),
-        "## Targets",
-        to_markdown(sheet_of_targets(results)),
-        "[Performance](performance.md) shows why some are not met, and what was tried.",
+        "[What limits the speed](performance.md) shows where the rest of the time goes.",
         "## Workloads",
         *(_section(sheet_of_workload(one), f"{name}: ") for name, one in results.get("workloads", {}).items()),
     ]

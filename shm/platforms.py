@@ -177,16 +177,17 @@ def can_pin() -> bool:
     return hasattr(os, "sched_setaffinity")
 
 
-def detach(log_fd: int, *, is_captured: bool) -> None:
+def detach(log_fd: int, *, is_captured: bool, is_leader: bool = True) -> None:
     """Cut a worker off from its parent's surroundings: the terminal, Ctrl-C, signals that it ignored, and its input.
 
     Args:
         log_fd: of the worker's log.
         is_captured: send the output there.
+        is_leader: whether it has its own process group; else that of the command that started it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(AttributeError, OSError):
-        os.setpgid(0, 0)
+        os.setpgid(0, 0) if is_leader else None
     for number in _DEFAULT_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDONLY)

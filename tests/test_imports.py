@@ -55,6 +55,7 @@ ALLOWED = {
     "benchmarks/*": {"numpy", "torch", "tensordict", "gymnasium", "rich"}
     | {"envherd.shm", "envherd.workers", "envherd.executor", "benchmarks"},
     "benchmarks/__main__.py": {"typer"},
+    "benchmarks/bounds.py": {"meltingpot"},
     "benchmarks/faults.py": {"stable_baselines3", "torchrl"},
     "benchmarks/peers.py": {"envpool", "pufferlib", "stable_baselines3", "tianshou", "torchrl"},
     "benchmarks/plots.py": {"matplotlib"},

@@ -43,8 +43,9 @@ from envherd import (
     ParallelEnv,
     SerialEnv,
 )
-from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv, TextEnv
+from envherd.workers.testing import CountingEnv
 from tests.contracts.families import FAMILIES, gymnasium_env
+from tests.envs.counting_envs import AgentsEnv, FlagsEnv, TextEnv
 from tests.extras import has_extra
 
 NUM_ENVS, NUM_STEPS, SEEDS = 3, 200, (0, 1, 2)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ class InPython:
 
         ParallelEnv(8, InPython("/venvs/sim/bin/python", "my_envs:make", {"level": 3}))
 
+        ParallelEnv(8, InPython(["uv", "run", "--with", "gymnasium<1", "python"], "my_envs:make"))
+
     A list of factories may have envs of several interpreters in one batch; a worker has envs of one. The interpreter
     must be CPython 3.10 or newer, with numpy and cloudpickle. `ParallelEnv` accepts it, and so do the facades of
     Gymnasium, SB3, PettingZoo and CleanRL.
@@ -38,21 +41,29 @@ class InPython:
     import path that hold no installed packages (as the script's folder). `PYTHONPATH` is not passed on.
 
     Args:
-        python: path of the interpreter, or its name on the PATH.
+        python: path of the interpreter, or its name on the PATH. Or a command as a list of words, which runs Python
+            with the arguments that follow and the descriptors that it has. Its first word is a program, the last one
+            usually `python`. docs/custom_envs.md lists programs that can.
         target: `MODULE:CALLABLE`, where CALLABLE builds the env; it is imported in the worker.
         kwargs: arguments of the callable: plain data (numbers, texts, lists, dicts, numpy arrays). `env_kwargs=` of the
             executor adds others.
 
     Raises:
-        FactoryError: no such interpreter, a malformed target, or arguments that are not plain data.
+        FactoryError: no such program, a malformed target, or arguments that are not plain data.
     """
 
-    def __init__(self, python: str | os.PathLike[str], target: str, kwargs: Mapping[str, Any] | None = None) -> None:
-        found = shutil.which(os.path.expanduser(python))  # `Path` has no `which`
+    def __init__(
+        self,
+        python: str | os.PathLike[str] | Sequence[str],
+        target: str,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        program, *words = [python] if isinstance(python, (str, os.PathLike)) else [*python] or [""]
+        found = shutil.which(os.path.expanduser(program))  # `Path` has no `which`
         if found is None:
-            advice = f" Did you mean {os.path.join(python, 'bin', 'python')}?" if os.path.isdir(python) else ""
+            advice = f" Did you mean {os.path.join(program, 'bin', 'python')}?" if os.path.isdir(program) else ""
             raise FactoryError(
-                f"InPython failed: expected a Python interpreter, got {os.fspath(python)!r}: no such program.{advice}"
+                f"InPython failed: expected a Python interpreter, got {os.fspath(program)!r}: no such program.{advice}"
             )
         module, _, name = target.partition(":") if isinstance(target, str) else ("", "", "")
         if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
@@ -64,7 +75,8 @@ class InPython:
                 f"InPython failed: expected kwargs of plain data (numbers, texts, lists, dicts, numpy arrays), got "
                 f"{kwargs!r} ({error}). Build other objects in {target}."
             ) from None
-        self.interpreter = os.path.abspath(found)  # not resolved: a virtual environment's python is a link
+        # not resolved: a virtual environment's python is a link
+        self.interpreter = shlex.join([os.path.abspath(found), *words])
         self.target = target
         self.__qualname__ = f"InPython({self.interpreter!r}, {target!r})"  # for messages
 

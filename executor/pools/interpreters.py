@@ -7,9 +7,11 @@ import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,14 +29,23 @@ _TIMEOUT_S = 60.0
 #: For any version of Python.
 _ASK = """
 import json, os, sys
+fd, inode, package = sys.argv[1:4]
+lost = [] if os.path.isdir(package) else ["the folder " + package]
+try:
+    lost += [] if os.fstat(int(fd)).st_ino == int(inode) else ["its descriptors"]
+except OSError:
+    lost.append("its descriptors")
+if sys.platform == "linux" and not os.path.isdir("/proc/self/fd"):
+    lost.append("/proc")
 lacks = {}
-for name in sys.argv[1:]:
+for name in sys.argv[4:]:
     try:
         __import__(name)
     except Exception as error:
         lacks[name] = "%s: %s" % (type(error).__name__, error)
 name = sys.implementation.name if hasattr(sys, "implementation") else "cpython"
-answer = json.dumps({"version": list(sys.version_info[:3]), "name": name, "lacks": lacks})
+group = os.getpgrp() if hasattr(os, "getpgrp") else 0
+answer = json.dumps({"version": list(sys.version_info[:3]), "name": name, "lacks": lacks, "lost": lost, "group": group})
 os.write(1, ("<envherd>" + answer + "</envherd>").encode("ascii"))
 """
 #: The answer, which a `sitecustomize` may surround with other output, or have sent to standard error.
@@ -51,14 +62,17 @@ def check_interpreter(python: str) -> None:
         FactoryError: it cannot run workers; the message has the command that installs what is missing.
     """
     try:
-        done = subprocess.run(
-            [python, "-c", _ASK, *_NEEDED],
-            capture_output=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env=environment_for(dict(os.environ)),
-        )
+        with tempfile.TemporaryFile() as file:
+            seen = str(file.fileno()), str(os.fstat(file.fileno()).st_ino), _PACKAGE
+            done = subprocess.run(
+                [*shlex.split(python), "-c", _ASK, *seen, *_NEEDED],
+                capture_output=True,
+                timeout=_TIMEOUT_S,
+                check=False,
+                stdin=subprocess.DEVNULL,
+                env=environment_for(dict(os.environ)),
+                pass_fds=(file.fileno(),) if os.name == "posix" else (),
+            )
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise FactoryError(f"InPython failed: expected a Python interpreter, got {python} ({error}).") from None
     found = _ANSWER.search(done.stdout + done.stderr)
@@ -67,6 +81,13 @@ def check_interpreter(python: str) -> None:
         why = lines[-1] if lines else f"exit code {done.returncode}"
         raise FactoryError(f"InPython failed: expected a Python interpreter, got {python} ({why}).")
     answer: dict[str, Any] = json.loads(found.group(1))
+    # 0: the leader of the group is outside of its namespace, so the group is the caller's
+    others = answer.get("group", 0) not in (0, getattr(os, "getpgrp", int)())
+    if lost := [*answer.get("lost", ()), *(["its process group, by which it is ended"] if others else [])]:
+        raise FactoryError(
+            f"InPython failed: expected a command that leaves a worker what it needs, got {python}, which loses "
+            f"{' and '.join(lost)}. See 'Another interpreter' in docs/custom_envs.md."
+        )
     version = ".".join(map(str, answer["version"]))
     if tuple(answer["version"]) < OLDEST or answer["name"] != "cpython":
         oldest = ".".join(map(str, OLDEST))
@@ -83,8 +104,8 @@ def check_interpreter(python: str) -> None:
 
 
 def start_of(python: str) -> dict[str, Any]:
-    """Return what a worker needs to execute an interpreter: its path, this package, and folders to import from."""
-    return {"executable": python, "package": _PACKAGE, "path": own_folders()}
+    """Return what a worker needs to execute an interpreter: its command, this package, and folders to import from."""
+    return {"executable": python, "command": shlex.split(python), "package": _PACKAGE, "path": own_folders()}
 
 
 def environment_for(environ: dict[str, str]) -> dict[str, str]:

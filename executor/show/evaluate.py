@@ -19,7 +19,7 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.batches.arguments import as_count, need_callables
+from envherd.executor.batches.arguments import as_count, need_callables, need_seconds
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.machine.room import require_room
@@ -63,6 +63,8 @@ class _Settings(TypedDict, total=False):
     videos: str | os.PathLike[str] | None
     filmed: int | Iterable[int]
     fps: float
+    max_batch: int | None
+    deadline_s: float
 
 
 @overload
@@ -94,6 +96,8 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     videos: str | os.PathLike[str] | None = None,
     filmed: int | Iterable[int] = 1,
     fps: float = 30.0,
+    max_batch: int | None = None,
+    deadline_s: float = 0.005,
 ) -> Evaluation | Evaluations:
     """Play episodes, and return success, returns and lengths.
 
@@ -129,6 +133,11 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         videos: folder of films, `TASK_episodeI.mp4`.
         filmed: with `videos`, the number of the first episodes of each task that are filmed, or their numbers.
         fps: steps per second of video.
+        max_batch: let one call of a policy act for the envs, at most this number, of all tasks that wait for it and
+            have equal observations: for policies that take long for one env, such as large networks. A network's
+            rounding, and random draws, depend on which envs these are, so results may differ between runs; `out` keeps
+            the number. None acts for each env alone. Not with an executor.
+        deadline_s: with `max_batch`, seconds for which an env waits for others.
 
     Returns:
         An `Evaluation`; for a dict or list of tasks, `Evaluations`.
@@ -147,7 +156,10 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         videos=None if videos is None else Path(videos),
         filmed=frozenset(range(filmed) if isinstance(filmed, int) else filmed),
         fps=fps,
+        max_batch=as_count("evaluate", "max_batch", max_batch, or_none=True),
+        deadline_s=deadline_s or 0.0,
     )
+    need_seconds("evaluate", "deadline_s", deadline_s)
     need_callables("evaluate", success=success, policy_for=policy_for)
     if videos is not None:
         require_imageio()
@@ -156,11 +168,13 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     tasks = _tasks(env, has_background=background is not None, with_frames=videos is not None)
     executor = env if isinstance(env, BatchedEnv) else None
     if executor is not None:
-        _refuse_settings(num_workers=num_workers, options=options)
+        _refuse_settings(num_workers=num_workers, options=options, max_batch=max_batch)
         rules = replace(rules, seed=executor.seed)
     choice = _Choice(policies, policy_for, background, focal, primer, tuple(tasks))
     played_by = choice.settings() if label is None else {"label": label}
     settings = {"seed": rules.seed, "max_steps": max_steps, **played_by}
+    if max_batch is not None:
+        settings["max_batch"] = max_batch
     records = RecordFile(out, settings, tuple(tasks))
 
     def prepare(name: str, built: BatchedEnv) -> Part:

@@ -5,7 +5,8 @@ Guarantees:
   once: as ended, or as failed with the error of its env.
 - There are at most as many envs as seats. A seat closes its env, and ends its process, before it builds another.
 - Torch's generator is seeded before each call of a policy, by the episode and the step of the first row. With a seat,
-  that is the only row, so an episode depends on its seed, the env and the policy, and on nothing else.
+  that is the only row, so an episode depends on its seed, the env and the policy, and on nothing else. With
+  `Rules.max_batch`, one call acts for all seats that wait for a policy, and an episode may depend on which these are.
 
 A seat is a generator that yields what takes long: to build an env, to wait for it, to draw it. Its thread carries these
 operations out, so that one seat builds while others play. All else runs in the caller's thread: the choice of tasks,
@@ -26,7 +27,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +42,7 @@ from envherd.executor.parallel import ParallelEnv
 from envherd.executor.pools.blueprint import as_factories, draw
 from envherd.executor.pools.preloading import helper_for
 from envherd.executor.pools.variables import gpus_of, variables_of
-from envherd.executor.rollouts.policy_state import own_leaves, run_policy
+from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
 from envherd.executor.show.camera import Camera, enlarged
 from envherd.executor.show.records import EpisodeRecord, RecordFile
 from envherd.executor.show.video import Video
@@ -53,7 +54,7 @@ from envherd.workers.seeding import episode_seed
 
 #: What takes long; the generator that yields it gets its result or its exception.
 _Operation = Callable[[], Any]
-_Work = Generator[_Operation, Any, None]
+_Work = Generator["_Operation | _Turn", Any, None]
 #: Seconds after the end of a run for the commands that its envs carry out.
 _LAST_COMMAND_S = 1.0
 #: What ends an episode as failed. All other errors end the evaluation: they are of the policy or of the caller. An env
@@ -90,6 +91,8 @@ class Rules:
         videos: folder of the films, or None.
         filmed: numbers of the episodes of each task that are filmed.
         fps: steps per second of video.
+        max_batch: largest number of seats for which one call of a policy acts; None for one seat.
+        deadline_s: with `max_batch`, how long a seat waits for others.
     """
 
     episodes: int
@@ -99,6 +102,8 @@ class Rules:
     videos: Path | None = None
     filmed: frozenset[int] = frozenset()
     fps: float = 30.0
+    max_batch: int | None = None
+    deadline_s: float = 0.0
 
 
 class RandomActions:
@@ -126,6 +131,31 @@ class _Episode:
     successes: list[bool | None] = field(default_factory=list)
     info: Mapping[str, Any] = field(default_factory=dict)
     film: Video | None = None
+
+
+@dataclass
+class _Turn:
+    """Episodes of one session that wait for their policy; a generator that yields it gets their actions.
+
+    Attributes:
+        session: of the episodes.
+        root: batch `[k]`, where they are.
+        episodes: one for each row.
+        began: monotonic seconds.
+    """
+
+    session: _Session
+    root: TensorDictBase
+    episodes: list[_Episode]
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def kind(self) -> Any:
+        """What the turns have in common that one call of a policy can take."""
+        placed: Any = self.session.part.policy
+        leaves = {key: self.root.get(key) for key in leaf_keys(self.root)}
+        shapes = [(key, getattr(leaf, "shape", ())[1:], getattr(leaf, "dtype", None)) for key, leaf in leaves.items()]
+        return id(getattr(placed, "policy", placed)), shapes, self.episodes[0].state is None
 
 
 class _Seat(threading.Thread):
@@ -166,7 +196,7 @@ def _outcome_of(operation: _Operation) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def _advance(work: _Work, result: Any = None, error: BaseException | None = None) -> _Operation | None:
+def _advance(work: _Work, result: Any = None, error: BaseException | None = None) -> _Operation | _Turn | None:
     """Hand over the outcome of an operation; return the next operation, None at the end."""
     try:
         return work.send(result) if error is None else work.throw(error)
@@ -197,7 +227,7 @@ class Play:
             name: deque(number for number in range(rules.episodes) if number not in records.tasks[name].episodes)
             for name in tasks
         }
-        self._parts: dict[str, Part] = {}
+        self.parts: dict[str, Part] = {}
         self._num_seats_at: Counter[str] = Counter()
         self._unbuildable: set[str] = set()
         self._build_s: dict[str, float] = {}
@@ -218,7 +248,7 @@ class Play:
         with contextlib.closing(_Session(self, name, env, is_own=False).play()) as work:
             operation = _advance(work)
             while operation is not None:
-                operation = _advance(work, *_outcome_of(operation))
+                operation = _advance(work, *_outcome_of(operation))  # type: ignore[arg-type]  # it has no turns
 
     def run(self, num_seats: int, options: ExecutorOptions) -> None:
         """Play all episodes, in envs of at most `num_seats` worker processes; an exception closes the envs."""
@@ -230,6 +260,7 @@ class Play:
             options = replace(options, preload=modules)  # one helper for all tasks, so that a worker starts in 0.1 s
             helper.callback(helper_for(self, options, modules).close, self)
         outcomes: SimpleQueue[Any] = SimpleQueue()
+        waiting: dict[_Seat, _Turn] = {}
         seats = [_Seat(i, one, outcomes) for i, one in enumerate(_options_of_seats(options, num_seats))]
         works = {seat: self._work_of(seat) for seat in seats}
         with helper:
@@ -238,15 +269,38 @@ class Play:
                     outcomes.put((seat, None, None))
                     seat.start()
                 while works:
-                    seat, result, error = outcomes.get()
-                    operation = _advance(works[seat], result, error)
-                    if operation is None:
-                        del works[seat]
-                    seat.todo.put(operation)
+                    for seat, result, error in self._next_outcomes(outcomes, waiting, len(works)):
+                        operation = _advance(works[seat], result, error)
+                        if isinstance(operation, _Turn):
+                            waiting[seat] = operation
+                            continue
+                        if operation is None:
+                            del works[seat]
+                        seat.todo.put(operation)
             finally:
                 self._end(seats)
                 for work in works.values():  # completes their films
                     work.close()
+
+    def _next_outcomes(
+        self, outcomes: SimpleQueue[Any], waiting: dict[_Seat, _Turn], num_seats: int
+    ) -> Sequence[tuple[_Seat, Any, BaseException | None]]:
+        """Wait for an operation, or act for seats that wait for a policy; return the outcome of each seat concerned.
+
+        A policy acts as soon as as many seats wait as may, or all; or when the first of them has waited long enough.
+        """
+        if not waiting:
+            return [outcomes.get()]
+        first = next(iter(waiting.values()))
+        kind = first.kind
+        seats = [seat for seat, turn in waiting.items() if turn is first or turn.kind == kind]
+        limit, end = self.rules.max_batch or 1, first.began + self.rules.deadline_s
+        if len(seats) < limit and len(waiting) < num_seats:
+            with contextlib.suppress(Empty):
+                return [outcomes.get(timeout=max(0.0, end - time.monotonic()))]
+        seats = seats[:limit]
+        acted = _act([waiting.pop(seat) for seat in seats])
+        return [(seat, actions, None) for seat, actions in zip(seats, acted, strict=True)]
 
     @staticmethod
     def _end(seats: Sequence[_Seat]) -> None:
@@ -310,7 +364,7 @@ class Play:
 
     def part_of(self, name: str, env: BatchedEnv) -> Part:
         """Return what acts in a task."""
-        return self._parts.get(name) or self._parts.setdefault(name, self._prepare(name, env))
+        return self.parts.get(name) or self.parts.setdefault(name, self._prepare(name, env))
 
     def take(self, name: str) -> _Episode | None:
         """Return the next episode of a task, None for none."""
@@ -340,7 +394,7 @@ class Play:
             record = replace(record, success=bool(self.rules.success(episode.info, record)), success_once=None)
         self._records.add(name, record)
         if not (self._todo[name] or self._num_seats_at[name] > 1):
-            self._parts.pop(name, None)  # a policy of this task alone is not needed any more
+            self.parts.pop(name, None)  # a policy of this task alone is not needed any more
 
 
 class _Session:
@@ -357,9 +411,9 @@ class _Session:
     """
 
     def __init__(self, play: Play, name: str, env: BatchedEnv, *, is_own: bool) -> None:
-        self._play, self._name, self._env, self._is_own = play, name, env, is_own
+        self._play, self.name, self.env, self._is_own = play, name, env, is_own
         self._rules = play.rules
-        self._part = play.part_of(name, env)
+        self.part = play.part_of(name, env)
         self._camera = Camera(env)
         self._playing: dict[int, _Episode] = {}  # by env
 
@@ -380,32 +434,33 @@ class _Session:
 
     def _begin(self) -> dict[int, _Episode]:
         begun: dict[int, _Episode] = {}
-        for env_id in range(self._env.num_envs):
-            if env_id not in self._playing and (episode := self._play.take(self._name)) is not None:
-                episode.state = self._part.primed
+        for env_id in range(self.env.num_envs):
+            if env_id not in self._playing and (episode := self._play.take(self.name)) is not None:
+                episode.state = self.part.primed
                 begun[env_id] = episode
         self._playing |= begun
         return begun
 
     def _reset(self, begun: Mapping[int, _Episode]) -> _Work:
         """Reset envs, and begin films."""
-        num_envs = self._env.num_envs
+        num_envs = self.env.num_envs
         mask = torch.zeros(num_envs, dtype=torch.bool, device="cpu")
         mask[list(begun)] = True
         seeds = [begun[env_id].seed if env_id in begun else None for env_id in range(num_envs)]
-        root = yield partial(self._env.reset, TensorDict({"_reset": mask}, [num_envs]), seed=seeds)
+        root = yield partial(self.env.reset, TensorDict({"_reset": mask}, [num_envs]), seed=seeds)
         for env_id, episode in begun.items():
             if self._rules.videos is not None and episode.number in self._rules.filmed:
                 self._rules.videos.mkdir(parents=True, exist_ok=True)
-                name = re.sub(r"[^\w.-]+", "_", f"{self._name}_episode{episode.number}.mp4")
+                name = re.sub(r"[^\w.-]+", "_", f"{self.name}_episode{episode.number}.mp4")
                 episode.film = Video(self._rules.videos / name, self._rules.fps)
                 yield partial(self._film, episode.film, root, env_id, env_id)
 
     def _step(self) -> _Work:
         """Act once in each env that plays, and count it. Episodes whose env fails are recorded."""
-        env, ids = self._env, list(self._playing)
-        root, episodes = env.current(ids), list(self._playing.values())
-        env.send(self._act(root, episodes), ids, maybe_reset=False)
+        env, ids = self.env, list(self._playing)
+        turn = _Turn(self, env.current(ids), list(self._playing.values()))
+        is_shared = self._rules.max_batch is not None and self._is_own
+        env.send((yield turn) if is_shared else _act([turn])[0], ids, maybe_reset=False)
         while ids:
             try:
                 received = yield partial(env.recv, env_ids=ids, with_root=False)
@@ -416,39 +471,15 @@ class _Session:
                 yield from self._count(ids, received.get("next"))
                 break
 
-    def _act(self, root: TensorDictBase, episodes: list[_Episode]) -> TensorDictBase:
-        """Call the policy for the envs of some episodes, and keep its state."""
-        first = episodes[0]
-        states = [one.state for one in episodes if one.state is not None]
-        if states and len(states) < len(episodes):
-            raise ValueError(
-                f"evaluate failed: expected primer with the first state of a policy that acts for {len(episodes)} envs "
-                f"at once, got None. Pass primer={{key: tensor}}."
-            )
-        if states:
-            root.update(torch.cat(states))
-        _seed_torch(episode_seed(first.seed, 0, first.length))
-        try:
-            acted = run_policy(self._part.policy, root)
-        except Exception as error:
-            error.add_note(f"The policy acted in step {first.length} of episode {first.number} of task {self._name!r}.")
-            raise
-        written = get_leaf(acted, "next")
-        own = None if written is None else own_leaves(written, self._env.engine.known)
-        for row, episode in enumerate(episodes):
-            episode.state = None if own is None else own[row : row + 1].clone()
-        inputs = [leaf.key for leaf in (*self._env.spec.action, *self._env.spec.state)]
-        return acted.select(*inputs, strict=False).clone()  # the policy may reuse its memory, as CUDA graphs do
-
     def _count(self, ids: list[int], following: TensorDictBase) -> _Work:
         """Count a step; record the episodes that it ended."""
         rewards = np.concatenate(
-            [following.get(key).reshape(len(ids), -1).double().numpy(force=True) for key in self._part.rewards], axis=1
+            [following.get(key).reshape(len(ids), -1).double().numpy(force=True) for key in self.part.rewards], axis=1
         )
         is_over = following.get("done").flatten().tolist()
         interrupted = following.get("interrupted", None)
         is_lost = [False] * len(ids) if interrupted is None else interrupted.flatten().tolist()
-        infos = self._env.infos("next") if self._env.options.info_policy != "drop" else None
+        infos = self.env.infos("next") if self.env.options.info_policy != "drop" else None
         for at, env_id in enumerate(ids):
             episode = self._playing[env_id]
             if is_lost[at]:
@@ -457,7 +488,7 @@ class _Session:
             episode.length += 1
             if episode.length == _LONG and self._rules.max_steps is None:
                 warnings.warn(
-                    f"evaluate: episode {episode.number} of {self._name!r} has not ended in {_LONG} steps. If it may "
+                    f"evaluate: episode {episode.number} of {self.name!r} has not ended in {_LONG} steps. If it may "
                     f"never end, pass max_steps=.",
                     stacklevel=2,
                 )
@@ -468,11 +499,11 @@ class _Session:
             if episode.film is not None:
                 yield partial(self._film, episode.film, following, at, env_id)
             if is_over[at] or episode.length == self._rules.max_steps:
-                self._play.note(self._name, self._playing.pop(env_id))
+                self._play.note(self.name, self._playing.pop(env_id))
 
     def _interruption(self, env_id: int) -> EnvherdError:
         """Return the error for an interrupted row."""
-        if self._env.options.on_env_error == "raise":
+        if self.env.options.on_env_error == "raise":
             return WorkerLost(f"step failed: the worker of env {env_id} was lost.", env_ids=(env_id,))
         return EnvError(
             f"step failed: env {env_id} was interrupted: it raised, or its worker was lost (see the log).",
@@ -483,8 +514,8 @@ class _Session:
         """Record the episodes of the envs that an error concerns as failed."""
         for env_id in error.env_ids or list(self._playing):
             if env_id in self._playing:
-                self._play.note(self._name, self._playing.pop(env_id), error)
-        is_lost = isinstance(error, (WorkerLost, WorkerTimeout)) and self._env.options.on_worker_loss == "raise"
+                self._play.note(self.name, self._playing.pop(env_id), error)
+        is_lost = isinstance(error, (WorkerLost, WorkerTimeout)) and self.env.options.on_worker_loss == "raise"
         if self._is_own or is_lost:
             raise error
 
@@ -494,6 +525,35 @@ class _Session:
         (frame,) = self._camera.look(td[at : at + 1], [0]) if is_seen else self._camera.look(td, [env_id])
         if frame is not None:
             film.add(enlarged(frame))
+
+
+def _act(turns: Sequence[_Turn]) -> list[TensorDictBase]:
+    """Call the policy of some turns of one kind once, and keep its state; return the actions of each."""
+    episodes = [episode for turn in turns for episode in turn.episodes]
+    first, session = episodes[0], turns[0].session
+    root: Any = turns[0].root if len(turns) == 1 else torch.cat([turn.root for turn in turns])
+    states = [one.state for one in episodes if one.state is not None]
+    if states and len(states) < len(episodes):
+        raise ValueError(
+            f"evaluate failed: expected primer with the first state of a policy that acts for {len(episodes)} envs at "
+            f"once, got None. Pass primer={{key: tensor}}."
+        )
+    if states:
+        root.update(torch.cat(states))
+    _seed_torch(episode_seed(first.seed, 0, first.length))
+    try:
+        acted = run_policy(session.part.policy, root)
+    except Exception as error:
+        error.add_note(f"The policy acted in step {first.length} of episode {first.number} of task {session.name!r}.")
+        raise
+    written = get_leaf(acted, "next")
+    own = None if written is None else own_leaves(written, session.env.engine.known)
+    for row, episode in enumerate(episodes):
+        episode.state = None if own is None else own[row : row + 1].clone()
+    spec = session.env.spec
+    inputs = acted.select(*(leaf.key for leaf in (*spec.action, *spec.state)), strict=False)
+    parts = [inputs] if len(turns) == 1 else inputs.split([len(turn.episodes) for turn in turns])
+    return [part.clone() for part in parts]  # the policy may reuse its memory, as CUDA graphs do
 
 
 def _seed_torch(seed: int) -> None:

@@ -20,7 +20,7 @@ from benchmarks import bounds, ours, peers
 from benchmarks.__main__ import bench
 from benchmarks.page import render
 from benchmarks.pools import Contender, Job, Pool
-from benchmarks.report import short
+from benchmarks.report import sheet_of_targets, short, to_markdown
 from benchmarks.rounds import Entry, Turn
 from benchmarks.runner import Slot
 from benchmarks.suite import NAMES, SCHEMA, Suite, SuiteRequest, load, save
@@ -182,7 +182,7 @@ def test_the_page_says_what_was_measured_and_what_was_not(run):
     (row,) = [line for line in text.splitlines() if line.startswith(f"| {peers.SB3_SUBPROC} |")]
     ratio = results["workloads"]["spikes"]["contenders"][peers.SB3_SUBPROC]["cpu_ratio"][1]
     assert f"{short(ratio)}x" in row
-    assert text.count("was not run") > 10
+    assert to_markdown(sheet_of_targets(results)).count("was not run") > 10
     assert "The gate never opened" in text or "passed the gate" in text
 
 

@@ -18,8 +18,9 @@ import ray
 
 from envherd import Busy, Closed, ClusterError, Collector, EnvError, FactoryError, ParallelEnv
 from envherd.executor.cluster.rollouts import RayRollouts
-from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, PairEnv, TextEnv
+from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.cluster_envs import Counter, GatedEnv, HeldCounter, Sampler, SlowEnv
+from tests.envs.counting_envs import AgentsEnv, PairEnv, TextEnv
 from tests.gates import Gate, interrupt
 
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]

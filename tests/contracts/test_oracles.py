@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from envherd.executor.testing import Contract, PartialResetContract, check_env_contract
-from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv, PairEnv, TextEnv
+from envherd.workers.testing import CountingEnv
 from tests.contracts.executor_batch import BATCHES
+from tests.envs.counting_envs import AgentsEnv, FlagsEnv, PairEnv, TextEnv
 from tests.scale import scaled
 
 ENVS: dict[str, Any] = {

@@ -22,7 +22,8 @@ from envherd.executor.testing import (
 )
 from envherd.shm.specs import Box, EnvSpec, LeafSpec
 from envherd.workers.errors import EnvError
-from envherd.workers.testing import CountingEnv, FaultyEnv, GlobalRandomEnv, PlainAdapter
+from envherd.workers.testing import CountingEnv, FaultyEnv, PlainAdapter
+from tests.envs.counting_envs import GlobalRandomEnv
 
 
 class StepsTwice(CountingEnv):

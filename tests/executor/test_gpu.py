@@ -18,7 +18,8 @@ from envherd.executor.doctor import gpus
 from envherd.executor.machine.gpus import memory_used_by, read_gpus
 from envherd.executor.machine.machine import read_machine
 from envherd.executor.rollouts.policy_state import leaf_keys
-from envherd.workers.testing import AgentsEnv, CountingEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.counting_envs import AgentsEnv
 from tests.executor.batches.test_loans import assert_saved_as_held
 from tests.extras import needs
 

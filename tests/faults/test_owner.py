@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from envherd.executor import ParallelEnv
-from envherd.workers.testing import ParentEnv
+from tests.envs.counting_envs import ParentEnv
 from tests.executor.calls import kill
 from tests.executor.pools.test_lifecycle import is_running
 from tests.gates import wait_for
@@ -19,7 +19,8 @@ warnings.simplefilter("always")
 import psutil
 from envherd.executor import ParallelEnv
 from envherd.executor.pools import zygote
-from envherd.workers.testing import CountingEnv, FaultyEnv, ParentEnv
+from envherd.workers.testing import CountingEnv, FaultyEnv
+from tests.envs.counting_envs import ParentEnv
 
 zygote._KEPT_CPU_S = 0.0  # the helper is kept although its imports were quick
 kind, use, end = sys.argv[1:]

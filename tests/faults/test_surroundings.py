@@ -23,7 +23,8 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import ActionError, Closed, EnvError, ExecutorOptions, ParallelEnv, WorkerLost
-from envherd.workers.testing import ChattyEnv, CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv, FaultyEnv
+from tests.envs.counting_envs import ChattyEnv
 from tests.envs.disturbing_envs import MEDDLING, DeafEnv, GrowingEnv, HungryEnv, MeddlingEnv, NanEnv, NestedEnv
 from tests.executor.calls import ENDLESS
 from tests.faults.children import (

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.pools.capsule_file import load_capsule
 from envherd.shm import platforms
 from envherd.workers.adapters.named import NamedFactory
-from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv, FaultyEnv
 
 
 def check(holds, what):
@@ -75,6 +76,9 @@ check(vector.step(np.zeros(2, np.int64))[0].shape == (2, 4), "the facade of Gymn
 vector.close()
 if importlib.util.find_spec("pettingzoo") is not None:
     from envherd.executor.facades.pettingzoo import ParallelVectorEnv
+
+    sys.path.append(str(Path(__file__).parents[2]))
+    from tests.envs.counting_envs import AgentsEnv
 
     agents = ParallelVectorEnv([AgentsEnv] * 2, num_workers=1)
     by_agent, _infos = agents.reset(seed=1)

@@ -14,8 +14,9 @@ from envherd.executor import EnvError, ExecutorOptions, SerialEnv
 from envherd.shm.specs import Discrete, LeafSpec
 from envherd.workers.block.slot import Slot
 from envherd.workers.errors import SpecError
-from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv
+from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.envs import PlainAdapter, action_leaf
+from tests.envs.counting_envs import AgentsEnv, FlagsEnv
 
 #: The step alone, and with the global generators swapped around it.
 BOTH_WAYS = pytest.mark.parametrize("isolate_rng", [False, True])

@@ -50,7 +50,7 @@ _FIRST_FD = 512  # of the worker's own descriptors
 
 def main(sock: socket.socket, lifeline_fd: int, log_fd: int, config: dict[str, Any]) -> None:
     """Run a worker until a message tells it to exit; never returns."""
-    detach(log_fd, is_captured=config.get("output") == "capture")
+    detach(log_fd, is_captured=config.get("output") == "capture", is_leader=not config.get("python"))
     lifeline_fd = _arm_lifeline(lifeline_fd)
     sock, log_fd = socket.socket(fileno=_out_of_the_way(sock.detach())), _out_of_the_way(log_fd)
     run(sock, log_fd, config, lifeline_fd=lifeline_fd)

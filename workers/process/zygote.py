@@ -280,7 +280,8 @@ class Zygote:
                     os.set_inheritable(fd, True)
                 command = [sys.executable, *flags(), "-P", "-c", _EXEC]
                 if python:
-                    command = [python["executable"], "-c", _EXEC_OTHER]
+                    os.setpgid(0, 0)  # before a command forks: by the group, all its processes are ended
+                    command = [*python["command"], "-c", _EXEC_OTHER]
                 os.execv(command[0], [*command, *map(str, fds)])
             from envherd.workers.process import entry
 

@@ -87,7 +87,8 @@ def _hold_the_gil() -> None:
     lock(mutex)
 
 
-def _start_child(*, new_session: bool = False) -> int:
+def start_child(*, new_session: bool = False) -> int:
+    """Start a process that sleeps for ten minutes; return its id."""
     child = subprocess.Popen(
         [sys.executable, "-S", "-c", "import time; time.sleep(600)"],
         stdin=subprocess.DEVNULL,
@@ -211,39 +212,3 @@ class FaultyEnv(CountingEnv):
             return [BAD_OBSERVATIONS[self._fault](observation[0])]
         _ACTS[self._fault]()
         return observation
-
-
-class ParentEnv(CountingEnv):
-    """Starts a process when it is built, as envs with simulators do, and never ends it.
-
-    Args:
-        new_session: start it in a new session, out of reach of its process group.
-
-    Attributes:
-        child: the process id.
-    """
-
-    def __init__(self, *, new_session: bool = False) -> None:
-        super().__init__(1_000_000)
-        self.child = _start_child(new_session=new_session)
-
-
-class ChattyEnv(CountingEnv):
-    """Prints `num_bytes` at every step."""
-
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__(1_000_000)
-        self._line = "x" * (num_bytes - 1)
-
-    def step(self, action: list[Any]) -> StepValues:
-        """Print and count."""
-        print(self._line, flush=True)  # noqa: T201  # this is what it is for
-        return super().step(action)
-
-
-class HeavyEnv(CountingEnv):
-    """Holds `num_bytes` bytes of memory, with every page touched."""
-
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__(1_000_000)
-        self.ballast = np.ones(num_bytes, np.uint8)

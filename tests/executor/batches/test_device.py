@@ -18,7 +18,8 @@ from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.transfer import Mover, as_device, packed, to_device
 from envherd.executor.rollouts.stepwise import StepwiseRun
 from envherd.executor.show.evaluate import evaluate
-from envherd.workers.testing import AgentsEnv, CountingEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.counting_envs import AgentsEnv
 from tests.executor.batches.test_loans import assert_saved_as_held
 
 NUM_ENVS = 3

@@ -29,8 +29,8 @@ from envherd.executor.cli.commands import noting_interrupt
 from envherd.executor.cli.storing import RolloutStore, StoreError, load_rollout
 
 COUNTING = "python:envherd.workers.testing:CountingEnv"
-TEXT = "python:envherd.workers.testing:TextEnv"
-PAIR = "python:envherd.workers.testing:PairEnv"
+TEXT = "python:tests.envs.counting_envs:TextEnv"
+PAIR = "python:tests.envs.counting_envs:PairEnv"
 
 USER_MODULE = """
     import dataclasses

@@ -21,7 +21,8 @@ from envherd.executor.cli.returns import Returns
 from envherd.executor.cli.rollout import SCHEMA, figures, table
 from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
 from envherd.shm.specs import EnvSpec, LeafSpec
-from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.counting_envs import AgentsEnv, PairEnv
 
 DOCS = Path(__file__).parents[3] / "docs" / "reference" / "json.md"
 MIB = 1024**2

@@ -26,7 +26,8 @@ from envherd.executor import async_collector
 from envherd.executor.async_collector import LOST, AsyncCollector, _Background
 from envherd.executor.batches.transfer import as_array
 from envherd.shm.specs import Box, LeafSpec
-from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, TextEnv
+from envherd.workers.testing import CountingEnv, FaultyEnv
+from tests.envs.counting_envs import AgentsEnv, TextEnv
 from tests.gates import alarm, wait_for
 
 N, LENGTH = 4, 5

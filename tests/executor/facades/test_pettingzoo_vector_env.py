@@ -24,7 +24,7 @@ from pettingzoo import ParallelEnv as PettingZooEnv
 from envherd import ActionError, FactoryError, PerPlayer, ResetNeeded, evaluate
 from envherd.executor import ExecutorOptions, MeltingPotFactory, ParallelEnv
 from envherd.executor.facades.pettingzoo import AgentRowsEnv, ParallelVectorEnv, concat_vec_envs_v1, parallel_env
-from envherd.workers.testing import AgentsEnv
+from tests.envs.counting_envs import AgentsEnv
 from tests.envs.pettingzoo_envs import LENGTH, PRESENT, Village
 
 pytestmark = pytest.mark.slow

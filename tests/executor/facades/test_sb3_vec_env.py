@@ -22,7 +22,7 @@ from envherd.executor.facades.sb3 import DummyVecEnv, ExecutorVecEnv, SubprocVec
 from envherd.executor.facades.sb3.spaces import num_agents
 from envherd.workers.adapters.named import NamedFactory
 from envherd.workers.errors import ActionError, ResetNeeded, SpecError
-from envherd.workers.testing import AgentsEnv
+from tests.envs.counting_envs import AgentsEnv
 from tests.envs.sb3_envs import (
     DyingEnv,
     FailingEnv,

@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import re
+import shutil
 import signal
 import sys
 import textwrap
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import cloudpickle
 import numpy as np
+import psutil
 import pytest
 
 from envherd import ExecutorOptions, FactoryError, InPython, ParallelEnv, SerialEnv, WorkerLost, WorkerTimeout
@@ -259,6 +262,72 @@ def test_it_is_built_by_its_interpreter_alone(python):
     for build in (lambda: SerialEnv(1, make), lambda: ParallelEnv(1, lambda: make())):  # noqa: PLW0108
         with pytest.raises(FactoryError, match=r"expected drift_module:make to be built by .*, got a call in another"):
             build()
+
+
+#: Commands in front of an interpreter; those that are not installed are skipped.
+COMMANDS = {
+    "executes": ["env", "A=1"],
+    "forks": ["bash", "-c", '"$0" "$@"; exit $?'],
+    "namespaces": ["bwrap", "--dev-bind", "/", "/", "--proc", "/proc", "--unshare-net", "--unshare-pid"],
+}
+
+
+def _group(pid):
+    """Return the processes of a group."""
+    return [one for one in psutil.pids() if _group_of(one) == pid]
+
+
+def _group_of(pid):
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+@pytest.mark.broken_pool
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.usefixtures("module")
+def test_a_command_in_front_of_an_interpreter(python, name):
+    command = [*COMMANDS[name], python]
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=3)
+    with ParallelEnv(2, InPython(python, "drift_module:make"), num_workers=1, seed=5) as env:
+        expected = env.rollout(20, break_when_any_done=False)
+    with ParallelEnv(2, InPython(command, "drift_module:make"), num_workers=2, seed=5, options=options) as env:
+        assert (env.rollout(20, break_when_any_done=False)["observation"] == expected["observation"]).all()
+        for which in (0, -1):  # the process that was started, and the worker
+            pid = env.engine.pool.pid_of(1)
+            os.kill(_group(pid)[which], signal.SIGKILL)
+            wait_for(lambda pid=pid: not _group(pid))
+            td, _ = env.step_and_maybe_reset(env.rand_action())
+            assert td["next", "interrupted"].flatten().tolist() == [False, True]
+        pids = [env.engine.pool.pid_of(worker) for worker in range(2)]
+    assert not any(map(_group, pids))
+    with ParallelEnv(1, InPython(command, "drift_module:make", {"limit": -3}), options=options) as env:
+        pid = env.engine.pool.pid_of(0)
+        td = env.rollout(4, break_when_any_done=False)
+        assert td["next", "interrupted"].flatten().tolist() == [False, False, True, False]
+        assert not _group(pid)
+
+
+@pytest.mark.parametrize(
+    ("command", "lost"),
+    [
+        (["setsid"], "its process group"),
+        ([sys.executable, "-c", "import subprocess, sys; subprocess.call(sys.argv[1:])"], "its descriptors"),
+    ],
+)
+@pytest.mark.usefixtures("module")
+def test_a_command_that_loses_what_a_worker_needs_is_refused(python, command, lost):
+    with pytest.raises(FactoryError, match=f"got .*{re.escape(command[0])}.* which loses {lost}"):
+        ParallelEnv(1, InPython([*command, python], "drift_module:make"))
+
+
+@pytest.mark.parametrize("command", [[], ["no-such-program", "python"]])
+def test_a_command_of_no_program_is_refused(command):
+    with pytest.raises(FactoryError, match="no such program"):
+        InPython(command, "a:b")
 
 
 def test_workers_have_envs_of_one_interpreter():

@@ -26,8 +26,9 @@ from envherd.executor.sizing.settings import Goal
 from envherd.shm.segment import NAMES
 from envherd.workers.adapters.named import NamedFactory, PettingZooFactory
 from envherd.workers.interpreters import InPython
-from envherd.workers.testing import AgentsEnv, CountingEnv, FaultyEnv, TextEnv
+from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.costly_envs import ParentEnv
+from tests.envs.counting_envs import AgentsEnv, TextEnv
 from tests.executor.pools.test_lifecycle import is_running
 from tests.extras import needs
 from tests.gates import wait_for

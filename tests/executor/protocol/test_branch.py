@@ -29,8 +29,8 @@ from envherd.executor import (
 )
 from envherd.workers.process import branching
 from envherd.workers.seeding import episode_seed
-from envherd.workers.testing import PairEnv, TextEnv
 from tests.envs.branch_envs import Unforkable, Walk
+from tests.envs.counting_envs import PairEnv, TextEnv
 from tests.executor.calls import act, kill, only
 from tests.executor.pools.test_lifecycle import is_running
 from tests.faults.test_interrupts import Interrupt, at_each, tracing

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from envherd import Collector, EpisodeLogger, ExecutorOptions, ParallelEnv, SerialEnv, SpecError
-from envherd.workers.testing import AgentsEnv, CountingEnv, TextEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.counting_envs import AgentsEnv, TextEnv
 from tests.executor.drives import act, fused, reset_by_hand, rolled, sent
 from tests.extras import needs
 

@@ -15,7 +15,8 @@ from envherd.executor import Busy, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.batches import memory as batch_memory
 from envherd.shm.sync import Doorbell
 from envherd.workers import native
-from envherd.workers.testing import CountingEnv, FaultyEnv, TextEnv
+from envherd.workers.testing import CountingEnv, FaultyEnv
+from tests.envs.counting_envs import TextEnv
 from tests.envs.disturbing_envs import HaltingEnv
 from tests.envs.sized_envs import SleepingEnv
 from tests.executor.calls import ENDLESS, TWO_WORKERS, act, both

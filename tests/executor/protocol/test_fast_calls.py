@@ -39,7 +39,8 @@ from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.protocol.env_states import NEXT, Event, State
 from envherd.executor.protocol.plain import Plain
 from envherd.workers import native
-from envherd.workers.testing import AgentsEnv, CountingEnv, FlagsEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.counting_envs import AgentsEnv, FlagsEnv
 from tests.gates import Gate, wait_for
 from tests.scale import scaled
 

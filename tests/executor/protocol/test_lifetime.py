@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from envherd.executor import Busy, Closed, Collector, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
-from envherd.workers.testing import CountingEnv, GlobalRandomEnv, TextEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.counting_envs import GlobalRandomEnv, TextEnv
 from tests.executor.calls import both, ones
 from tests.gates import Gate
 
@@ -240,7 +241,7 @@ def test_the_caller_keeps_its_generators():
 @pytest.mark.slow
 @pytest.mark.parametrize("capture", ["capture", "inherit"])
 def test_what_workers_print(capture, capfd):
-    from envherd.workers.testing import ChattyEnv
+    from tests.envs.counting_envs import ChattyEnv
 
     options = ExecutorOptions(worker_output=capture)
     with ParallelEnv(2, functools.partial(ChattyEnv, 10), num_workers=2, options=options) as env:

@@ -46,7 +46,8 @@ from envherd.executor.rollouts.stepwise import StepwiseRun
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.protocol import RING, Op
 from envherd.workers.seeding import episode_seed
-from envherd.workers.testing import CountingEnv, FaultyEnv, PairEnv, TextEnv
+from envherd.workers.testing import CountingEnv, FaultyEnv
+from tests.envs.counting_envs import PairEnv, TextEnv
 from tests.envs.disturbing_envs import HaltingEnv
 from tests.executor.calls import ENDLESS, RESTART, act, counters, flags, kill, only
 from tests.faults.children import in_child

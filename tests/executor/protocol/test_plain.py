@@ -20,8 +20,9 @@ from envherd.shm import nameplate
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers import native
 from envherd.workers.block.block import Block
-from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv, TextEnv
+from envherd.workers.testing import CountingEnv
 from tests.envs import torch_simulators
+from tests.envs.counting_envs import AgentsEnv, PairEnv, TextEnv
 from tests.executor.protocol.test_fast_calls import Driving, Nested, needs_c
 from tests.extras import needs
 

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
-from envherd.workers.testing import AgentsEnv, CountingEnv, TextEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.counting_envs import AgentsEnv, TextEnv
 from tests.executor.protocol.test_fast_calls import EXCHANGES, NUMBERS, STEPS, Pair
 from tests.scale import scaled
 

@@ -12,7 +12,8 @@ from tensordict import TensorDict
 
 from envherd.executor import ActionError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, SpecError
 from envherd.shm.specs import Discrete, LeafSpec
-from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.counting_envs import AgentsEnv, PairEnv
 from tests.executor.calls import both, counters, ones
 
 long_env = functools.partial(CountingEnv, 1_000)

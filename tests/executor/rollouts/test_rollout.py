@@ -17,8 +17,9 @@ from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.executor.rollouts.storage import Lease
 from envherd.executor.show.episode_logger import EpisodeLogger
 from envherd.shm.specs import EnvSpec, LeafSpec
-from envherd.workers.testing import AgentsEnv, CountingEnv, PairEnv, PlainEnv, TextEnv
+from envherd.workers.testing import CountingEnv, PlainEnv
 from envherd.workers.testing.envs import action_leaf
+from tests.envs.counting_envs import AgentsEnv, PairEnv, TextEnv
 from tests.executor.calls import both
 from tests.faults.children import in_child
 from tests.gates import wait_for

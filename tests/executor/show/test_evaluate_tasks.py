@@ -560,3 +560,81 @@ def test_the_command_keeps_its_episodes_after_ctrl_c(tmp_path):
     done = CliRunner().invoke(app, [*command, "--policy", f"{__name__}:make_press"])
     assert done.exit_code == 1
     assert "expected label" in done.output
+
+
+# ---- batched policies -----------------------------------------------------------------------------
+
+
+class Slow:
+    """Presses 1 for each row alone; takes some time for a call, and notes how many rows it had."""
+
+    def __init__(self, call_s=0.0, row_s=0.0):
+        self.call_s, self.row_s, self.sizes = call_s, row_s, []
+
+    def __call__(self, td):
+        self.sizes.append(len(td))
+        time.sleep(self.call_s + self.row_s * len(td))
+        state = td.get("count", torch.zeros(len(td), 1))
+        td.set(("next", "count"), state + 1)
+        return td.set("action", (state[:, 0] % 2).long())
+
+
+def test_one_call_acts_for_the_envs_that_wait():
+    tasks = {f"task {i}": Task for i in range(6)}
+    primer = {"count": torch.zeros(1)}
+    alone, together = Slow(), Slow(0.02)
+    expected = evaluate(alone, tasks, 4, num_workers=3, primer=primer)
+    found = evaluate(together, tasks, 4, num_workers=3, primer=primer, max_batch=2, deadline_s=0.5)
+    assert set(alone.sizes) == {1}
+    assert sum(together.sizes) == sum(alone.sizes)
+    assert max(together.sizes) == 2
+    assert len(together.sizes) < 0.8 * len(alone.sizes)
+    assert found.to_dict() == expected.to_dict()  # this policy does not depend on who waits together
+
+
+def test_envs_of_other_observations_or_policies_have_separate_calls():
+    policies = {"size 2": Slow(), "size 3": (one := Slow()), "size 4": one}
+    evaluate(policies, suite(), 4, num_workers=3, max_batch=8, deadline_s=0.05)
+    assert {size for policy in policies.values() for size in policy.sizes} == {1}
+
+
+@pytest.mark.broken_pool
+def test_failures_of_envs_are_recorded_with_batched_policies():
+    faults = {1: "raise", 2: "kill", 3: "hang", 4: "reset"}
+    options = ExecutorOptions(infos="plain", step_timeout_s=2)
+    found = evaluate(
+        Slow(0.01),
+        {"good": Task, "bad": functools.partial(Task, faults=faults)},
+        6,
+        num_workers=2,
+        max_batch=8,
+        deadline_s=0.2,
+        options=options,
+    )
+    assert found["good"].num_failed == 0
+    assert sorted(one.episode for one in found["bad"].failures) == [1, 2, 3, 4]
+
+
+def test_an_interrupt_in_a_batched_call_ends_the_evaluation(tmp_path):
+    policy = Slow()
+
+    def interrupted(td):
+        if len(policy.sizes) > 8:
+            raise KeyboardInterrupt
+        return policy(td)
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(interrupted, suite(), 5, num_workers=2, max_batch=4, out=tmp_path / "out.json", label="a")
+    again = functools.partial(evaluate, policy, suite(), 5, num_workers=2, out=tmp_path / "out.json", label="a")
+    for other in (None, 5):
+        with pytest.raises(ValueError, match="max_batch"):
+            again(max_batch=other)
+    assert again(max_batch=4).num_failed == 0
+
+
+def test_wrong_batches_are_refused():
+    for kwargs in ({"max_batch": 0}, {"max_batch": 1.5}, {"max_batch": 4, "deadline_s": -1}, {"deadline_s": "soon"}):
+        with pytest.raises(ValueError, match=r"max_batch|deadline_s"):
+            evaluate(press, Task, 1, **kwargs)
+    with SerialEnv(2, Task) as env, pytest.raises(ValueError, match="expected no max_batch with an executor"):
+        evaluate(press, env, 1, max_batch=2)
