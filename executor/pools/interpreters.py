@@ -35,7 +35,7 @@ try:
     lost += [] if os.fstat(int(fd)).st_ino == int(inode) else ["its descriptors"]
 except OSError:
     lost.append("its descriptors")
-if sys.platform == "linux" and not os.path.isdir("/proc/self/fd"):
+if os.sep == "/" and not any(map(os.path.isdir, ("/proc/self/fd", "/dev/fd"))):
     lost.append("/proc")
 lacks = {}
 for name in sys.argv[4:]:
@@ -71,7 +71,7 @@ def check_interpreter(python: str) -> None:
                 check=False,
                 stdin=subprocess.DEVNULL,
                 env=environment_for(dict(os.environ)),
-                pass_fds=(file.fileno(),) if os.name == "posix" else (),
+                pass_fds=(file.fileno(),) if hasattr(os, "fork") else (),
             )
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise FactoryError(f"InPython failed: expected a Python interpreter, got {python} ({error}).") from None

@@ -141,13 +141,16 @@ class Exchange:
         if most < least:
             raise ValueError(f"recv failed: expected max_envs of at least {least} (min_envs), got {most}.")
         most = min(most, len(sent))
-        ready = self._engine.flights.wait_for(sent, least if timeout_s is None else most, timeout_s)
+        ready = self._wait_for(sent, least if timeout_s is None else most, timeout_s)
         if len(ready) < least:
             raise DeadlinePassed(
                 f"recv failed: expected {least} envs within {timeout_s:g} s, got {len(ready)}. "
                 f"Nothing is lost: recv again."
             )
         return self._take(sent if env_ids is not None and least == len(sent) else ready[:most], with_root=with_root)
+
+    def _wait_for(self, sent: np.ndarray, wanted: int, timeout_s: float | None) -> np.ndarray:
+        return self._engine.flights.wait_for(sent, wanted, timeout_s)
 
     def _take(self, ready: np.ndarray, *, with_root: bool) -> TensorDictBase:
         """Build the batch of envs that have answered, and mark them as received."""
