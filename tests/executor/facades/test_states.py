@@ -17,7 +17,7 @@ from envherd.sb3 import SubprocVecEnv
 from tests.envs.sb3_envs import FailingEnv
 from tests.scale import scaled
 
-pytestmark = [pytest.mark.preloads(), pytest.mark.filterwarnings("ignore:.*Calling `close` while waiting")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*Calling `close` while waiting")
 
 #: Call -> what happens in it.
 CALLS = {
