@@ -113,6 +113,14 @@ _HOSTS = (
 )
 _SB3 = (ours.AS_SB3_WIDE, peers.SB3_SUBPROC, peers.SB3_DUMMY)
 _WHOLE_EPISODES = (bounds.INSTALLED, ours.SERIAL, ours.OURS, ours.AS_TORCHRL, peers.TORCHRL_PARALLEL)
+#: Of Melting Pot: name, substrate, and minutes that a run takes.
+_EPISODES = (
+    ("commons_harvest", "commons_harvest__open", 3.0),
+    ("clean_up", "clean_up", 3.0),
+    ("coins", "coins", 2.0),
+    ("territory", "territory__rooms", 5.0),
+    ("prisoners_dilemma", "prisoners_dilemma_in_the_matrix__arena", 3.0),
+)
 _LUMPY: dict[str, Any] = {"judged_by": "totals", "slot_s": 0.3}
 
 WORKLOADS = (
@@ -257,55 +265,18 @@ WORKLOADS = (
         judged_by="totals",
         minutes=11.0,
     ),
-    Workload(
-        name="whole_commons_harvest",
-        title="Melting Pot commons_harvest__open, 2 envs, whole episodes of 1,000 steps",
-        contenders=_WHOLE_EPISODES,
-        make_job=_melting_pot("commons_harvest__open", num_envs=2, episode=1000),
-        num_rounds=3,
-        limit_s=3600.0,
-        judged_by="totals",
-        minutes=3.0,
-    ),
-    Workload(
-        name="whole_clean_up",
-        title="Melting Pot clean_up, 2 envs, whole episodes of 1,000 steps",
-        contenders=_WHOLE_EPISODES,
-        make_job=_melting_pot("clean_up", num_envs=2, episode=1000),
-        num_rounds=3,
-        limit_s=3600.0,
-        judged_by="totals",
-        minutes=3.0,
-    ),
-    Workload(
-        name="whole_coins",
-        title="Melting Pot coins, 2 envs, whole episodes of 1,000 steps",
-        contenders=_WHOLE_EPISODES,
-        make_job=_melting_pot("coins", num_envs=2, episode=1000),
-        num_rounds=3,
-        limit_s=3600.0,
-        judged_by="totals",
-        minutes=2.0,
-    ),
-    Workload(
-        name="whole_territory",
-        title="Melting Pot territory__rooms, 2 envs, whole episodes of 1,000 steps",
-        contenders=_WHOLE_EPISODES,
-        make_job=_melting_pot("territory__rooms", num_envs=2, episode=1000),
-        num_rounds=3,
-        limit_s=3600.0,
-        judged_by="totals",
-        minutes=5.0,
-    ),
-    Workload(
-        name="whole_prisoners_dilemma",
-        title="Melting Pot prisoners_dilemma_in_the_matrix__arena, 2 envs, whole episodes of 1,000 steps",
-        contenders=_WHOLE_EPISODES,
-        make_job=_melting_pot("prisoners_dilemma_in_the_matrix__arena", num_envs=2, episode=1000),
-        num_rounds=3,
-        limit_s=3600.0,
-        judged_by="totals",
-        minutes=3.0,
+    *(
+        Workload(
+            name=f"whole_{name}",
+            title=f"Melting Pot {substrate}, 2 envs, whole episodes of 1,000 steps",
+            contenders=_WHOLE_EPISODES,
+            make_job=_melting_pot(substrate, num_envs=2, episode=1000),
+            num_rounds=3,
+            limit_s=3600.0,
+            judged_by="totals",
+            minutes=minutes,
+        )
+        for name, substrate, minutes in _EPISODES
     ),
 )
 QUICK, QUICK_PEERS = ("tiny", "spikes", "cartpole"), ("gymnasium", "sb3", "torchrl")
