@@ -161,6 +161,15 @@ def test_each_block_of_the_readme_runs_alone():
         assert used <= made, f"README.md:{block.line}"
 
 
+def test_the_readmes_installation_begins_with_its_two_commands():
+    _, _, section = (ROOT / "README.md").read_text().partition("## Installation\n")
+    before_pip, pip, _ = section.partition("pip install")
+    assert pip
+    assert re.findall(r"^make (\w+) +# ", before_pip, re.MULTILINE) == ["rollout", "test"]
+    goals = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {"rollout", "test"} <= set(goals)
+
+
 def test_a_wrong_shape_is_noticed():
     script = script_of("# Title\n```python\nimport torch\ntorch.zeros(2, 3)   # float32 [2, 4]\n```\n")
     assert script.splitlines()[3] == "_holds(torch.zeros(2, 3), 'float32', [2, 4])"
