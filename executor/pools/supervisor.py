@@ -357,7 +357,8 @@ class Supervisor:
                 self._try_another(worker_id, error)
                 return
             except BaseException:  # an interrupt: begin again when the worker is needed
-                self._leave(worker_id)
+                if not self._crew.workers[worker_id].is_attached:  # else it may have carried out commands (6)
+                    self._leave(worker_id)
                 raise
         self._serves_since[worker_id] = time.monotonic()  # 6
         self.absent.pop(worker_id, None)

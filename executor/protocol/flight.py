@@ -46,7 +46,7 @@ from envherd.executor.pools.error_messages import Frame, env_error, first_fault
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.executor.protocol.call_guard import call_name
-from envherd.executor.protocol.env_states import EnvStates, Event
+from envherd.executor.protocol.env_states import EnvStates, Event, State
 from envherd.executor.protocol.losses import Losses
 from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.recycling import Recycler
@@ -632,9 +632,9 @@ class Flights:
 
     def recover(self) -> None:
         """After a call was broken off anywhere: wait for pending commands, and drop their answers."""
-        flight, is_broken_off = self.current, np.zeros(len(self.all_ids), bool)
+        flight = self.current
         while flight is not None:
-            is_broken_off[self._break_off(flight)] = True
+            self._break_off(flight)
             flight = flight.outer
         pool, options = self.pool, self._options
         pool.wake_workers()  # the call may have been broken off between a command and its announcement
@@ -644,20 +644,20 @@ class Flights:
         losses = pool.outcome.hand_out(idle).losses  # this empties the pool's own
         pool.outcome.losses.update(losses)
         self.losses.accept()
-        self.positions.mark_lost(np.flatnonzero(is_broken_off))  # `np.unique` imports, which needs free descriptors
+        # Also those whose worker was lost, if the interrupt came between `losses` 2's state and root.
+        self.positions.mark_lost(np.flatnonzero(self.states.values == State.NEEDS_RESET))
         self.current = None
 
-    def _break_off(self, flight: Flight) -> np.ndarray:
-        """End a flight after an interrupt; return the envs that must be reset, int64 `[k]`."""
+    def _break_off(self, flight: Flight) -> None:
+        """End a flight after an interrupt."""
         ids = flight.ids
         if not flight.is_parked:
             self.states.move(ids, Event.IS_BROKEN_OFF)
-            return ids
+            return
         sent = ids[self.states.under_way[ids]]
         not_given = sent[~self.pool.was_given(sent, flight.number)]
         is_in_doubt = self.pool.words.number[0] > flight.number
         self.states.move(not_given, Event.IS_BROKEN_OFF if is_in_doubt else Event.IS_WITHDRAWN)
-        return ids[self.states.needs_reset[ids]]  # also those that an earlier, interrupted recovery has broken off
 
 
 def _some(env_ids: np.ndarray) -> np.ndarray | None:

@@ -273,7 +273,7 @@ def test_an_interrupted_rollout_is_dropped_and_closing_releases_all(tmp_path):
         rollouts.close()
     with pytest.raises(Closed):
         rollouts.rollout(1)
-    while ray.available_resources()["CPU"] != free:  # the test's timeout bounds it
+    while ray.available_resources().get("CPU", 0) < free:  # not "!=": an earlier test's may be released only now
         time.sleep(0.05)
 
 

@@ -227,3 +227,19 @@ def test_an_interrupt_while_a_row_is_moved_out_of_the_next_column(num_steps, mon
             rows, needs_reset = env.current()["observation"].flatten().tolist(), env._engine.states.needs_reset
             for row, scripted, is_lost in zip(rows, env._pool.envs, needs_reset, strict=True):
                 assert is_lost or row == scripted.latest, interrupt.where
+
+
+def test_an_interrupt_while_the_loss_of_an_env_that_was_not_sent_is_recorded(monkeypatch):
+    """The state of that env is set before its row says so: recovery completes the row (`losses` 2)."""
+    names, num_hit = {"replace", "mark_lost", "_set_flags", "_move_latest"}, 0
+    for interrupt in at_each(lambda line: InterruptIn(line, names), least=1):
+        with contextlib.closing(simulated(monkeypatch, [[0, 1], [2]], **RESTARTS)) as env:
+            env.reset()
+            env._pool.fates = {0: Fate.DIES_BEFORE}
+            env.send(actions(1), [1])
+            num_hit += interrupted(env.recv, interrupt)
+            with contextlib.suppress(Busy):
+                env.current()  # gets over it; refused where env 1 is still sent
+            for env_id in env._engine.states.needs_reset.nonzero()[0].tolist():
+                assert env._engine.positions.latest_root(env_id)["done",][0], interrupt.where
+    assert num_hit > 5

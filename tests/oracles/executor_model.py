@@ -10,7 +10,9 @@ Checked after every call:
 - an instance was stepped only in an episode, and once for each row that a call returned;
 - the row of a step that was lost, or that raised, repeats the env's root before it;
 - the columns of a rollout follow from each other, and the first one from the root before it;
-- a RUNNING env is in an episode, and the executor's root of it is its instance's latest row, without a done flag;
+- a RUNNING env is in an episode, and the executor's root of it is its instance's latest row, without a done flag; its
+  worker serves, unless it was found dead while an interrupt was got over: the next command is then answered by that
+  loss, with an interrupted row;
 - the root of an env that must be reset has a done flag;
 - an env owes an answer only if its state says so; the row of an answer that was not taken is where the command says;
 - at the end all envs run again.
@@ -60,6 +62,8 @@ class Explorer:
         self.tries: dict[Any, collections.Counter[str]] = {}
         self.num_calls = self.num_interrupted = self.num_refused = self.num_repeated = 0
         self._lines: collections.Counter[str] = collections.Counter()  # of the longest call so far
+        self._is_recovering = False  # whether the latest call was interrupted
+        self._unreported: set[int] = set()  # workers that were found dead while an interrupt was got over
         self._trail: list[str] = []
 
     def explore(self, num_walks: int, num_calls: int) -> None:
@@ -70,6 +74,8 @@ class Explorer:
         """
         for _ in range(num_walks):
             self._trail.clear()
+            self._is_recovering = False
+            self._unreported.clear()
             with contextlib.closing(self._make()) as env:
                 self._env = env
                 self._received: Any = None
@@ -199,6 +205,10 @@ class Explorer:
         if not interrupt.where:
             self._lines[name] = max(self._lines[name], (line or 10_000) - interrupt.left)
         self._trail[-1] += f" ({interrupt.where})"
+        was_recovering, self._is_recovering = self._is_recovering, bool(interrupt.where)
+        self._unreported &= set(pool.lost)
+        if was_recovering or self._is_recovering:
+            self._unreported |= set(pool.lost)
         self._check()
 
     def _legal(self) -> list[str]:
@@ -295,7 +305,7 @@ class Explorer:
         row, is_done = int(root["observation",][0]), bool(root["done",][0])
         self._known[env_id] = row, state is not State.RUNNING
         if state is State.RUNNING:
-            assert pool.is_serving(worker_id), f"{what}: its worker was lost"
+            assert pool.is_serving(worker_id) or worker_id in self._unreported, f"{what}: its worker was lost"
             assert env.is_in_episode, f"{what}: its instance is not in an episode"
             assert (row, is_done) == (env.latest, False), f"{what}: at {env.latest}, the root is {row, is_done}"
         elif state is State.ENDED or row:

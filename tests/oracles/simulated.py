@@ -204,9 +204,9 @@ class SimulatedCrew:
 
     def attach(self, worker_id: int) -> None:
         worker = self.workers[worker_id]
-        worker.attach(self._slab, self._plan, self.bells)
         for target, (plan, segment) in self._storages.items():
             self._mail(worker, _attaching(target, plan, segment))
+        worker.attach(self._slab, self._plan, self.bells)  # last: a `Crew` is not interrupted between mail and this
 
     def has_answered(self, _: int) -> bool:
         return True
