@@ -58,6 +58,13 @@ class CommandWords:
         self._completed[env_ids] = self._order_of(env_ids)
         self._completing[env_ids] = self.number[0] + 1
 
+    def must_complete(self) -> np.ndarray:
+        """Return the envs whose lost answer no command completes yet, bool `[N]`.
+
+        Also those for which an interrupt came between `complete` and the number of the command (2).
+        """
+        return self.answers_lost | (self._completing > self.command_seq)
+
     def _order_of(self, env_ids: np.ndarray) -> np.ndarray:
         """Return the numbers of the caller's latest commands to some envs, int64 `[k]`."""
         numbers = self.command_seq[env_ids]

@@ -544,10 +544,10 @@ class Flights:
             broken = {i for i, fault in faults.items() if fault["phase"] == "reset"}
             pool.outcome.keep(reported, broken)
         # 7: not only `losses`, which an interrupted call may have taken.
-        answers_lost = self.states.under_way & pool.words.answers_lost
+        answers_lost = self.states.under_way & pool.words.must_complete()
         workers = {int(w) for w in pool.worker_of[answers_lost]} & set(pool.lost)
         error = self.losses.replace({**{w: pool.lost[w] for w in workers}, **losses}, _NOBODY)
-        left = np.flatnonzero(self.states.under_way & pool.words.answers_lost)
+        left = np.flatnonzero(self.states.under_way & pool.words.must_complete())
         if error is not None:  # the others' answers are not lost by that
             left = np.intersect1d(left, faulty)
         if len(left):

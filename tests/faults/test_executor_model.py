@@ -82,16 +82,26 @@ def actions(num_envs: int) -> TensorDict:
     return TensorDict({"action": torch.full((num_envs,), GOES_ON)}, [num_envs])
 
 
-def test_an_interrupt_while_a_loss_is_noticed_in_another_envs_reset(monkeypatch):
-    """All envs of the lost worker need a reset, and their rows say so (`losses` 2)."""
-    for interrupt in at_each(Interrupt, scaled(7, full=1)):
-        with contextlib.closing(simulated(monkeypatch, [[0, 1], [2]])) as env:
+@pytest.mark.parametrize(
+    ("options", "make", "stride"),
+    [
+        ({}, Interrupt, scaled(7, full=1)),
+        (RESTARTS, functools.partial(InterruptIn, names={"replace", "mark_lost", "_set_flags", "_move_latest"}), 1),
+    ],
+)
+def test_an_interrupt_while_a_loss_is_noticed_in_another_envs_reset(options, make, stride, monkeypatch):
+    """All envs of the lost worker need a reset, and their rows say so (`losses` 2).
+
+    A worker that may be replaced can be found dead while the interrupt is got over: the next command finds it, too.
+    """
+    for interrupt in at_each(make, stride):
+        with contextlib.closing(simulated(monkeypatch, [[0, 1], [2]], **options)) as env:
             env.reset()
             env._pool.crew.workers[0].kill()
             interrupted(lambda: env.reset(only(env, 1)), interrupt)  # at once
             done = env.current()["done"].flatten().tolist()
             assert done == env._engine.states.needs_reset.tolist(), interrupt.where
-            assert all(done[:2]) or not env._pool.lost, interrupt.where
+            assert options or all(done[:2]) or not env._pool.lost, interrupt.where
 
 
 def test_an_interrupt_while_the_second_of_two_lost_workers_is_replaced(monkeypatch):
@@ -154,20 +164,24 @@ def test_two_interrupts_while_the_answers_of_a_lost_worker_are_lost(monkeypatch)
 
 
 def test_an_interrupt_before_a_successor_gets_the_reset_of_a_sent_env(monkeypatch):
-    """The successor may serve by the time at which the next call tells it (`losses` 1, `worker_pool` 1)."""
-    for interrupt in at_each(lambda line: InterruptIn(line, {"cut_off_sent"}), least=1):
+    """The successor may serve by the time at which the next call tells it (`losses` 1, `worker_pool` 1).
+
+    Its instance is reset, wherever in the command it was (`command_words` 2).
+    """
+    names = {"cut_off_sent", "submit_later", "complete", "write"}
+    for interrupt in at_each(lambda line: InterruptIn(line, names), least=1):
         with contextlib.closing(simulated(monkeypatch, [[0], [1]], **RESTARTS)) as env:
             env.reset()
             env._pool.fates = {1: Fate.DIES_BEFORE}
             env.send(actions(1), [1])
             interrupted(env.recv, interrupt)
-            for _ in range(
-                2
-            ):  # the caller looks at the workers: it puts the successor into service, which looks for commands
+            # The caller looks at the workers: it puts the successor into service, which looks for commands.
+            for _ in range(2):
                 env._pool.fates = {0: Fate.LATE}
                 env.reset(only(env, 0))
             if env._engine.states.under_way.any():
                 assert env.recv()["next", "interrupted"].all(), interrupt.where
+            assert env._engine.states.needs_reset[1] or env._pool.envs[1].is_in_episode, interrupt.where
 
 
 def test_an_interrupt_while_a_worker_is_replaced_leaves_no_row_of_it(monkeypatch):
@@ -227,19 +241,3 @@ def test_an_interrupt_while_a_row_is_moved_out_of_the_next_column(num_steps, mon
             rows, needs_reset = env.current()["observation"].flatten().tolist(), env._engine.states.needs_reset
             for row, scripted, is_lost in zip(rows, env._pool.envs, needs_reset, strict=True):
                 assert is_lost or row == scripted.latest, interrupt.where
-
-
-def test_an_interrupt_while_the_loss_of_an_env_that_was_not_sent_is_recorded(monkeypatch):
-    """The state of that env is set before its row says so: recovery completes the row (`losses` 2)."""
-    names, num_hit = {"replace", "mark_lost", "_set_flags", "_move_latest"}, 0
-    for interrupt in at_each(lambda line: InterruptIn(line, names), least=1):
-        with contextlib.closing(simulated(monkeypatch, [[0, 1], [2]], **RESTARTS)) as env:
-            env.reset()
-            env._pool.fates = {0: Fate.DIES_BEFORE}
-            env.send(actions(1), [1])
-            num_hit += interrupted(env.recv, interrupt)
-            with contextlib.suppress(Busy):
-                env.current()  # gets over it; refused where env 1 is still sent
-            for env_id in env._engine.states.needs_reset.nonzero()[0].tolist():
-                assert env._engine.positions.latest_root(env_id)["done",][0], interrupt.where
-    assert num_hit > 5

@@ -53,17 +53,15 @@ class Explorer:
 
     Attributes:
         tries: state -> event -> how often it was tried there.
-        num_calls, num_interrupted, num_refused: calls made; of these, broken off, and ended by an error.
+        num_interrupted, num_refused: calls that were broken off, and that ended by an error.
         num_repeated: rows that repeat a root that is known.
     """
 
     def __init__(self, make: Callable[[], Any], seed: int) -> None:
         self._make, self._rng = make, random.Random(seed)
         self.tries: dict[Any, collections.Counter[str]] = {}
-        self.num_calls = self.num_interrupted = self.num_refused = self.num_repeated = 0
+        self.num_interrupted = self.num_refused = self.num_repeated = 0
         self._lines: collections.Counter[str] = collections.Counter()  # of the longest call so far
-        self._is_recovering = False  # whether the latest call was interrupted
-        self._unreported: set[int] = set()  # workers that were found dead while an interrupt was got over
         self._trail: list[str] = []
 
     def explore(self, num_walks: int, num_calls: int) -> None:
@@ -74,8 +72,8 @@ class Explorer:
         """
         for _ in range(num_walks):
             self._trail.clear()
-            self._is_recovering = False
-            self._unreported.clear()
+            self._is_recovering = False  # whether the latest call was interrupted
+            self._unreported: set[int] = set()  # workers that were found dead while an interrupt was got over
             with contextlib.closing(self._make()) as env:
                 self._env = env
                 self._received: Any = None
@@ -177,14 +175,12 @@ class Explorer:
     def _make_call(self) -> None:
         rng, pool = self._rng, self._env._pool
         tries = self.tries.setdefault(self._state(), collections.Counter())
-        names = self._legal() if rng.random() < 0.5 else self._events
-        name = min(names, key=lambda name: (tries[name], rng.random()))
+        name = min(self._legal() if rng.random() < 0.5 else self._events, key=lambda name: (tries[name], rng.random()))
         tries[name] += 1
         num_fates = len(FATES) - rng.choice((0, 2, 2) if self._may_die else (2,))
         pool.fates = {worker.worker_id: rng.choice(FATES[:num_fates]) for worker in pool.crew.workers}
         line = rng.randint(1, self._lines[name] + 10) if rng.random() < 0.4 else 0
         self._trail.append(f"{name} at line {line} with {[fate.name for fate in pool.fates.values()]}")
-        self.num_calls += 1
         self._stepped = [env.stepped for env in pool.envs]
         interrupt = Interrupt(line or 10_000)
         sys.settrace(interrupt)
@@ -249,8 +245,9 @@ class Explorer:
             if interrupted[i]:
                 self._check_repeated(env_id, row)
             else:
-                is_made = row == env.stepped or row in Scripted.unreset
-                assert is_made, f"env {env_id} made step {env.stepped}, the row is {row}"
+                assert row == env.stepped or row in Scripted.unreset, (
+                    f"env {env_id} made step {env.stepped}, the row is {row}"
+                )
             Scripted.unreset.discard(row)
             assert td["next", "done"][i] or not interrupted[i], f"env {env_id} was interrupted, and goes on"
             env.stepped = None  # each is handed out once
@@ -318,11 +315,12 @@ class Explorer:
         while env._engine.states.under_way.any():
             with contextlib.suppress(EnvError, WorkerLost):
                 env.recv(1)
-        goes_on = TensorDict({"action": torch.full((env.num_envs,), GOES_ON)}, [env.num_envs])
         for _ in range(4):  # a loss may be noticed only now, and a reset may still raise
             with contextlib.suppress(WorkerLost, EnvError):
                 env.reset()
-                td, root = env.step_and_maybe_reset(goes_on.copy())
+                td, root = env.step_and_maybe_reset(
+                    TensorDict({"action": torch.full((env.num_envs,), GOES_ON)}, [env.num_envs])
+                )
                 self._check_rows(td, range(env.num_envs))
                 self._check_roots(root)
         self._check()
