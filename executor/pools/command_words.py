@@ -5,7 +5,8 @@ before it counts as answered. What is read after an answer's number is what the 
 
 Order, because workers read meanwhile, and a handler may raise between any two lines. The numbers are at the lines.
 1. The counter of commands, before any word: after an interrupt, `number` says that a command may have been given.
-2. The command and `answers_lost`, a fence, then the command's number, by which a worker finds it.
+2. The command and `answers_lost`, a fence, then the command's number, by which a worker finds it. `complete` comes
+   before all of it: after an interrupt in between, its number is larger than that of the env's latest command.
 3. `answers_lost` of a lost worker's envs, before its reply: no answer may exist that no worker gave.
 4. The reply's number, a fence, then what the worker wrote before it.
 """

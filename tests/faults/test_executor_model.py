@@ -168,8 +168,9 @@ def test_an_interrupt_before_a_successor_gets_the_reset_of_a_sent_env(monkeypatc
 
     Its instance is reset, wherever in the command it was (`command_words` 2).
     """
-    names = {"cut_off_sent", "submit_later", "complete", "write"}
-    for interrupt in at_each(lambda line: InterruptIn(line, names), least=1):
+    for interrupt in at_each(
+        functools.partial(InterruptIn, names={"cut_off_sent", "submit_later", "complete", "write"}), least=1
+    ):
         with contextlib.closing(simulated(monkeypatch, [[0], [1]], **RESTARTS)) as env:
             env.reset()
             env._pool.fates = {1: Fate.DIES_BEFORE}

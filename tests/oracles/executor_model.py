@@ -175,7 +175,8 @@ class Explorer:
     def _make_call(self) -> None:
         rng, pool = self._rng, self._env._pool
         tries = self.tries.setdefault(self._state(), collections.Counter())
-        name = min(self._legal() if rng.random() < 0.5 else self._events, key=lambda name: (tries[name], rng.random()))
+        names = self._legal() if rng.random() < 0.5 else self._events
+        name = min(names, key=lambda name: (tries[name], rng.random()))
         tries[name] += 1
         num_fates = len(FATES) - rng.choice((0, 2, 2) if self._may_die else (2,))
         pool.fates = {worker.worker_id: rng.choice(FATES[:num_fates]) for worker in pool.crew.workers}
@@ -201,10 +202,10 @@ class Explorer:
         if not interrupt.where:
             self._lines[name] = max(self._lines[name], (line or 10_000) - interrupt.left)
         self._trail[-1] += f" ({interrupt.where})"
-        was_recovering, self._is_recovering = self._is_recovering, bool(interrupt.where)
-        self._unreported &= set(pool.lost)
-        if was_recovering or self._is_recovering:
-            self._unreported |= set(pool.lost)
+        lost = set(pool.lost)
+        is_over_an_interrupt = self._is_recovering or bool(interrupt.where)
+        self._unreported = lost if is_over_an_interrupt else self._unreported & lost
+        self._is_recovering = bool(interrupt.where)
         self._check()
 
     def _legal(self) -> list[str]:
