@@ -41,6 +41,7 @@ typedef struct {
     Rows action;                                    /* which `send` writes; no memory: it refuses */
     i64 check, limit;                               /* what it checks of actions */
     i64 done, root_done;                            /* which leaves say that an episode has ended */
+    i64 blank;                                      /* the first leaf of `next` that an env leaves blank if it is reset instead */
     i64 answered, ends;                             /* events; the other events are ops */
     i64 num_columns;
     i64 num_ring;
@@ -57,7 +58,7 @@ static const Fact FACTS[] = {
     FACT(WORDS, Exchange, columns), FACT(WORDS, Exchange, step_columns), FACT(WORDS, Exchange, ended),
     FACT(NUMBER, Exchange, check),
     FACT(NUMBER, Exchange, limit), FACT(NUMBER, Exchange, done), FACT(NUMBER, Exchange, root_done),
-    FACT(NUMBER, Exchange, answered), FACT(NUMBER, Exchange, ends), FACT(NUMBER, Exchange, num_columns),
+    FACT(NUMBER, Exchange, blank), FACT(NUMBER, Exchange, answered), FACT(NUMBER, Exchange, ends), FACT(NUMBER, Exchange, num_columns),
     FACT(NUMBER, Exchange, num_ring), {NULL},
 };
 
@@ -154,7 +155,7 @@ static int take_root_in_next(Exchange *exchange, PyObject *facts)
 {
     PyObject *indices = fact(facts, "root_in_next");
     int is_right = indices != NULL && PyList_Size(indices) == exchange->root.count && exchange->done >= 0
-                   && exchange->done < exchange->next.count && exchange->root_done >= 0
+                   && exchange->done < exchange->next.count && exchange->blank >= 0 && exchange->root_done >= 0
                    && exchange->root_done < exchange->root.count && exchange->num_columns > 0;
     exchange->root_in_next = PyMem_Calloc((size_t)exchange->root.count + 1, sizeof(i64));
     if (exchange->root_in_next == NULL) {
@@ -472,12 +473,13 @@ static int has_flag(const Rows *flags, i64 column, i64 id)
     return memchr(row_at(flags, column, id), 1, (size_t)flags->num_bytes) != NULL;
 }
 
-/* Note where an env is whose transition is taken; return whether its step has ended an episode. */
+/* Note where an env is whose transition is taken, or that was reset instead; return whether its step has ended an episode. */
 static int deliver(const Exchange *exchange, const Target *target, i64 id)
 {
-    i64 column = *word(&exchange->at, id), root = column + target->root_ahead;
-    int has_ended = has_flag(&target->next_done, column, id);
-    int was_reset = has_ended && *word(&exchange->ops, id) == OP_STEP_RESET;
+    i64 op = *word(&exchange->ops, id), at = *word(&exchange->at, id);
+    i64 column = op == OP_RESET ? at - target->root_ahead : at, root = column + target->root_ahead;
+    int has_ended = op != OP_RESET && has_flag(&target->next_done, column, id);
+    int was_reset = op == OP_RESET || (has_ended && op == OP_STEP_RESET);
     int is_over = was_reset ? root < target->num_columns && has_flag(&target->root_done, root, id) : has_ended;
     *word(&exchange->step_columns, id) = column;
     *word(&exchange->columns, id) = was_reset ? root : column;
@@ -532,14 +534,34 @@ static PyObject *exchange_take(PyObject *self, PyObject *args)
 
 /* ---- a step of all envs ----------------------------------------------------------------------------- */
 
-static PyObject *exchange_may_step(PyObject *self, PyObject *argument)
+/* Mark the envs that are reset instead of stepped, int64 `[j]` or None: 1; 0 for anything else, without an exception. */
+static int mark_resets(Exchange *exchange, PyObject *array)
+{
+    Numbers ids;
+    exchange->mark++;
+    if (array == Py_None)
+        return 1;
+    if (!numbers_take(array, exchange->num_envs, &ids))
+        return 0;
+    for (Py_ssize_t i = 0; i < ids.count; i++)
+        exchange->marks[number_at(&ids, i)] = exchange->mark;
+    PyBuffer_Release(&ids.memory);
+    return 1;
+}
+
+static i64 op_of(const Exchange *exchange, i64 id, i64 op) { return exchange->marks[id] == exchange->mark ? OP_RESET : op; }
+
+static PyObject *exchange_may_step(PyObject *self, PyObject *args)
 {
     Exchange *exchange = (Exchange *)self;
-    i64 op = PyLong_AsLongLong(argument);
-    int may_step = op == OP_STEP || op == OP_STEP_RESET;
+    long long op;
+    PyObject *resets;
+    if (!PyArg_ParseTuple(args, "LO", &op, &resets))
+        return NULL;
+    int may_step = (op == OP_STEP || op == OP_STEP_RESET) && mark_resets(exchange, resets);
     for (i64 id = 0; may_step && id < exchange->num_envs; id++)
-        may_step = after_event(exchange, id, op) >= 0;
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(may_step);
+        may_step = after_event(exchange, id, op_of(exchange, id, op)) >= 0;
+    return PyBool_FromLong(may_step);
 }
 
 /* Take `(number, next_done, root_done)` of a rollout's storage, or the ring (None). */
@@ -574,18 +596,29 @@ static void target_release(Target *target)
     PyBuffer_Release(&target->root_done.memory);
 }
 
+/* Write reward 0 and no flag to the `next` of an env that no step writes. */
+static void blank_step(const Exchange *exchange, i64 column, i64 id)
+{
+    for (Py_ssize_t leaf = exchange->blank; leaf < exchange->next.count; leaf++)
+        memset(row_at(&exchange->next.rows[leaf], column, id), 0, (size_t)exchange->next.rows[leaf].num_bytes);
+}
+
 /* Give all envs a command, and let the workers, or `serve()` here, carry it out: 0; -1: an exception. */
-static int give_all(Exchange *exchange, const Target *target, i64 op, i64 column, PyObject *serve)
+static int give_all(Exchange *exchange, const Target *target, i64 op, PyObject *resets, i64 column, PyObject *serve)
 {
     Numbers ids = {.at = (char *)exchange->sent, .stride = sizeof(i64), .count = exchange->num_envs}, commands = ids;
-    if (column < 0 || column >= target->num_columns) {
-        PyErr_SetString(PyExc_IndexError, "expected a column of the target");
+    if (column < 0 || column >= target->num_columns || (resets != Py_None && target->number != RING)
+        || !mark_resets(exchange, resets)) {
+        PyErr_SetString(PyExc_IndexError, "expected a column of the target; of the ring, and env ids, if envs are reset");
         return -1;
     }
     commands.at = (char *)exchange->commands;
     for (i64 id = 0; id < exchange->num_envs; id++) {
+        i64 own = op_of(exchange, id, op); /* a root in the ring has the column of its step */
+        if (own == OP_RESET)
+            blank_step(exchange, column, id);
         exchange->sent[id] = id;
-        exchange->commands[id] = depart(exchange, id, op, 0, target->number, column); /* 1 */
+        exchange->commands[id] = depart(exchange, id, own, 0, target->number, column); /* 1 */
     }
     caller_give_each(exchange->caller, &ids, &commands, serve == Py_None);
     /* 2 */
@@ -598,11 +631,12 @@ static PyObject *exchange_give(PyObject *self, PyObject *args)
 {
     Exchange *exchange = (Exchange *)self;
     long long op, column;
-    PyObject *given, *serve;
+    PyObject *resets, *given, *serve;
     Target target;
-    if (!PyArg_ParseTuple(args, "LOLO", &op, &given, &column, &serve))
+    if (!PyArg_ParseTuple(args, "LOOLO", &op, &resets, &given, &column, &serve))
         return NULL;
-    int is_given = target_take(exchange, given, &target) == 0 && give_all(exchange, &target, op, column, serve) == 0;
+    int is_given = target_take(exchange, given, &target) == 0
+                   && give_all(exchange, &target, op, resets, column, serve) == 0;
     target_release(&target);
     return is_given ? Py_NewRef(Py_None) : NULL;
 }
@@ -619,12 +653,12 @@ static PyObject *exchange_step(PyObject *self, PyObject *args)
 {
     Exchange *exchange = (Exchange *)self;
     long long op;
-    PyObject *given, *column, *serve, *draft, *drafted = NULL, *pair = NULL;
+    PyObject *resets, *given, *column, *serve, *draft, *drafted = NULL, *pair = NULL;
     Target target;
-    if (!PyArg_ParseTuple(args, "LOOOO", &op, &given, &column, &serve, &draft))
+    if (!PyArg_ParseTuple(args, "LOOOOO", &op, &resets, &given, &column, &serve, &draft))
         return NULL;
     if (target_take(exchange, given, &target) == 0
-        && give_all(exchange, &target, op, PyLong_AsLongLong(column), serve) == 0)
+        && give_all(exchange, &target, op, resets, PyLong_AsLongLong(column), serve) == 0)
         drafted = draft == Py_None ? Py_NewRef(Py_None) : PyObject_CallFunctionObjArgs(draft, column, NULL);
     if (drafted != NULL) {
         int has_all = serve == Py_None ? caller_has_all(exchange->caller) : 1;
@@ -669,14 +703,15 @@ static PyMethodDef exchange_methods[] = {
      "take(count, next, root, ids): take the first of those that `wait` has found: their rows and ids to `next`; to `root`, "
      "unless that is None, where they were before, and their inputs; to `ids` their ids. Return how many were reset; -1 if "
      "nothing was done."},
-    {"may_step", exchange_may_step, METH_O, "may_step(op): return whether all envs may be given a step."},
+    {"may_step", exchange_may_step, METH_VARARGS,
+     "may_step(op, resets): return whether all envs may be given a step; `resets` are reset instead: int64 `[j]` or None."},
     {"give", exchange_give, METH_VARARGS,
-     "give(op, target, column, serve): give all envs a step, after `may_step`; call `serve()`, which carries it out, or "
+     "give(op, resets, target, column, serve): give all envs a step, after `may_step`; call `serve()`, which carries it out, or "
      "wake the workers (None). `target`: None for the ring, or (number, done flags of next and of root, columns)."},
     {"land", exchange_land, METH_O,
      "land(target): note where all envs are, which have answered it; return how many have ended (written to `ended`)."},
     {"step", exchange_step, METH_VARARGS,
-     "step(op, target, column, serve, draft): `give`; call `draft(column)`, unless it is None; wait for all; `land`. "
+     "step(op, resets, target, column, serve, draft): `give`; call `draft(column)`, unless it is None; wait for all; `land`. "
      "Return the draft, and how many have ended; -1 if no answer has come for `look_ns`, or if there is more to know "
      "than rows: then the envs are under way."},
     {"roots", exchange_roots, METH_VARARGS,

@@ -122,6 +122,7 @@ class Engine(Calls):
             "inputs": self.intakes[0].targets,
             "done": batch.next_keys.index(("done",)),
             "root_done": batch.root_keys.index(("done",)),
+            "blank": len(batch.next_arrays) - len(batch.spec.reward) - len(batch.spec.done),
             "action": None if plain is None else plain.target,
             "check": 0 if plain is None or plain.legal is None else int(plain.legal),
             "limit": 0 if plain is None else plain.limit,

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.protocol.flight import Flight
-from envherd.workers.protocol import STEP_RESET, Op
+from envherd.workers.protocol import Op
 
 if TYPE_CHECKING:
     from envherd.executor.batches.step_data import StepBatches
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: `td -> (next, root)`, or None if the step was not made.
 FastStep = Callable[[TensorDictBase], tuple[TensorDictBase, TensorDictBase | None] | None]
 #: See `_compile_give`.
-Give = Callable[[int, Any], tuple[Any, Flight | None, np.ndarray | None]]
+Give = Callable[[np.ndarray | None, int, Any], tuple[Any, Flight | None, np.ndarray | None]]
 
 
 def never(_: Any) -> None:
@@ -58,13 +58,13 @@ def compile_step(
             or td._td_dim_names is not None  # noqa: SLF001
             or td._is_locked  # noqa: SLF001
             or "next" in (source := td._tensordict)  # noqa: SLF001
-            or not can_give()
+            or not can_give(None)
         ):
             return None
         if not take_all(find(source)):
             write_inputs(td)
         column = next_column()
-        drafted, flight, ended = give(column, draft)
+        drafted, flight, ended = give(None, column, draft)
         pair = finish(drafted, column, ended) if flight is None else land(flight, drafted, steps)
         source["next"] = pair[0]
         return td, pair[1]
@@ -94,27 +94,28 @@ def compile_command(engine: Engine, op: Op) -> Callable[..., Flight]:
         resets: np.ndarray | None = None,
         is_parked: bool = False,
     ) -> Flight:
-        if is_parked or resets is not None or not can_give():
+        if is_parked or not can_give(resets):
             return begin(op, at=at, write_inputs=write_inputs, resets=resets, is_parked=is_parked)
         if write_inputs is not None:
             write_inputs()
         landed.at = next_column() if at is None else at
-        _, flight, landed.ended = give(landed.at, None)
+        _, flight, landed.ended = give(resets, landed.at, None)
         if flight is not None:
             return flight
-        landed.was_reset = landed.ended if op == STEP_RESET else None
+        landed.note_resets(resets)
         return landed
 
     return command
 
 
-def _compile_give(engine: Engine, op: Op) -> tuple[Callable[[], bool], Give]:
+def _compile_give(engine: Engine, op: Op) -> tuple[Callable[[np.ndarray | None], bool], Give]:
     """Return the two functions that begin and land a command of all envs.
 
     Returns:
-        A function that returns whether it can be given: no env refuses it, and all workers serve. And one that gives it
-        and waits: `(column, draft) -> (result of draft(column), flight, ended)`. The flight has not landed, or is None.
-        Then `ended` are the envs whose episodes have ended, int64 `[k]`, or None for none.
+        A function of `Flight.resets` that returns whether the command can be given: no env refuses it, and all workers
+        serve. And one that gives it and waits: `(resets, column, draft) -> (result of draft(column), flight, ended)`.
+        The flight has not landed, or is None. Then `ended` are the envs whose episodes have ended, int64 `[k]`, or None
+        for none.
     """
     flights, positions, own_op = engine.flights, engine.positions, int(op)
     absent, serve, target = engine.pool.absent, engine.pool.serve, positions.where.in_c
@@ -122,14 +123,14 @@ def _compile_give(engine: Engine, op: Op) -> tuple[Callable[[], bool], Give]:
     take_infos = engine.side.infos.take_all if engine.side.infos.has_rows else None
     under_way = Flight(flights, op, None, None)
 
-    def can_give() -> bool:
-        return not absent and may_step(own_op)
+    def can_give(resets: np.ndarray | None) -> bool:
+        return not absent and may_step(own_op, resets)
 
-    def give(column: int, draft: Any) -> tuple[Any, Flight | None, np.ndarray | None]:
+    def give(resets: np.ndarray | None, column: int, draft: Any) -> tuple[Any, Flight | None, np.ndarray | None]:
         flights.current = under_way
-        drafted, num_ended = step(own_op, target, column, serve, draft)
+        drafted, num_ended = step(own_op, resets, target, column, serve, draft)
         if num_ended < 0:
-            return drafted, flights.adopt(op, column), None
+            return drafted, flights.adopt(op, column, resets), None
         positions.is_mixed = False
         if take_infos is not None:
             take_infos()

@@ -107,6 +107,12 @@ class Flight:
             fresh[self.was_reset] = True
         return fresh
 
+    def note_resets(self, resets: np.ndarray | None) -> None:
+        """Set `was_reset` of a flight all of whose envs have answered, by its `ended` and its `resets`."""
+        self.was_reset = self.ended if self.op == STEP_RESET else None
+        if resets is not None:
+            self.was_reset = resets if self.was_reset is None else np.union1d(resets, self.was_reset)
+
     def land(self, timeout_s: float | None = None) -> Flight:
         """Wait for the answers and handle the outcome; see the module.
 
@@ -186,8 +192,8 @@ class Flights:
             Busy, ResetNeeded, ActionError, WorkerLost, WorkerTimeout: refused; nothing was sent or changed.
         """
         concerned = self.all_ids if ids is None else ids
-        is_whole = ids is None and op != RESET and resets is None and cut is None
-        if not (is_whole and self.states.are_running()):
+        is_whole = ids is None and op != RESET and cut is None
+        if not (is_whole and resets is None and self.states.are_running()):
             self._check(op, concerned, resets, cut)
         if op == RESET and self._recycler is not None:
             self._recycler.before_resets(concerned, self.losses.lose)
@@ -203,7 +209,8 @@ class Flights:
         self.current = flight  # 1
         try:
             if is_whole and self.native is not None and not (self.pool.absent or flags):
-                self.native.give(op, self.positions.where.in_c, at, self.pool.serve)
+                flight.resets = resets
+                self.native.give(op, resets, self.positions.where.in_c, at, self.pool.serve)
             else:
                 self._depart(flight, resets, cut)  # 2
                 self._submit(flight, flags)
@@ -267,9 +274,10 @@ class Flights:
         ops, columns = (self.states.ops[ids], self.states.columns[ids]) if is_mixed else (op, flight.at)
         pool.submit(ids, ops, target, columns, flags)
 
-    def adopt(self, op: Op, at: int) -> Flight:
+    def adopt(self, op: Op, at: int, resets: np.ndarray | None) -> Flight:
         """Return the flight of a STEP or STEP_RESET of all envs that `fast_step` has given but cannot land."""
         flight = Flight(self, op, None, at)
+        flight.resets = resets
         flight.outer = None
         self.current = flight
         return flight
@@ -348,10 +356,11 @@ class Flights:
             is_over: bool `[k]`, whether their steps have ended their episodes, if all are steps and that is known.
         """
         positions, ids, ahead = self.positions, flight.ids, self.positions.where.root_ahead
-        is_whole = flight.op != RESET and flight.resets is None and flight.cut is None and not len(flight.dead)
-        if is_whole and flight.is_all:
+        has_all = flight.op != RESET and flight.cut is None and not len(flight.dead)
+        is_whole = has_all and flight.resets is None
+        if flight.is_all and (is_whole or (has_all and self.native is not None)):
             flight.ended = self._land_all(flight)
-            flight.was_reset = flight.ended if flight.op == STEP_RESET else None
+            flight.note_resets(flight.resets)
             return
         ops, at = self.states.ops[ids], self.states.columns[ids]
         if flight.op == RESET:

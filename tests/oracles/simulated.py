@@ -311,8 +311,9 @@ class SimulatedPool(WorkerPool):
     def compile(self, facts: Mapping[str, Any]) -> Any:
         exchange = super().compile(facts)
 
-        def step(op: int, target: Any, column: int, serve: None, draft: Callable[[int], Any] | None) -> tuple[Any, int]:
-            found: tuple[Any, int] = exchange.step(op, target, column, serve, self._after(draft or (lambda _: None)))
+        def step(*given: Any) -> tuple[Any, int]:
+            *parts, draft = given
+            found: tuple[Any, int] = exchange.step(*parts, self._after(draft or (lambda _: None)))
             return found
 
         names = ("may_step", "land", "wait", "take", "roots")

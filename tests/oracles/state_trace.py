@@ -49,20 +49,21 @@ class StateTrace:
             call = getattr(exchange, name)
             return lambda *given: self._watch(values, lambda: call(*given), lambda: events_of(*given), self.in_c)
 
-        def step(op: int, target: Any, column: int, serve: Any, draft: Any) -> Any:
+        def given(op: int, resets: Any, *_: Any) -> dict[int, int]:
+            return dict.fromkeys(everyone, op) | dict.fromkeys([] if resets is None else resets.tolist(), Op.RESET)
+
+        def step(op: int, resets: Any, target: Any, column: int, serve: Any, draft: Any) -> Any:
             """Note the command when it is given, before the draft, and the answers afterwards."""
 
             def drafted(at: int) -> Any:
-                self._watch(
-                    before, lambda: before.__setitem__(..., values), lambda: dict.fromkeys(everyone, op), self.in_c
-                )
+                self._watch(before, lambda: before.__setitem__(..., values), lambda: given(op, resets), self.in_c)
                 return None if draft is None else draft(at)
 
             before = values.copy()
             self._arrays.append(before)
             self._latest[id(before)] = before.copy()
             try:
-                pair: tuple[Any, int] = exchange.step(op, target, column, serve, drafted)
+                pair: tuple[Any, int] = exchange.step(op, resets, target, column, serve, drafted)
             except BaseException:
                 self._latest[id(values)] = values.copy()
                 raise
@@ -88,7 +89,7 @@ class StateTrace:
             **others,
             step=step,
             land=land,
-            give=watched("give", lambda op, *_: dict.fromkeys(everyone, op)),
+            give=watched("give", given),
             send=watched("send", lambda op, ids, _: dict.fromkeys(ids.tolist(), op)),
             take=watched("take", lambda *given: {i: _answer_of(facts, i) for i in given[-1].tolist()}),
         )
@@ -135,6 +136,8 @@ def _answer_of(facts: Mapping[str, Any], env_id: int, target: Any = None) -> Eve
     if target is not None:
         _, next_done, root_done, _ = target
     is_over = next_done[column, env_id].any()
-    if is_over and op == Op.STEP_RESET:
-        is_over = root_done[column + (target is not None), env_id].any()
+    if op == Op.RESET or (is_over and op == Op.STEP_RESET):
+        is_over = root_done[
+            column + (target is not None), env_id
+        ].any()  # in the ring, where resets are, both columns are one
     return Event.ENDS if is_over else Event.ANSWERED

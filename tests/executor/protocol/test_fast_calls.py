@@ -37,8 +37,10 @@ from envherd.executor import (
 from envherd.executor.pools import fast_commands
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.protocol.env_states import NEXT, Event, State
+from envherd.executor.protocol.fast_step import compile_command
 from envherd.executor.protocol.plain import Plain
 from envherd.workers import native
+from envherd.workers.protocol import Op
 from envherd.workers.testing import CountingEnv
 from tests.envs.counting_envs import AgentsEnv, FlagsEnv
 from tests.gates import Gate, wait_for
@@ -370,6 +372,23 @@ class Pair:
     def _step_where_ended(self, env: Any, side: int, rng: np.random.Generator) -> Any:
         return env.step(self._action(env, rng))
 
+    def _step_with_resets(self, env: Any, side: int, rng: np.random.Generator) -> Any:
+        """Reset the envs that have ended, and some others, while the rest step, as the Gymnasium facade does."""
+        engine, action = env._engine, self._action(env, rng)
+        resets = np.flatnonzero(engine.states.needs_reset | (rng.random(self.num_envs) < 0.3))
+        op, is_parked = (Op.STEP, Op.STEP_RESET)[rng.integers(2)], bool(rng.integers(2))
+        write_inputs = functools.partial(engine.write_inputs, action)
+        with engine.guard:
+            flight = compile_command(engine, op)(write_inputs=write_inputs, resets=resets, is_parked=is_parked)
+            if not flight.has_landed:
+                flight.land()
+        ended = torch.zeros(self.num_envs, dtype=torch.bool)
+        ended[[] if flight.ended is None else flight.ended] = True
+        flags = {"ended": ended, "fresh": torch.from_numpy(flight.fresh)}
+        after = engine.batches.next_of(engine.all_ids, np.full(self.num_envs, flight.at))
+        unwritten = [leaf.key for spec in engine.specs for leaf in spec.observation]  # for those that were reset
+        return env.current().update(flags).set("next", after.exclude(*unwritten))
+
     def _step_oddly(self, env: Any, side: int, rng: np.random.Generator) -> Any:
         self._revive(env)
         return (env.step, env.step_and_maybe_reset)[rng.integers(2)](self._odd(env, rng))
@@ -443,7 +462,10 @@ def is_refusal(result: Any) -> bool:
 
 
 #: Calls after which all of the state is the same.
-STEPS = {"fused", "step", "step_where_ended", "step_oddly", "reset", "rollout", "exchange", "step_in_a_rollout"}
+STEPS = {
+    *("fused", "step", "step_with_resets", "step_where_ended", "step_oddly"),
+    *("reset", "rollout", "exchange", "step_in_a_rollout"),
+}
 EXCHANGES = [
     *(*["send"] * 5, *["recv"] * 4, *["current"] * 3),
     *("send_oddly", "write", "drop", "fused", "reset", "revive", "rollout"),
