@@ -151,8 +151,9 @@ def _take_numbers(
     return take_all, take_some
 
 
-#: The batches of a step, created before their memory is filled: `(memory, or None for the frame's own; next; root)`.
-Draft = tuple[np.ndarray | None, TensorDict, TensorDict | None]
+#: The batches of a step, created before their memory is filled: `(memory, or None for the frame's own; memory of
+#: `interrupted`, or None; next; root)`.
+Draft = tuple[np.ndarray | None, np.ndarray | None, TensorDict, TensorDict | None]
 
 
 class StepBatches:
@@ -164,33 +165,49 @@ class StepBatches:
         root_over_next: over the same leaves, for a step after which no env was reset.
         root_shell: over the leaves of its root.
         is_copy: hand out copies of steps, not views of the ring.
+        interrupted: the latest flags, bool `[N, *B, 1]` (VIEW); each `next` gets a copy. None for no such leaf.
 
     Attributes:
         draft: op -> `column -> draft`: creates the batches of a step before its rows exist; `finish` fills them.
     """
 
-    def __init__(
-        self, batch: GroupBatch, next_shell: Shell, root_over_next: Shell, root_shell: Shell, *, is_copy: bool
+    def __init__(  # the parts of a batch
+        self,
+        batch: GroupBatch,
+        next_shell: Shell,
+        root_over_next: Shell,
+        root_shell: Shell,
+        *,
+        is_copy: bool,
+        interrupted: np.ndarray | None = None,
     ) -> None:
         self._batch = batch
         self._build_next, self._build_over_next = next_shell.build, root_over_next.build
         self._build_root = root_shell.build
-        self._is_copy = is_copy
+        self._is_copy, self._interrupted = is_copy, interrupted
         self.draft = {op: self._drafter(has_root=op == Op.STEP_RESET) for op in (Op.STEP, Op.STEP_RESET)}
 
     def _drafter(self, *, has_root: bool) -> Callable[[int], Draft]:
         """Return the function that drafts the batches of a step to a column; see `draft`."""
         build_next, build_root = self._build_next, self._build_over_next
-        take, views = self._batch.memory.take, self._batch.next_views
+        take, views, interrupted = self._batch.memory.take, self._batch.next_views, self._interrupted
 
         def draft_copy(column: int) -> Draft:
             buffer, leaves = take(column)
-            return buffer, build_next(leaves), build_root(leaves) if has_root else None
+            return buffer, None, build_next(leaves), build_root(leaves) if has_root else None
 
         def draft_views(column: int) -> Draft:
             leaves = views(column)
-            return None, build_next(leaves), build_root(leaves) if has_root else None
+            return None, None, build_next(leaves), build_root(leaves) if has_root else None
 
+        def draft_with_flags(column: int) -> Draft:
+            buffer, leaves = take(column) if self._is_copy else (None, views(column))
+            flags = np.empty_like(interrupted)
+            leaves = [*leaves, *self._batch.to_tensors([flags])]
+            return buffer, flags, build_next(leaves), build_root(leaves) if has_root else None
+
+        if interrupted is not None:
+            return draft_with_flags
         return draft_copy if self._is_copy else draft_views
 
     def finish(self, draft: Draft, column: int, reset_ids: np.ndarray | None) -> tuple[TensorDict, TensorDict | None]:
@@ -205,7 +222,9 @@ class StepBatches:
             Copies, or the frame that is lent, or views if the executor hands out views. The root shares the leaves of
             `next` unless an env was reset.
         """
-        buffer, next_td, root = draft
+        buffer, flags, next_td, root = draft
+        if flags is not None:
+            flags[...] = self._interrupted
         if buffer is not None:
             buffer[:] = self._batch.next_bytes[column]
         if reset_ids is not None and root is not None:

@@ -51,7 +51,8 @@ class EnvBatches:
         self.root_shell = first.shell("root", (first.num_rows,))
         lead = (first.num_rows,)
         shells = first.shell("next", lead), first.root_shell_over_next(lead), self.root_shell
-        self.steps = StepBatches(first, *shells, is_copy=is_copy)
+        interrupted = self._interrupted(first, slice(None)) if self._has_interrupted else None
+        self.steps = StepBatches(first, *shells, is_copy=is_copy, interrupted=interrupted)
 
     def _make_group(self, index: int, device: torch.device | None) -> GroupBatch:
         positions, has_interrupted = self._positions, self._has_interrupted
@@ -84,17 +85,17 @@ class EnvBatches:
     def _group_next(self, batch: GroupBatch, leaves: Leaves, env_ids: np.ndarray) -> TensorDict:
         """Return the `next` batch `[k]` of some envs of a group over given leaves, with its other entries."""
         if self._has_interrupted:
-            leaves = [*leaves, self._interrupted_leaf(batch, env_ids)]
+            leaves = [*leaves, *batch.to_tensors([self._interrupted(batch, env_ids).copy()])]
         td = batch.shell("next", (len(env_ids),)).build(leaves)
         if batch.side_keys:
             add_side(td, batch.side_keys, [self._side.next[i] for i in env_ids.tolist()])
         return td
 
-    def _interrupted_leaf(self, batch: GroupBatch, env_ids: np.ndarray) -> torch.Tensor:
-        shape = (len(env_ids), *(1 for _ in batch.spec.batch_shape), 1)
-        flags = self._positions.interrupted[env_ids].reshape(shape)
-        flags = np.broadcast_to(flags, (len(env_ids), *batch.spec.batch_shape, 1)).copy()
-        return batch.to_tensors([flags])[0]
+    def _interrupted(self, batch: GroupBatch, env_ids: np.ndarray | slice) -> np.ndarray:
+        """Return which rows of some envs of a group are interrupted, bool `[k, *B, 1]` (VIEW, not to be written)."""
+        flags, own_shape = self._positions.interrupted[env_ids], batch.spec.batch_shape
+        flags = flags.reshape(len(flags), *(1 for _ in own_shape), 1)
+        return np.broadcast_to(flags, (len(flags), *own_shape, 1))
 
     def _root_after(self, leaves: list[Leaves], column: int, reset_ids: np.ndarray | None) -> TensorDictBase:
         """Return the root batch `[N]` after a step whose `next` leaves are given."""

@@ -75,6 +75,8 @@ def what_is_plain(
         (num_groups > 1, f"the envs have {num_groups} different specs"),
         (device is not None and device.type != "cpu", f"device={str(device)!r}"),
         (bool(side), f"values without a fixed shape: {reprlib.repr([*side])}"),
+    )
+    interrupts = _those(
         (options.on_worker_loss == "restart", "on_worker_loss='restart'"),
         (options.on_env_error == "interrupt", "on_env_error='interrupt'"),
     )
@@ -85,7 +87,7 @@ def what_is_plain(
     )
     step = (*pool.why_python, *rows, *odd)
     here = (not pool.num_workers, "the envs run in this process")
-    recv = (*step, *_those(here, (bool(spec.batch_shape), "each env is a batch of rows")))
+    recv = (*step, *interrupts, *_those(here, (bool(spec.batch_shape), "each env is a batch of rows")))
     inputs = reprlib.repr([leaf.key for leaf in (*spec.action, *spec.state)])
     unchecked = (intake is not None and intake.legal is None, f"check_actions={options.check_actions!r}")
     send = (*recv, *_those((intake is None, f"the inputs are not one array: {inputs}"), unchecked))

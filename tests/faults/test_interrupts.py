@@ -464,11 +464,11 @@ def test_an_interrupt_before_a_landing_leaves_rows_in_their_columns(monkeypatch)
     def interrupted(target: object) -> None:
         raise KeyboardInterrupt
 
-    with SerialEnv(2, CountingEnv, options=ExecutorOptions(on_env_error="interrupt")) as env:
+    with SerialEnv(2, CountingEnv) as env:
         env.send(env.rand_action(env.reset())[:1], [0])
         env.recv()
         flights: Any = env.engine.flights
         monkeypatch.setattr(flights, "native", types.SimpleNamespace(give=flights.native.give, land=interrupted))
         with pytest.raises(KeyboardInterrupt):
-            env.step(env.rand_action())
+            env.step(env.rand_action().lock_())  # which is not made in one call of C
         assert env.engine.positions.is_mixed

@@ -177,7 +177,8 @@ class Crew:
             shells: `data.Shells` for batches of all envs.
         """
         engine = self._engine
-        if engine.plain.step or not shells.is_on_cpu or tuple(engine.batch_size) != shells.batch_size:
+        is_plain = shells.is_on_cpu and tuple(engine.batch_size) == shells.batch_size
+        if engine.plain.step or engine.positions.has_interrupted or not is_plain:
             return {}
         steps = shells.over(engine.batches.groups[0])
         return {op: compile_step(engine, op, steps, shells.device) for op in (Op.STEP, Op.STEP_RESET)}

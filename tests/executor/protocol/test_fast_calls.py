@@ -151,6 +151,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "on the cpu, any action": {"num_workers": 1, "device": "cpu", "options": ExecutorOptions(check_actions="off")},
     "strict": {"num_workers": 1, "options": ExecutorOptions(check_actions="strict")},
     "finite": {"num_workers": 1, "options": ExecutorOptions(check_actions="finite")},
+    "interrupted rows": {"num_workers": 2, "options": ExecutorOptions(on_worker_loss="restart")},
+    "views with interrupted rows": {
+        "num_workers": 1,
+        "copy": False,
+        "options": ExecutorOptions(ring_frames=3, on_env_error="interrupt"),
+    },
 }
 
 

@@ -118,12 +118,16 @@ def assert_true(env: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
         (CountingEnv, {"infos": "pickle"}, "steps in C"),
         (CountingEnv, {"recycle_after": 3}, "steps in Python, because recycle_after=3"),
         (CountingEnv, {"max_worker_memory": 2**40}, f"steps in Python, because max_worker_memory={2**40}"),
-        (CountingEnv, {"on_worker_loss": "restart"}, "steps in Python, because on_worker_loss='restart'"),
+        (
+            CountingEnv,
+            {"on_worker_loss": "restart"},
+            "steps in C; send and recv in Python, because on_worker_loss='restart'",
+        ),
         (CountingEnv, {"device": "meta"}, "steps in Python, because device='meta'"),
         (
             CountingEnv,
             {"on_worker_loss": "restart", "recycle_after": 3},
-            "steps in Python, because on_worker_loss='restart' and recycle_after=3",
+            "steps in Python, because recycle_after=3",
         ),
         ([CountingEnv, PIXELS], {}, "steps in Python, because the envs have 2 different specs"),
         (TextEnv, {}, "steps in Python, because values without a fixed shape: [('text',)]"),
