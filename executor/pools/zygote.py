@@ -52,8 +52,8 @@ _HELPER_END_S = 5.0  # for the helper to end after its socket is closed
 #: Environment variables that change while a program runs and that no import reads.
 _PASSING = {"PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_"}
 _LIMITS = "Use fewer workers, or raise the limit (ulimit -u; pids.max of the control group)."
-#: The first import is of a built-in module, then the current folder leaves the path: else the import of json would take a
-#: json.py there. -P would do so too, but workers would have that flag of which their script may know nothing.
+#: The first import is of a built-in module, then the current folder leaves the path: else the import of json would take
+#: a json.py there. -P would do so too, but workers would have that flag of which their script may know nothing.
 _BOOT = """# envherd helper: imports modules, forks workers; see docs/faq.md
 import sys
 sys.path[:] = filter(None, sys.path)
