@@ -86,14 +86,6 @@ def _set_name(name: str) -> None:
     process.current_process().name = name
 
 
-def _start_method() -> str | None:
-    return multiprocessing.get_start_method(allow_none=True)  # else it could not be set later
-
-
-def _set_start_method(name: str | None) -> None:
-    multiprocessing.set_start_method(name, force=True)
-
-
 def _log() -> list[Any]:
     logger = util._logger  # type: ignore[attr-defined]  # noqa: SLF001  # None until a program asks for it
     return [util._log_to_stderr, logger and logger.getEffectiveLevel()]  # type: ignore[attr-defined]  # noqa: SLF001
@@ -148,7 +140,10 @@ TABLE = {
     "first_folder": Row(lambda: process.ORIGINAL_DIR, _set_first_folder),  # type: ignore[attr-defined]
     "authkey": Row(_key, _set_key),
     "name": Row(lambda: process.current_process().name, _set_name),
-    "start_method": Row(_start_method, _set_start_method),
+    "start_method": Row(
+        lambda: multiprocessing.get_start_method(allow_none=True),  # else it could not be set later
+        lambda name: multiprocessing.set_start_method(name, force=True),
+    ),
     "log": Row(_log, _set_log),
     "tracker": Row(_tracker, _join_tracker),
     "script": Row(_script, _make_script, is_of_this_python=True),

@@ -5,6 +5,7 @@ Exit codes: 0 success, 1 failure of the command, 2 wrong usage, 130 interrupted 
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -15,6 +16,8 @@ from envherd.shm.platforms import open_standard_descriptors
 def main() -> None:
     """Run the command that `sys.argv` names; the console script `envherd`."""
     open_standard_descriptors()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of tables and paths
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         from envherd.executor.cli.app import app
     except ModuleNotFoundError as error:
@@ -60,7 +63,8 @@ def _write_out() -> None:
 def _report(error: OSError) -> None:
     """Print an error in one line; nothing if the reader of the output has ended (`| head`)."""
     if not isinstance(error, BrokenPipeError) and sys.stderr is not None:
-        sys.stderr.write(f"error: {error.strerror or error}.\n")
+        where = "" if error.filename is None else f"accessing {error.filename} failed: "
+        sys.stderr.write(f"error: {where}{error.strerror or error}.\n")
 
 
 def _show(error: Exception) -> None:

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from envherd.executor.cli.exit_codes import EXIT_FAILED
 from envherd.executor.cli.option_values import require_place
 
 #: The template. In the copy, the new module's name replaces that of the template.
@@ -29,11 +28,7 @@ def init(
         raise typer.BadParameter(f"expected a new file, got {str(file)!r}, which exists. --force replaces it.")
     require_place(file)
     name = f"{_module(file)}:make_env"
-    try:
-        file.write_text(_TEMPLATE.read_text().replace(f"{_TEMPLATE.stem}:make_env", name))
-    except OSError as error:
-        typer.echo(f"error: accessing {error.filename} failed: {error.strerror}.", err=True)
-        raise typer.Exit(EXIT_FAILED) from None
+    file.write_text(_TEMPLATE.read_text().replace(f"{_TEMPLATE.stem}:make_env", name))
     typer.echo(f"{file} written. Next: envherd check {name}")
 
 

@@ -79,17 +79,27 @@ def new_folder(path: Path | None) -> Path | None:
 def require_place(path: Path) -> None:
     """Refuse a path that cannot be written to. Commands replace a file that is there, and make no parent folder.
 
+    A pipe with a name is refused: opening it waits for a reader. One without a name (`>(jq)`, /dev/stdout) has one.
+
     Raises:
-        typer.BadParameter: it is a folder, its parent folder does not exist, or writing there is not permitted.
+        typer.BadParameter: there is a folder or no file, its parent folder does not exist, writing there is not
+            permitted, or the path is not UTF-8, which torch cannot open.
     """
-    if path.is_dir():
-        raise typer.BadParameter(f"expected the path of a file, got the folder {str(path)!r}.")
-    if not path.parent.is_dir():
-        raise typer.BadParameter(
-            f"expected a path in an existing folder, got {str(path)!r}: there is no folder {str(path.parent)!r}."
-        )
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise typer.BadParameter(f"expected a path that can be written to, got {str(path)!r}: permission denied.")
+    name = str(path)
+    real = Path(os.path.realpath(path))
+    parent = real.parent if path.parent.is_dir() else path.parent
+    for is_refused, got in (
+        (path.is_dir(), f"the folder {name!r}"),
+        (not parent.is_dir(), f"{name!r}: there is no folder {str(parent)!r}"),
+        (
+            os.path.lexists(real) and not (real.is_file() or real.is_char_device()),
+            f"{name!r}: a pipe, a socket, a disk or a circular link",
+        ),
+        (not os.access(path if path.exists() else path.parent, os.W_OK), f"{name!r}: permission denied"),
+        (name.encode(errors="ignore").decode() != name, f"{name!r}: not UTF-8"),
+    ):
+        if is_refused:
+            raise typer.BadParameter(f"expected a path that can be written to, got {got}.")
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -52,13 +52,12 @@ class RolloutStore:
         self.num_stored = 0
         self._on_disk: TensorDictBase | None = None
         self._in_memory: list[TensorDictBase] = []
-        if directory.exists():
-            found = next(directory.iterdir(), None) if directory.is_dir() else directory
-            if found is not None:
-                raise StoreError(
-                    f"writing {directory} failed: expected a new or empty directory, got {found}. Remove it, or choose "
-                    f"another directory."
-                )
+        found = next(directory.iterdir(), None) if directory.is_dir() else directory
+        if found is not None and os.path.lexists(found):
+            raise StoreError(
+                f"writing {directory} failed: expected a new or empty directory, got {found}. Remove it, or choose "
+                f"another directory."
+            )
 
     def add(self, td: TensorDictBase) -> None:
         """Store the batch `[N]` of a step, with action and `next`; it is copied.
@@ -154,7 +153,7 @@ def _refuse_growth(directory: Path) -> None:
             raise ValueError(f"{path.name!r}, which is no file or folder")
     for path in directory.rglob("meta.json"):
         sizes = {file.name: file.stat().st_size for file in path.parent.glob("*.memmap")}
-        for key, leaf in json.loads(path.read_text()).items():
+        for key, leaf in json.loads(text_of(path)).items():
             if isinstance(leaf, dict) and leaf.get("dtype") is not None:
                 names = {f"{key}.memmap", f"{quote(key, safe=_UNQUOTED)}.memmap"} & sizes.keys()
                 size = math.prod(leaf["shape"]) * getattr(torch, leaf["dtype"].removeprefix("torch.")).itemsize

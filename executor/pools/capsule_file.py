@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import stat
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from envherd.workers.errors import EnvherdError
 SCHEMA = "envherd.capsule/1"
 SUFFIX = ".capsule"
 _FACTS, _PICKLE = "capsule.json", "factory.pickle"
+_LARGEST_TEXT = 1 << 28  # bytes; an evaluation of a million episodes has 200 MB
 #: Names of dtypes: whatever the bytes are, they are numbers.
 _DTYPES = frozenset(str(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDG")
 
@@ -82,14 +84,18 @@ def load_capsule(path: Path) -> Capsule:
 
 
 def text_of(path: Path) -> str:
-    """Return what a file holds; refuses devices and pipes, which may have no end.
+    """Return what a file holds; refuses devices and pipes, which may have no end, and large files.
+
+    Reads as much as the file's size, which is 0 for files of the kernel: reading these may wait.
 
     Raises:
         OSError, ValueError: there is no such file, or it cannot be read.
     """
-    if path.exists() and not path.is_file():
-        raise ValueError("a device, a pipe or a folder")
-    return path.read_text()
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_TEXT:
+        raise ValueError(f"a device, a pipe or a folder, or more than {_LARGEST_TEXT >> 20} MiB")
+    with path.open("rb") as file:
+        return file.read(status.st_size).decode()
 
 
 def _read(file: IO[bytes]) -> Capsule:

@@ -52,9 +52,12 @@ _HELPER_END_S = 5.0  # for the helper to end after its socket is closed
 #: Environment variables that change while a program runs and that no import reads.
 _PASSING = {"PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_"}
 _LIMITS = "Use fewer workers, or raise the limit (ulimit -u; pids.max of the control group)."
-#: Run with -P: without it, the import of json would take a json.py of the current folder.
+#: The first import is of a built-in module, then the current folder leaves the path: else the import of json would take
+#: a json.py there. -P would do so too, but workers would have that flag of which their script may know nothing.
 _BOOT = """# envherd helper: imports modules, forks workers; see docs/faq.md
-import json, sys
+import sys
+sys.path[:] = filter(None, sys.path)
+import json
 fd, log_fd, path_fd = map(int, sys.argv[1:])
 with open(path_fd) as file:
     sys.path[:] = json.load(file)
@@ -167,7 +170,7 @@ class Zygote:
             with in_file(json.dumps(path).encode()) as file:  # an argument has at most 128 KiB
                 theirs = (self._theirs.fileno(), self._log_fd, file.fileno())
                 self._process = subprocess.Popen(
-                    [sys.executable, *flags(), "-P", "-c", _BOOT, *map(str, theirs)],
+                    [sys.executable, *flags(), "-c", _BOOT, *map(str, theirs)],
                     pass_fds=theirs,
                     env=self._environ,
                     stdin=subprocess.DEVNULL,

@@ -278,7 +278,7 @@ class Zygote:
                 fds.append(file.fileno())
                 for fd in fds:
                     os.set_inheritable(fd, True)
-                command = [sys.executable, *flags(), "-P", "-c", _EXEC]
+                command = [sys.executable, *flags(), "-c", _EXEC]
                 if python:
                     os.setpgid(0, 0)  # before a command forks: by the group, all its processes are ended
                     command = [*python["command"], "-c", _EXEC_OTHER]
@@ -370,8 +370,11 @@ def _children() -> list[int]:
     return []
 
 
+#: Without the current folder in the path, as the helper's own first lines.
 _EXEC = """
-import json, sys
+import sys
+sys.path[:] = filter(None, sys.path)
+import json
 *fds, config_fd = map(int, sys.argv[1:])
 with open(config_fd) as file:
     config = json.load(file)
@@ -380,8 +383,7 @@ from envherd.workers.process.entry import exec_main
 exec_main(*fds, config)
 """
 
-#: The same in another interpreter: this package is the only one that it gets from here. Run without -P, which Python
-#: 3.10 does not have.
+#: The same in another interpreter: this package is the only one that it gets from here.
 _EXEC_OTHER = """
 import sys
 sys.path[:] = filter(None, sys.path)

@@ -193,6 +193,7 @@ OUTCOMES: list[Any] = [
             ("--env-kwargs '{length: 3}'", "JSON object"),
             ("--env-kwargs [3]", "JSON object"),
             ("--env-kwargs @/dev/zero", "a device, a pipe or a folder"),
+            ("--env-kwargs @/proc/kmsg", "JSON object"),  # reading it waits for the kernel's next message
             ("--gif none/film.gif", "there is no folder 'none'"),
             ("--json none/figures.json", "there is no folder 'none'"),
             ("--out none/data", "there is no folder 'none'"),
@@ -326,13 +327,22 @@ def test_a_command_has_an_exit_code_and_texts_and_leaves_no_file_if_it_fails(fol
         ("doctor --json", ">&-", 2, "got a closed one"),
         ("top --once --json", ">&-", 2, "got a closed one"),
         ("--version", ">/dev/full", 1, "error: No space left on device."),
+        ("init pipe.py --force", "", 2, "'pipe.py': a pipe"),
+        (f"rollout {COUNTING} --json pipe.py", "", 2, "'pipe.py': a pipe"),
+        (f"rollout {COUNTING} --json loop", "", 2, "circular link"),
+        (f"rollout {COUNTING} --json >(cat >copy)", "", 0, ""),
+        (f"rollout {COUNTING} --out $'\\xff'", "", 2, "not UTF-8"),
+        ("--help", "", 0, ""),
     ],
 )
 def test_an_output_that_is_closed_or_full_gives_one_line(command, how, code, line):
-    script = f"set -o pipefail; {Path(sys.executable).with_name('envherd')} {command} {how}"
+    script = (
+        "set -o pipefail; export PYTHONIOENCODING=ascii COLUMNS=30; mkfifo pipe.py; ln -s loop loop; "
+        f"{Path(sys.executable).with_name('envherd')} {command} {how}"
+    )
     done = subprocess.run(["bash", "-c", script], stderr=subprocess.PIPE, text=True, check=False, timeout=120)
     assert done.returncode == code, done.stderr
-    printed = " ".join(done.stderr.replace("│", " ").split())  # a usage error has a frame, as wide as the terminal
+    printed = " ".join(done.stderr.replace("|", " ").split())  # a usage error has a frame, as wide as the terminal
     assert line in printed
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr

@@ -193,7 +193,7 @@ def look():
         "start_method": multiprocessing.get_start_method(),
         "log": [util.get_logger().level, util._log_to_stderr],
         "script": [script.__file__, script.__doc__, script is sys.modules["__mp_main__"]],
-        "flags": [sys.flags.optimize, sys.flags.utf8_mode, sys.warnoptions, sys._xoptions],
+        "flags": [*sys.flags, sys.warnoptions, sys._xoptions],
     }
 
 class Seeing(World):
