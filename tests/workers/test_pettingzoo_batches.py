@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tests.extras import skip_without
+from tests.extras import needs, skip_without
 
 skip_without("pettingzoo")
 
@@ -58,6 +58,7 @@ CASES = {
     "speaker_listener": PettingZooFactory("mpe2.simple_speaker_listener_v4", return_state=True),
     "multiwalker": PettingZooFactory("sisl/multiwalker-v9", return_state=True),
 }
+MARKED = [pytest.param(case, marks=needs("box2d")) if case == "multiwalker" else case for case in CASES]
 
 
 def torchrl_env(env: Any, *, return_state: bool = True) -> Any:
@@ -82,7 +83,7 @@ def marked(test: Any) -> Any:
 
 
 @marked
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", MARKED)
 def test_keys_shapes_and_dtypes_are_those_of_torchrl(case):
     expected = torchrl_env(CASES[case]()).rollout(3)
     with SerialEnv(2, CASES[case], seed=0) as env:
@@ -115,12 +116,13 @@ def test_keys_with_masks_and_infos_are_those_of_torchrl():
 
 
 @marked
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", MARKED)
 def test_values_are_those_of_torchrl(case):
     compare(CASES[case], num_steps=30, max_cycles=12)
 
 
 @marked
+@needs("box2d")
 def test_walkers_that_fall_and_stay_away_are_as_in_torchrl():
     """TorchRL marks an absent agent both terminated and truncated; only that differs."""
     factory = PettingZooFactory("sisl/multiwalker-v9")  # has no state when a walker is gone
