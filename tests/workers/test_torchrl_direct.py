@@ -53,7 +53,11 @@ from envherd.workers.adapters.torchrl.direct import leaf_keys
 from tests.envs import torchrl_own
 from tests.envs.torchrl_direct_envs import Buffered, Keeper, Nested, Twice, herd
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning",
+    "ignore::FutureWarning",
+    "ignore:In future, it will be an error for 'np.bool:DeprecationWarning",  # TorchRL 0.10 with NumPy 2.1
+)
 
 Make = Callable[[], EnvBase]
 
