@@ -91,19 +91,6 @@ else
 	ENVHERD_LACKS=nothing $(SMALL_BIN)/python tests/lacking/everything.py
 endif
 
-# Installs the newest releases, without constraints and upper bounds: what breaks here breaks for users soon. The newest
-# TensorDict comes second, because TorchRL may not accept it yet.
-NEWEST := .venv.newest
-NEWEST_PYTHON := $(NEWEST)/$(SCRIPTS)/python
-test-newest:
-	$(call small_venv,$(NEWEST)) -e ".[gymnasium,mujoco,pettingzoo,dev]"
-	$(NEWEST_PYTHON) -m pip install -qq --upgrade torchrl gymnasium stable-baselines3 pettingzoo mpe2 mujoco
-	$(NEWEST_PYTHON) -m pytest -n $(JOBS) -m "not quiet" tests/executor/facades tests/workers
-	$(NEWEST_PYTHON) -m pip uninstall -qq --yes torchrl
-	$(NEWEST_PYTHON) -m pip install -qq --upgrade tensordict
-	$(NEWEST_PYTHON) -m pytest -n $(JOBS) -m "not quiet" tests/executor/protocol/test_stepping.py tests/executor/batches \
-		tests/executor/rollouts
-
 # IsaacLab's wheel requires older versions of what all other extras need, so it is put above .venv without its
 # requirements, for these tests only.
 ISAACLAB := build/isaaclab
@@ -132,6 +119,14 @@ test-python: $(STAMP)
 # Installs the oldest supported libraries over those of .venv for these tests only; `make compat` runs more tests.
 test-oldest: $(STAMP)
 	$(BIN)/python -m tools.compat --above --jobs $(JOBS)
+
+# Installs the newest releases, without constraints and upper bounds: what breaks here breaks for users soon. TensorDict
+# is tested without TorchRL also, which may not accept the newest yet. The tools have a venv, as PYTHON may lack them.
+NEWEST := .venv.newest
+test-newest:
+	$(call small_venv,$(NEWEST)) packaging "setuptools>=77"
+	$(NEWEST)/$(SCRIPTS)/python setup.py -q build_ext --inplace
+	$(NEWEST)/$(SCRIPTS)/python -m tools.compat --released --jobs $(JOBS)
 
 # A wanted change of data: `make golden WRITE=--write`.
 CASES ?=

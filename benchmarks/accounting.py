@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -94,11 +95,8 @@ def pressure_line() -> str:
 
 def pressure_total_us(line: str) -> int | None:
     """Return the microseconds in which some task waited, from a line of /proc/pressure/cpu; None if it has none."""
-    for field in line.split():
-        name, _, value = field.partition("=")
-        if name == "total":
-            return int(value)
-    return None
+    found = re.search(r"\btotal=(\d+)", line)
+    return int(found[1]) if found else None
 
 
 def pressure_while_idle(seconds: float) -> float | None:

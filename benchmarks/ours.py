@@ -100,15 +100,17 @@ def _first_k(job: Job) -> Pool:
 def _as_gymnasium(job: Job, *, num_workers: int | None = 1) -> Pool:
     from envherd.executor.facades.gymnasium import AsyncVectorEnv
 
-    env = AsyncVectorEnv([job.make_env] * job.num_envs, num_workers=num_workers)
-    return stepped_arrays(env, job, has_two_flags=True)
+    return stepped_arrays(
+        AsyncVectorEnv([job.make_env] * job.num_envs, num_workers=num_workers), job, has_two_flags=True
+    )
 
 
 def _as_sb3(job: Job, *, num_workers: int | None = 1) -> Pool:
     from envherd.executor.facades.sb3 import SubprocVecEnv
 
-    env = SubprocVecEnv([job.make_env] * job.num_envs, num_workers=num_workers)
-    return stepped_arrays(env, job, has_two_flags=False)
+    return stepped_arrays(
+        SubprocVecEnv([job.make_env] * job.num_envs, num_workers=num_workers), job, has_two_flags=False
+    )
 
 
 def _as_torchrl(job: Job) -> Pool:

@@ -26,27 +26,18 @@ def _gymnasium(kind: str, job: Job) -> Pool:
     return stepped_arrays(getattr(gymnasium.vector, kind)([job.make_env] * job.num_envs), job, has_two_flags=True)
 
 
-def _sb3_dummy(job: Job) -> Pool:
-    from stable_baselines3.common.vec_env import DummyVecEnv
+def _sb3(kind: str, job: Job, **kwargs: Any) -> Pool:
+    from stable_baselines3.common import vec_env
 
-    return stepped_arrays(DummyVecEnv([job.make_env] * job.num_envs), job, has_two_flags=False)
-
-
-def _sb3_subproc(job: Job) -> Pool:
-    from stable_baselines3.common.vec_env import SubprocVecEnv
-
-    env = SubprocVecEnv([job.make_env] * job.num_envs, start_method="fork")
-    return stepped_arrays(env, job, has_two_flags=False)
+    return stepped_arrays(getattr(vec_env, kind)([job.make_env] * job.num_envs, **kwargs), job, has_two_flags=False)
 
 
 def torchrl_factory(job: Job) -> Any:
     """Return a factory of TorchRL's version of an env: its own Melting Pot env, or its Gymnasium wrapper."""
+    from torchrl.envs import GymWrapper, MeltingpotEnv
+
     if job.family == "meltingpot":
-        from torchrl.envs import MeltingpotEnv
-
         return functools.partial(MeltingpotEnv, job.make_env.name, max_steps=job.episode or None)  # type: ignore[attr-defined]  # its factory
-    from torchrl.envs import GymWrapper
-
     return functools.partial(_wrapped, GymWrapper, job.make_env)
 
 
@@ -71,16 +62,10 @@ def stepped_tensordicts(env: Any, job: Job) -> Pool:
     return Pool(step, env.close, ends.read if job.has_ends else Pool.episodes)
 
 
-def _torchrl_serial(job: Job) -> Pool:
-    from torchrl.envs import SerialEnv
+def _torchrl(kind: str, job: Job, **kwargs: Any) -> Pool:
+    from torchrl import envs
 
-    return stepped_tensordicts(SerialEnv(job.num_envs, torchrl_factory(job)), job)
-
-
-def _torchrl_parallel(job: Job) -> Pool:
-    from torchrl.envs import ParallelEnv
-
-    return stepped_tensordicts(ParallelEnv(job.num_envs, torchrl_factory(job), mp_start_method="fork"), job)
+    return stepped_tensordicts(getattr(envs, kind)(job.num_envs, torchrl_factory(job), **kwargs), job)
 
 
 def _torchrl_async(job: Job) -> Pool:
@@ -173,10 +158,16 @@ def _peer(name: str, build: Any, peer: str, package: str, *, takes_meltingpot: b
 CONTENDERS = (
     _peer(GYMNASIUM_SYNC, functools.partial(_gymnasium, "SyncVectorEnv"), "gymnasium", "gymnasium"),
     _peer(GYMNASIUM_ASYNC, functools.partial(_gymnasium, "AsyncVectorEnv"), "gymnasium", "gymnasium"),
-    _peer(SB3_DUMMY, _sb3_dummy, "sb3", "stable_baselines3"),
-    _peer(SB3_SUBPROC, _sb3_subproc, "sb3", "stable_baselines3"),
-    _peer(TORCHRL_SERIAL, _torchrl_serial, "torchrl", "torchrl"),
-    _peer(TORCHRL_PARALLEL, _torchrl_parallel, "torchrl", "torchrl", takes_meltingpot=True),
+    _peer(SB3_DUMMY, functools.partial(_sb3, "DummyVecEnv"), "sb3", "stable_baselines3"),
+    _peer(SB3_SUBPROC, functools.partial(_sb3, "SubprocVecEnv", start_method="fork"), "sb3", "stable_baselines3"),
+    _peer(TORCHRL_SERIAL, functools.partial(_torchrl, "SerialEnv"), "torchrl", "torchrl"),
+    _peer(
+        TORCHRL_PARALLEL,
+        functools.partial(_torchrl, "ParallelEnv", mp_start_method="fork"),
+        "torchrl",
+        "torchrl",
+        takes_meltingpot=True,
+    ),
     _peer(TORCHRL_ASYNC, _torchrl_async, "torchrl", "torchrl"),
     _peer(TIANSHOU, _tianshou, "tianshou", "tianshou"),
     _peer(PUFFERLIB, _pufferlib, "pufferlib", "pufferlib"),

@@ -12,8 +12,8 @@ from benchmarks.gate import Probe, Reading, reasons_to_discard, tries_for
 from benchmarks.pools import Contender, Job
 from benchmarks.runner import PoolError, Runner, Slot
 
-#: Seconds for the build of a pool, and by which a slot may end late.
-BUILD_S, SLOT_GRACE_S = 300.0, 60.0
+#: Seconds for the build of a pool, by which a slot may end late, and by which each of its least calls may.
+BUILD_S, SLOT_GRACE_S, CALL_GRACE_S = 300.0, 60.0, 0.5
 
 
 class Plan(NamedTuple):
@@ -122,10 +122,11 @@ def _start(entry: Entry, running: dict[str, Runner], limit_s: float) -> None:
 def _take_turn(entry: Entry, running: dict[str, Runner], plan: Plan, probe: Probe, opened: list[bool]) -> None:
     """Run a slot, repeated while other processes use the machine and tries are left; keep the quietest one."""
     tries: list[Turn] = []
+    limit_s = plan.slot_s * (1 + 0.2) + SLOT_GRACE_S + CALL_GRACE_S * entry.job.episode
     for _ in range(tries_for(plan.num_tries, opened)):
         before = probe.read()
         try:
-            slot = running[entry.contender.name].run(plan.slot_s, plan.slot_s * (1 + 0.2) + SLOT_GRACE_S)
+            slot = running[entry.contender.name].run(plan.slot_s, limit_s)
         except PoolError as error:
             entry.failure = f"failed in {error}"
             running.pop(entry.contender.name).stop()

@@ -3,10 +3,11 @@
     python -m tools.compat                       # every row: an hour or two; 6 GB of disk at a time
     python -m tools.compat --rows "3.12|0.13"    # rows whose name has one of these, added to the page
     python -m tools.compat --above               # the oldest libraries above this environment: a minute; no page
+    python -m tools.compat --released            # the newest releases for this Python, beyond the bounds too; no page
 
 *Oldest* is the lower bound of every requirement in `pyproject.toml`, exactly; *newest* is what pip chooses within the
-bounds. Each is installed into a separate environment, which is deleted afterwards (unless `--keep`). Rows with another
-name add a few versions to one of the two.
+bounds; *released* is what it chooses without them. Each is installed into a separate environment, which is deleted
+afterwards (unless `--keep`). Rows with another name add a few versions to one of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tomllib
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reports" / "versions.md"
 PYTHONS = ("3.11", "3.12", "3.13")
+THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 #: Distribution -> its name in the table.
 SHOWN = {
     "torch": "torch",
@@ -39,13 +41,20 @@ SHOWN = {
     "stable-baselines3": "SB3",
     "ray": "Ray",
     "numpy": "NumPy",
+    "mujoco": "MuJoCo",
+    "pettingzoo": "PettingZoo",
+    "envpool": "EnvPool",
 }
-EXTRAS = ("torchrl", "gymnasium", "sb3")
+FACADES = ("torchrl", "gymnasium", "sb3")
+ENVS = ("mujoco", "pettingzoo", "envpool")
+EXTRAS = (*FACADES, *ENVS)
 #: Extras of RLlib's separate environment, because RLlib pins Gymnasium.
 RLLIB = "RLlib"
 RLLIB_EXTRAS = ("rllib", "pettingzoo", "meltingpot")
 #: An environment without TorchRL, which may lag a minor version behind TensorDict.
 ALONE = "without TorchRL"
+#: An environment with dm_control, which needs an older MuJoCo.
+WITH_DM_CONTROL = "dm_control"
 #: Libraries whose oldest versions can be put above any environment: only they are compiled against themselves.
 ABOVE = ("tensordict", "torchrl", "gymnasium", "stable-baselines3", "cloudpickle")
 #: Packages of the extra `dev` that tests need; the others check sources.
@@ -63,6 +72,16 @@ GROUPS = {
     "Gymnasium": ("executor/facades/test_gymnasium_*.py", "workers/test_gymnasium_*.py"),
     "SB3": ("executor/facades/test_sb3_equality.py", "executor/facades/test_sb3_vec_env.py"),
     "TorchRL": ("executor/facades/test_torchrl_*.py", "workers/test_torchrl_*.py"),
+    "envs": (
+        "contracts/test_matrix.py",
+        "executor/facades/test_pettingzoo_vector_env.py",
+        "executor/protocol/test_branch_families.py",
+        "executor/protocol/test_saving.py",
+        "workers/test_dm_env_adapter.py",
+        "workers/test_envpool.py",
+        "workers/test_pettingzoo_*.py",
+        "workers/test_snapshot.py",
+    ),
     RLLIB: ("executor/facades/test_rllib.py", "executor/facades/test_faults.py"),
 }
 
@@ -76,14 +95,18 @@ RUN_ABOVE = (
 )
 
 
+#: What a row runs, unless it is for a few tests.
+USUAL = tuple(group for group in GROUPS if group != RLLIB)
+
+
 class Row(NamedTuple):
     """One row of the page.
 
     Attributes:
         python: its minor version, `3.11`.
-        which: `oldest`, `newest`, or the difference.
+        which: `oldest`, `newest`, `released`, or the difference.
         groups: the headings whose tests are run.
-        end: the environment: `oldest`, `newest`, `without TorchRL` or `RLlib`.
+        end: the environment: a key of `ENDS`.
         on_top: packages installed over it only for this row, without dependencies.
     """
 
@@ -107,16 +130,24 @@ class Row(NamedTuple):
 def rows() -> list[Row]:
     """Return all rows: the ends for every Python, and every minor version of TorchRL between them for the first."""
     found: list[Row] = []
-    usual = tuple(group for group in GROUPS if group != RLLIB)
-    for python in PYTHONS:
-        found += [Row(python, end, usual, end) for end in ("oldest", "newest")]
     first = PYTHONS[0]
+    for python in PYTHONS:
+        # The oldest MuJoCo has no wheel for the last Python, so only the first has the oldest of envs.
+        found.append(Row(python, "oldest", USUAL, "oldest" if python == first else "oldest facades"))
+        found.append(Row(python, "newest", USUAL, "newest"))
     found.append(Row(first, RLLIB, (RLLIB,), RLLIB))
     found.append(Row(first, ALONE, ("core", "Gymnasium", "SB3"), ALONE))
+    found.append(Row(first, WITH_DM_CONTROL, ("envs",), WITH_DM_CONTROL))
     for version in torchrl_versions()[1:-1]:
         pins = (f"torchrl=={version}.*", f"tensordict=={version}.*")
         found.append(Row(first, f"TorchRL {version}", ("TorchRL",), "newest", pins))
-    return sorted(found, key=lambda row: (PYTHONS.index(row.python), row.end != "oldest"))
+    return sorted(found, key=lambda row: (PYTHONS.index(row.python), row.which != "oldest"))
+
+
+def released_rows() -> list[Row]:
+    """Return the rows of the newest releases for this Python: all, and TensorDict's without TorchRL."""
+    found = (("released", USUAL), (f"released {ALONE}", ("core",)))
+    return [Row(THIS_PYTHON, which, groups, which) for which, groups in found]
 
 
 def torchrl_versions() -> list[str]:
@@ -139,6 +170,25 @@ def oldest(requirement: Requirement) -> str:
     return f"{requirement.name}=={lower[0]}{marker}" if lower else str(requirement)
 
 
+def unbounded(requirement: Requirement) -> str:
+    """Return a requirement of any version; pip chooses the newest that the others allow."""
+    marker = f"; {requirement.marker}" if requirement.marker else ""
+    return f"{requirement.name}{marker}"
+
+
+#: Environment -> its extras, and what makes a text for pip from a requirement.
+ENDS: dict[str, tuple[tuple[str, ...], Callable[[Requirement], str]]] = {
+    "oldest": (EXTRAS, oldest),
+    "oldest facades": (FACADES, oldest),
+    "newest": (EXTRAS, str),
+    RLLIB: (RLLIB_EXTRAS, str),
+    ALONE: (FACADES[1:], str),
+    WITH_DM_CONTROL: ((*EXTRAS, "dm-control"), str),
+    "released": (EXTRAS, unbounded),
+    f"released {ALONE}": (FACADES[1:], unbounded),
+}
+
+
 def _requirement(name: str) -> Requirement:
     return next(one for one in requirements() if one.name == name)
 
@@ -148,6 +198,8 @@ def _requirement(name: str) -> Requirement:
 
 def find_python(version: str) -> str | None:
     """Return an interpreter of a minor version: from PATH, or from pyenv's folder."""
+    if version == THIS_PYTHON:
+        return sys.executable
     inside = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
     for candidate in (shutil.which(f"python{version}"), *map(str, inside)):
         if candidate and subprocess.run([candidate, "--version"], capture_output=True, check=False).returncode == 0:
@@ -173,9 +225,8 @@ def run(row: Row, folder: Path, jobs: str) -> dict[str, Any]:
     interpreter = find_python(row.python)
     if interpreter is None:
         raise SystemExit(f"{row.name} failed: expected python{row.python} on PATH or in pyenv, got none.")
-    extras = {RLLIB: RLLIB_EXTRAS, ALONE: EXTRAS[1:]}.get(row.end, EXTRAS)
-    wanted = [oldest(one) if row.end == "oldest" else str(one) for one in requirements(extras)]
-    python = make(folder / row.environment, interpreter, wanted)
+    extras, text_of = ENDS[row.end]
+    python = make(folder / row.environment, interpreter, [text_of(one) for one in requirements(extras)])
     path = [str(ROOT)]
     if row.on_top:
         path.insert(0, put_above(python, folder / row.name.replace(" ", "-"), row.on_top))
@@ -262,8 +313,11 @@ Written by `make compat`, which makes an environment for each row, installs the 
 headings on the right there (`tools/compat.py` lists the files). *Oldest* has the lower bound of each requirement in
 `pyproject.toml`, *newest* what pip chose within the bounds; the other rows change a few versions of one of the two.
 Each minor version of TorchRL needs the TensorDict of the same number, which may not be the newest. RLlib has a separate
-environment, because it pins Gymnasium. Continuous integration runs the newest versions with `make test`, and quick
-tests of the oldest with `make test-oldest`. Cells are numbers of tests that passed; tests of other extras, or of things
+environment, because it pins Gymnasium, and so has dm_control, which needs MuJoCo 3. EnvPool 1.2.6 and later have no
+wheel for Python 3.11. Rows without versions of envs are of 27 November 2026, before the page had these columns.
+IsaacLab's own classes run over stubs (`make test-isaaclab`). Continuous integration runs the versions of
+`constraints.txt` with `make test`, quick tests of the oldest with `make test-oldest`, and the newest releases, also
+beyond the bounds, with `make test-newest`. Cells are numbers of tests that passed; tests of other extras, or of things
 that a version lacks, are skipped. Tests with deadlines may fail on a busy machine.
 
 """
@@ -316,6 +370,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", default="", help="regular expression: rows whose names it finds")
     parser.add_argument("--above", action="store_true", help="the oldest libraries above this environment; no page")
+    parser.add_argument("--released", action="store_true", help="the newest releases for this Python; no page")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "compat", help="where environments are made")
     parser.add_argument("--keep", action="store_true", help="leave the environments for the next run")
     parser.add_argument("--jobs", default="2", help="test files that run at the same time")
@@ -323,12 +378,16 @@ def main() -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.above:
         return run_above(options.folder, options.jobs)
-    chosen = [row for row in rows() if re.search(options.rows, row.name)]
+    known = released_rows() if options.released else rows()
+    chosen = [row for row in known if re.search(options.rows, row.name)]
     has_failed = False
     for index, row in enumerate(chosen):
         print(f"== {row.name}", flush=True)
         ran = outcome(row, run(row, options.folder, options.jobs))
-        PAGE.write_text(page({**read_page(), row.name: ran}))
+        if options.released:
+            print(*ran, sep="\n")
+        else:
+            PAGE.write_text(page({**read_page(), row.name: ran}))
         has_failed |= bool(ran[1])
         if not options.keep and row.environment not in {one.environment for one in chosen[index + 1 :]}:
             shutil.rmtree(options.folder / row.environment)

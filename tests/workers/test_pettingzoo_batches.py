@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tests.extras import skip_without
+from tests.extras import needs, skip_without
 
 skip_without("pettingzoo")
 
@@ -32,6 +32,7 @@ def test_arguments_reach_the_env_and_unlike_ones_each_their_own():
     assert data.get("agent").batch_size == (2, 2, 5)
 
 
+@pytest.mark.skipif(not hasattr(pettingzoo, "make"), reason="PettingZoo before 1.26 has no registry")
 def test_random_players_take_turns_and_make_legal_moves():
     with SerialEnv(1, tictactoe, seed=0) as env:
         data = env.rollout(60, break_when_any_done=False)[0]
@@ -58,6 +59,7 @@ CASES = {
     "speaker_listener": PettingZooFactory("mpe2.simple_speaker_listener_v4", return_state=True),
     "multiwalker": PettingZooFactory("sisl/multiwalker-v9", return_state=True),
 }
+MARKED = [pytest.param(case, marks=needs("box2d")) if case == "multiwalker" else case for case in CASES]
 
 
 def torchrl_env(env: Any, *, return_state: bool = True) -> Any:
@@ -82,7 +84,7 @@ def marked(test: Any) -> Any:
 
 
 @marked
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", MARKED)
 def test_keys_shapes_and_dtypes_are_those_of_torchrl(case):
     expected = torchrl_env(CASES[case]()).rollout(3)
     with SerialEnv(2, CASES[case], seed=0) as env:
@@ -115,12 +117,13 @@ def test_keys_with_masks_and_infos_are_those_of_torchrl():
 
 
 @marked
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", MARKED)
 def test_values_are_those_of_torchrl(case):
     compare(CASES[case], num_steps=30, max_cycles=12)
 
 
 @marked
+@needs("box2d")
 def test_walkers_that_fall_and_stay_away_are_as_in_torchrl():
     """TorchRL marks an absent agent both terminated and truncated; only that differs."""
     factory = PettingZooFactory("sisl/multiwalker-v9")  # has no state when a walker is gone

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import enum
+import io
 import random
 import subprocess
 import tempfile
@@ -155,7 +156,7 @@ class Held(Room):
 UNSAVEABLE = {
     "a lock": (threading.Lock, "Held.held is a _thread.lock"),
     "a file that is removed": (
-        lambda: vars(tempfile)["_TemporaryFileCloser"](None, "x", delete=False),
+        lambda: vars(tempfile)["_TemporaryFileCloser"](io.BytesIO(), "x", delete=False),
         "Held.held is a tempfile._TemporaryFileCloser",
     ),
     "a generator": (lambda: (i for i in range(3)), "Held.held is a generator"),
