@@ -191,24 +191,17 @@ class StepBatches:
         """Return the function that drafts the batches of a step to a column; see `draft`."""
         build_next, build_root = self._build_next, self._build_over_next
         take, views, interrupted = self._batch.memory.take, self._batch.next_views, self._interrupted
+        is_copy, to_tensors = self._is_copy, self._batch.to_tensors
 
-        def draft_copy(column: int) -> Draft:
-            buffer, leaves = take(column)
-            return buffer, None, build_next(leaves), build_root(leaves) if has_root else None
-
-        def draft_views(column: int) -> Draft:
-            leaves = views(column)
-            return None, None, build_next(leaves), build_root(leaves) if has_root else None
-
-        def draft_with_flags(column: int) -> Draft:
-            buffer, leaves = take(column) if self._is_copy else (None, views(column))
-            flags = np.empty_like(interrupted)
-            leaves = [*leaves, *self._batch.to_tensors([flags])]
+        def draft(column: int) -> Draft:
+            buffer, leaves = take(column) if is_copy else (None, views(column))
+            flags = None
+            if interrupted is not None:
+                flags = np.empty_like(interrupted)
+                leaves = [*leaves, *to_tensors([flags])]
             return buffer, flags, build_next(leaves), build_root(leaves) if has_root else None
 
-        if interrupted is not None:
-            return draft_with_flags
-        return draft_copy if self._is_copy else draft_views
+        return draft
 
     def finish(self, draft: Draft, column: int, reset_ids: np.ndarray | None) -> tuple[TensorDict, TensorDict | None]:
         """Return the `next` batch `[N]` of a step, and the root after it.

@@ -155,14 +155,13 @@ class Exchange:
     def _take(self, ready: np.ndarray, *, with_root: bool) -> TensorDictBase:
         """Build the batch of envs that have answered, and mark them as received."""
         engine, batches, flights = self._engine, self._engine.batches, self._engine.flights
-        positions = engine.positions
         columns = engine.states.columns[ready]
         td = batches.current(ready) if with_root else None  # 1
         flights.open_delivery(ready)  # 2
         leaves = is_over = None
         next_td: TensorDictBase
         # 3
-        if not (engine.plain.rows or positions.has_interrupted):
+        if not (engine.plain.rows or engine.positions.has_interrupted):
             next_td, leaves, is_over = batches.groups[0].next_at(columns, ready)
         else:
             next_td = batches.next_of(ready, columns)

@@ -121,7 +121,6 @@ def _compile_give(engine: Engine, op: Op) -> tuple[Callable[[np.ndarray | None],
     absent, serve, target = engine.pool.absent, engine.pool.serve, positions.where.in_c
     may_step, step, room = flights.native.may_step, flights.native.step, flights.ended
     take_infos = engine.side.infos.take_all if engine.side.infos.has_rows else None
-    forget = positions.interrupted.fill if positions.has_interrupted else None
     under_way = Flight(flights, op, None, None)
 
     def can_give(resets: np.ndarray | None) -> bool:
@@ -133,8 +132,8 @@ def _compile_give(engine: Engine, op: Op) -> tuple[Callable[[np.ndarray | None],
         if num_ended < 0:
             return drafted, flights.adopt(op, column, resets), None
         positions.is_mixed = False
-        if forget is not None:
-            forget(False)  # noqa: FBT003  # numpy's
+        if positions.has_interrupted:
+            positions.interrupted.fill(0)
         if take_infos is not None:
             take_infos()
         flights.current = None
