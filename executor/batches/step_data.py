@@ -171,7 +171,7 @@ class StepBatches:
         draft: op -> `column -> draft`: creates the batches of a step before its rows exist; `finish` fills them.
     """
 
-    def __init__(  # the parts of a batch
+    def __init__(
         self,
         batch: GroupBatch,
         next_shell: Shell,
@@ -184,14 +184,16 @@ class StepBatches:
         self._batch = batch
         self._build_next, self._build_over_next = next_shell.build, root_over_next.build
         self._build_root = root_shell.build
-        self._is_copy, self._interrupted = is_copy, interrupted
+        self._is_copy = is_copy
+        self._interrupted = interrupted
         self.draft = {op: self._drafter(has_root=op == Op.STEP_RESET) for op in (Op.STEP, Op.STEP_RESET)}
 
     def _drafter(self, *, has_root: bool) -> Callable[[int], Draft]:
         """Return the function that drafts the batches of a step to a column; see `draft`."""
         build_next, build_root = self._build_next, self._build_over_next
-        take, views, interrupted = self._batch.memory.take, self._batch.next_views, self._interrupted
-        is_copy, to_tensors = self._is_copy, self._batch.to_tensors
+        take, views, to_tensors = self._batch.memory.take, self._batch.next_views, self._batch.to_tensors
+        is_copy = self._is_copy
+        interrupted = self._interrupted
 
         def draft(column: int) -> Draft:
             buffer, leaves = take(column) if is_copy else (None, views(column))

@@ -27,7 +27,7 @@ from envherd.executor.cluster.shares import ClusterError
 from envherd.executor.machine.room import TooMany
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.pools.capsule_file import CapsuleError
+from envherd.executor.pools.capsule_file import CapsuleError, DamagedFile
 from envherd.executor.pools.process_log import has_frames_of_others
 from envherd.executor.rollouts.policy_state import run_policy
 from envherd.executor.show.camera import MediaError
@@ -53,7 +53,7 @@ def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int], 
 
     Args:
         prepare: checks the options. Its errors are usage errors (exit code 2), as are all `ClusterError`,
-            `CapsuleError` and `TooMany`.
+            `CapsuleError`, `DamagedFile` and `TooMany`.
         work: runs the command with the result of `prepare`; returns the exit code.
         searches_here: search modules in the current directory first, as `python -m` does. False if the command line
             names none: the directory may hold modules of others.
@@ -69,7 +69,7 @@ def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int], 
         raise
     except (EnvherdError, MediaError, StoreError, OSError, MemoryError) as error:
         complain(errors, error)
-        return EXIT_USAGE if isinstance(error, (ClusterError, CapsuleError, TooMany)) else code
+        return EXIT_USAGE if isinstance(error, (ClusterError, CapsuleError, DamagedFile, TooMany)) else code
     except (TypeError, ValueError) as error:
         if _OWN.match(str(error)) is None:  # of a policy or another part of the user's
             raise

@@ -34,6 +34,10 @@ class CapsuleError(EnvherdError, RuntimeError):
     """A file is no complete capsule, or one that cannot be run again."""
 
 
+class DamagedFile(EnvherdError, ValueError):
+    """A file of text is not what it should be."""
+
+
 @dataclass(frozen=True)
 class Capsule:
     """What a file holds.

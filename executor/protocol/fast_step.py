@@ -133,7 +133,7 @@ def _compile_give(engine: Engine, op: Op) -> tuple[Callable[[np.ndarray | None],
             return drafted, flights.adopt(op, column, resets), None
         positions.is_mixed = False
         if positions.has_interrupted:
-            positions.interrupted.fill(0)
+            positions.interrupted.fill(0)  # of an earlier step; in this one nothing was lost
         if take_infos is not None:
             take_infos()
         flights.current = None

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from envherd.executor.pools.capsule_file import is_count, text_of
+from envherd.executor.pools.capsule_file import DamagedFile, is_count, text_of
 
 SCHEMA = "envherd.evaluation-run/1"
 #: Least seconds between two writes while episodes end: a write of 400 episodes takes 5 ms.
@@ -99,7 +99,7 @@ class RecordFile:
         tasks: name -> records.
 
     Raises:
-        ValueError: the file is of something else, or of other settings.
+        DamagedFile, ValueError: the file is of something else; it is of other settings.
         OSError: the path cannot be written.
     """
 
@@ -155,7 +155,7 @@ class RecordFile:
         try:
             settings, tasks = _read_run(text_of(path))
         except Exception as error:  # whatever the file holds
-            raise ValueError(
+            raise DamagedFile(
                 f"evaluate failed: expected the JSON of an evaluation in {path}, with schema {SCHEMA!r}, got "
                 f"{type(error).__name__}: {error!s:.200}."
             ) from None

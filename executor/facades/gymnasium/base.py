@@ -277,7 +277,8 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
             ended: int `[k]`, envs that ended with the step and were reset in it.
             column: of the step's rows.
         """
-        reader, positions = self._engine.side.infos, self._engine.positions
+        reader = self._engine.side.infos
+        positions = self._engine.positions
         has_more = ended is not None or (positions.has_interrupted and positions.interrupted.any())
         if not (reader.has_any or has_more):
             return {}

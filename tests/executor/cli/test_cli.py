@@ -331,13 +331,14 @@ def test_a_command_has_an_exit_code_and_texts_and_leaves_no_file_if_it_fails(fol
         (f"rollout {COUNTING} --json pipe.py", "", 2, "'pipe.py': a pipe"),
         (f"rollout {COUNTING} --json loop", "", 2, "circular link"),
         (f"rollout {COUNTING} --json >(cat >copy)", "", 0, ""),
+        (f"evaluate {COUNTING} --out damaged", "", 2, "expected the JSON of an evaluation in damaged"),
         (f"rollout {COUNTING} --out $'\\xff'", "", 2, "not UTF-8"),
         ("--help", "", 0, ""),
     ],
 )
 def test_an_output_that_is_closed_or_full_gives_one_line(command, how, code, line):
     script = (
-        "set -o pipefail; export PYTHONIOENCODING=ascii COLUMNS=30; mkfifo pipe.py; ln -s loop loop; "
+        "set -o pipefail; export PYTHONIOENCODING=ascii COLUMNS=30; mkfifo pipe.py; ln -s loop loop; echo [ >damaged; "
         f"{Path(sys.executable).with_name('envherd')} {command} {how}"
     )
     done = subprocess.run(["bash", "-c", script], stderr=subprocess.PIPE, text=True, check=False, timeout=120)
