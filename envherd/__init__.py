@@ -17,16 +17,15 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from envherd.executor.async_collector import AsyncCollector, AsyncStatistics
     from envherd.executor.batched import BatchedEnv
     from envherd.executor.cluster.rollouts import RayRollouts
     from envherd.executor.cluster.shares import ClusterError
-    from envherd.executor.collector import Collector
-    from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
+    from envherd.executor.guests.collectors.async_collector import AsyncCollector, AsyncStatistics
+    from envherd.executor.guests.collectors.collector import Collector
+    from envherd.executor.guests.collectors.policy import swapped_parameters, uncopied
+    from envherd.executor.guests.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import Capsules, ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
-    from envherd.executor.policy import swapped_parameters, uncopied
-    from envherd.executor.pools.preloading import preloaded
     from envherd.executor.progress import progress
     from envherd.executor.serial import SerialEnv
     from envherd.executor.show.episode_logger import Episode, EpisodeLogger
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from envherd.executor.show.records import EpisodeRecord
     from envherd.executor.show.results import Evaluation, Evaluations, Interval, Rate
     from envherd.executor.sizing.recommending import recommend
+    from envherd.executor.start.preloading import preloaded
     from envherd.shm.specs import Binary as Binary  # not in `__all__`
     from envherd.shm.specs import Box as Box
     from envherd.shm.specs import Discrete as Discrete
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names, substrate_names
     from envherd.workers.adapters.named import PettingZooFactory
     from envherd.workers.adapters.registry import register as register
-    from envherd.workers.block.pictures import SmallPictures
     from envherd.workers.current import WorkerInfo, worker
     from envherd.workers.errors import (
         ActionError,
@@ -63,7 +62,8 @@ if TYPE_CHECKING:
         WorkerLost,
         WorkerTimeout,
     )
-    from envherd.workers.interpreters import InPython
+    from envherd.workers.guests.interpreters import InPython
+    from envherd.workers.wrappers.pictures import SmallPictures
 
     __version__: str
 
@@ -74,8 +74,8 @@ _SPECS = "envherd.shm.specs"
 _HOMES = {
     "ActionError": _ERRORS,
     "Adapter": "envherd.workers.adapters.base",
-    "AsyncCollector": "envherd.executor.async_collector",
-    "AsyncStatistics": "envherd.executor.async_collector",
+    "AsyncCollector": "envherd.executor.guests.collectors.async_collector",
+    "AsyncStatistics": "envherd.executor.guests.collectors.async_collector",
     "BatchedEnv": "envherd.executor.batched",
     "Binary": _SPECS,
     "Box": _SPECS,
@@ -83,7 +83,7 @@ _HOMES = {
     "Capsules": "envherd.executor.options",
     "Closed": _ERRORS,
     "ClusterError": "envherd.executor.cluster.shares",
-    "Collector": "envherd.executor.collector",
+    "Collector": "envherd.executor.guests.collectors.collector",
     "Discrete": _SPECS,
     "EnvError": _ERRORS,
     "EnvSpec": _SPECS,
@@ -95,7 +95,7 @@ _HOMES = {
     "Evaluations": "envherd.executor.show.results",
     "ExecutorOptions": "envherd.executor.options",
     "FactoryError": _ERRORS,
-    "InPython": "envherd.workers.interpreters",
+    "InPython": "envherd.workers.guests.interpreters",
     "InternalError": _ERRORS,
     "Interval": "envherd.executor.show.results",
     "LeafSpec": _SPECS,
@@ -111,25 +111,25 @@ _HOMES = {
     "RayRollouts": "envherd.executor.cluster.rollouts",
     "ResetNeeded": _ERRORS,
     "SerialEnv": "envherd.executor.serial",
-    "SmallPictures": "envherd.workers.block.pictures",
+    "SmallPictures": "envherd.workers.wrappers.pictures",
     "SpecError": _ERRORS,
-    "Statistics": "envherd.executor.monitor.statistics",
+    "Statistics": "envherd.executor.guests.monitor.statistics",
     "Unbounded": _SPECS,
     "VideoRecorder": "envherd.executor.show.recorder",
     "WorkerInfo": "envherd.workers.current",
     "WorkerLost": _ERRORS,
-    "WorkerStatistics": "envherd.executor.monitor.statistics",
+    "WorkerStatistics": "envherd.executor.guests.monitor.statistics",
     "WorkerTimeout": _ERRORS,
     "evaluate": "envherd.executor.show.evaluate",
-    "preloaded": "envherd.executor.pools.preloading",
+    "preloaded": "envherd.executor.start.preloading",
     "progress": "envherd.executor.progress",
     "recommend": "envherd.executor.sizing.recommending",
     "register": "envherd.workers.adapters.registry",
     "scenario_names": "envherd.workers.adapters.meltingpot.factory",
     "substrate_names": "envherd.workers.adapters.meltingpot.factory",
-    "swapped_parameters": "envherd.executor.policy",
+    "swapped_parameters": "envherd.executor.guests.collectors.policy",
     "to_scalars": "envherd.executor.show.exporting",
-    "uncopied": "envherd.executor.policy",
+    "uncopied": "envherd.executor.guests.collectors.policy",
     "worker": "envherd.workers.current",
 }
 

@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     name = config.getoption("--envherd")
     if not name:
         return
-    from envherd.executor.pools.blueprint import as_factory
+    from envherd.executor.sending.blueprint import as_factory
     from envherd.executor.testing import Contract
     from envherd.workers.errors import FactoryError
 

@@ -11,14 +11,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from envherd.executor.async_collector import AsyncCollector as AsyncCollector  # re-exported
-    from envherd.executor.collector import Collector
-    from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
+    from envherd.executor.guests.collectors.async_collector import AsyncCollector as AsyncCollector  # re-exported
+    from envherd.executor.guests.collectors.collector import Collector
+    from envherd.executor.guests.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
-    from envherd.executor.pools.preloading import preloaded
     from envherd.executor.serial import SerialEnv
     from envherd.executor.sizing.recommending import recommend
+    from envherd.executor.start.preloading import preloaded
     from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
     from envherd.workers.errors import (
         ActionError,
@@ -60,15 +60,15 @@ __all__ = [
 #: The module of each name, imported on first use (PEP 562): importing torch takes seconds, which neither
 #: `envherd --help` nor a worker that unpickles a factory needs.
 _HOMES = {
-    "AsyncCollector": "envherd.executor.async_collector",
-    "Collector": "envherd.executor.collector",
+    "AsyncCollector": "envherd.executor.guests.collectors.async_collector",
+    "Collector": "envherd.executor.guests.collectors.collector",
     "ExecutorOptions": "envherd.executor.options",
     "MeltingPotFactory": "envherd.workers.adapters.meltingpot.factory",
     "ParallelEnv": "envherd.executor.parallel",
     "SerialEnv": "envherd.executor.serial",
-    "Statistics": "envherd.executor.monitor.statistics",
-    "WorkerStatistics": "envherd.executor.monitor.statistics",
-    "preloaded": "envherd.executor.pools.preloading",
+    "Statistics": "envherd.executor.guests.monitor.statistics",
+    "WorkerStatistics": "envherd.executor.guests.monitor.statistics",
+    "preloaded": "envherd.executor.start.preloading",
     "recommend": "envherd.executor.sizing.recommending",
 }
 

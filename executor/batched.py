@@ -24,11 +24,11 @@ from tensordict import TensorDictBase
 from envherd.executor.batches.actions import reset_mask
 from envherd.executor.batches.arguments import as_count, need_batch, need_bools, wrong_rows
 from envherd.executor.batches.fast_tensordict import get_leaf, set_next
+from envherd.executor.guests import saving
+from envherd.executor.guests.monitor.statistics import Statistics
 from envherd.executor.keywords import names_right_keyword, no_attribute
-from envherd.executor.monitor.statistics import Statistics
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
-from envherd.executor.protocol import saving
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.exchange import ENV_IDS, Exchange, set_ids
 from envherd.executor.protocol.fast_exchange import compile_exchange

@@ -8,9 +8,11 @@ from typing import Any, Literal
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.arguments import as_count, need_bools
 from envherd.executor.batches.transfer import as_device
+from envherd.executor.guests.interpreters import num_runs
+from envherd.executor.guests.portable import make_pool
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.blueprint import (
+from envherd.executor.sending.blueprint import (
     EnvKwargs,
     MakeEnv,
     as_factories,
@@ -21,10 +23,8 @@ from envherd.executor.pools.blueprint import (
     counted,
     draw,
 )
-from envherd.executor.pools.interpreters import num_runs
-from envherd.executor.pools.portable import make_pool
 from envherd.workers.build import Factory
-from envherd.workers.interpreters import interpreter_of
+from envherd.workers.guests.interpreters import interpreter_of
 
 
 class ParallelEnv(BatchedEnv):

@@ -7,9 +7,12 @@ from typing import Any, ClassVar
 
 from envherd.executor.batched import BatchedEnv, Parts
 from envherd.executor.batches.transfer import as_device
+from envherd.executor.guests.simulator.engine import SimulatorEngine, SimulatorExchange, is_simulator
+from envherd.executor.guests.simulator.rollout import SimulatorRun
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.blueprint import (
+from envherd.executor.pools.serial_pool import SerialPool
+from envherd.executor.sending.blueprint import (
     EnvKwargs,
     MakeEnv,
     as_factories,
@@ -19,9 +22,6 @@ from envherd.executor.pools.blueprint import (
     counted,
     serial_blueprint,
 )
-from envherd.executor.pools.serial_pool import SerialPool
-from envherd.executor.simulator.engine import SimulatorEngine, SimulatorExchange, is_simulator
-from envherd.executor.simulator.rollout import SimulatorRun
 from envherd.workers.build import Factory
 
 #: What runs one torch simulator in this process.

@@ -11,7 +11,8 @@ timeout or a signal (a Python signal handler that raises, as Ctrl-C does, ends t
 sees everything that was written before the `ring`.
 Assumes: POSIX unnamed process-shared semaphores, and CPython's `_multiprocessing.SemLock`, which can
 be laid over any `sem_t` and is by far the fastest binding (60 ns against 300 ns for ctypes); `create`
-tests that it can. Platforms: Linux (glibc); elsewhere `create` raises, and `shm.socket_bells` replaces it.
+tests that it can. Platforms: Linux (glibc); elsewhere `create` raises, and `SocketBell` of the
+portable pool replaces it.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ def _helper_of(request: pytest.FixtureRequest) -> Iterator[Callable[[tuple[str, 
     With the arguments of a mark `preloads(...)`, the helper has also imported these modules, and those with this mark.
     """
     from envherd.executor import preloaded
-    from envherd.executor.pools import preloading
+    from envherd.executor.start import preloading
 
     made: dict[tuple[str, ...], Any] = {}
 
@@ -274,7 +274,7 @@ def _shared_helper(request: pytest.FixtureRequest) -> Iterator[None]:
     if platforms.missing() or (modules is None and request.node.nodeid.startswith(_WITHOUT_HELPER)):
         yield
     else:
-        from envherd.executor.pools import preloading
+        from envherd.executor.start import preloading
 
         preloading._innermost.append(request.getfixturevalue("_helper_of")(modules or ()))
         yield
@@ -321,7 +321,7 @@ def one_torch_thread() -> Iterator[None]:
 @pytest.fixture
 def own_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the executors of the test start their helper, as in users' programs."""
-    from envherd.executor.pools import preloading
+    from envherd.executor.start import preloading
 
     monkeypatch.setattr(preloading, "_innermost", [])
 
@@ -331,7 +331,7 @@ def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves anything behind; kill the processes that it left."""
     before = Possessions()
     yield
-    helpers = sys.modules.get("envherd.executor.pools.zygote")
+    helpers = sys.modules.get("envherd.executor.start.zygote")
     if helpers is not None:
         helpers.end_idle()
     gained = before.gained()
@@ -353,7 +353,7 @@ def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _loses_no_worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail a test that loses a worker without being marked `broken_pool`."""
-    supervisor = sys.modules.get("envherd.executor.pools.supervisor")
+    supervisor = sys.modules.get("envherd.executor.processes.supervisor")
     if supervisor is None or request.node.get_closest_marker("broken_pool"):
         yield
         return

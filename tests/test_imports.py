@@ -63,62 +63,27 @@ ALLOWED = {
 #: The parts of each layer, packages and single modules: each imports only itself and earlier parts.
 ORDER = {
     "shm": (
-        "platforms",
-        "interrupts",
-        "finalizer",
-        "specs",
-        "layout",
-        "sync",
-        "socket_bells",
-        "tally",
-        "cgroups",
-        "private_view",
-        "segment",
-        "nameplate",
-        "slab",
-        "__init__",
+        *("platforms", "interrupts", "finalizer", "specs", "layout", "sync", "tally", "cgroups", "private_view"),
+        *("segment", "slab", "__init__"),
     ),
     "workers": (
-        "state_tables",
-        *(
-            "__init__",
-            "errors",
-            "plain",
-            "options",
-            "importing",
-            "sharing",
-            "pickling",
-            "registries",
-            "infos",
-            "current",
-            "surroundings",
-            "interpreters",
-            "messages",
-            "protocol",
-            "reply",
-            "seeding",
-        ),
-        *("random_values", "env_graph", "env_values", "snapshot", "processes", "writers"),
+        *("state_tables", "__init__", "errors", "plain", "options", "current"),
+        "sending",
+        *("infos", "messages", "protocol", "reply", "seeding", "random_values", "processes", "writers"),
+        *("guests.interpreters", "guests.saving", "guests.journal", "guests.portable.socket_bells"),
         *("adapters.base", "adapters.registry", "adapters.common"),
         *("adapters.gymnasium", "adapters.gymnasium_vector", "adapters.envpool", "adapters.dm_env"),
         *("adapters.meltingpot", "adapters.pettingzoo", "adapters.torchrl", "adapters.simulators"),
         *("adapters.torch_native", "adapters.named", "adapters.env_names", "adapters"),
-        *("native", "info_rows", "block", "build", "process", "testing"),
+        *("wrappers", "native", "info_rows", "block", "build", "process", "guests", "testing"),
     ),
     "executor": (
-        *("keywords", "progress", "options", "machine", "batches", "pools", "monitor", "protocol"),
-        *(
-            "rollouts",
-            "simulator",
-            "batched",
-            "policy",
-            "collector",
-            "async_collector",
-            "serial",
-            "sizing",
-        ),
+        *("keywords", "progress", "options", "machine"),
+        *("batches", "guests.interpreters", "sending", "start", "processes", "guests.capsules", "pools"),
+        *("guests.monitor", "guests.recycling", "protocol", "guests.saving", "rollouts", "guests.simulator"),
+        *("batched", "guests.collectors", "serial", "guests.portable", "sizing"),
         *("parallel", "testing", "show", "__init__"),
-        *("doctor", "facades", "cluster", "cli"),
+        *("doctor", "facades", "cluster", "guests", "cli"),
     ),
 }
 #: Packages that only the adapter of their family imports, when there is an env of it.
@@ -182,10 +147,11 @@ MODULES = {module_name(file).removeprefix("envherd."): ROOT / file for file in F
 
 
 def part_of(module: str) -> tuple[str, str]:
-    """Return a module's layer and its part of it, as in `ORDER`."""
+    """Return a module's layer and its part of it: the longest name in `ORDER` that it begins with."""
     layer, _, rest = module.partition(".")
-    parts = rest.split(".")
-    return layer, ".".join(parts[:2]) if parts[0] == "adapters" else parts[0] or "__init__"
+    names = (rest or "__init__").split(".")
+    parts = (".".join(names[:count]) for count in range(len(names), 0, -1))
+    return layer, next((part for part in parts if part in ORDER.get(layer, ())), names[0])
 
 
 @functools.cache

@@ -59,7 +59,14 @@ BOXES = {
     ),
     "executor/sizing/": Box(("executor/sizing/*",), "how many envs and workers", 16, (1, 1)),
     "executor/{*collector,policy}.py": Box(
-        ("executor/collector.py", "executor/async_collector.py", "executor/policy.py"), "training loops", 16, (2, 3)
+        (
+            "executor/guests/collectors/collector.py",
+            "executor/guests/collectors/async_collector.py",
+            "executor/guests/collectors/policy.py",
+        ),
+        "training loops",
+        16,
+        (2, 3),
     ),
     "executor/{batched,serial}.py": Box(
         ("executor/batched.py", "executor/serial.py"),

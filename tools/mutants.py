@@ -55,7 +55,7 @@ TESTS = {
         "executor/protocol/test_fast_calls.py",
         *_LOSSES,
     ),
-    "executor/pools/waiting.py": _LOSSES,
+    "executor/start/waiting.py": _LOSSES,
     "executor/pools/questions.py": (*_LOSSES, "executor/protocol/test_exchange.py"),
     "executor/protocol/fast_step.py": (
         "executor/protocol/test_fast_calls.py",
@@ -84,7 +84,7 @@ TESTS = {
         "executor/facades/test_gymnasium_errors.py",
     ),
     "executor/protocol/losses.py": (*_LOSSES, "executor/protocol/test_exchange.py"),
-    "executor/pools/supervisor.py": (*_LOSSES, "executor/protocol/test_recycling.py"),
+    "executor/processes/supervisor.py": (*_LOSSES, "executor/protocol/test_recycling.py"),
     "executor/batches/actions.py": (
         "executor/batches/test_intake.py",
         "executor/protocol/test_stepping.py",
@@ -113,11 +113,11 @@ _CONTRACT = ("contracts/test_oracles.py", "contracts/test_violations.py")
 #: Folder or file that TESTS does not name -> the tests that should notice a change below it; the longest that fits.
 BELOW: dict[str, tuple[str, ...]] = {
     "executor/": ("executor/test_options.py", "executor/test_first_mistakes.py", *_STEPS),
-    "executor/async_collector.py": ("executor/collectors/test_async_collector.py",),
+    "executor/guests/collectors/async_collector.py": ("executor/collectors/test_async_collector.py",),
     "executor/batches/": ("executor/batches", *_STEPS),
     "executor/cli/": ("executor/cli", "executor/show/test_per_player.py"),
     "executor/cluster/": ("cluster",),
-    "executor/collector.py": ("executor/collectors/test_collector.py",),
+    "executor/guests/collectors/collector.py": ("executor/collectors/test_collector.py",),
     "executor/doctor.py": ("executor/test_doctor.py",),
     f"{_FACADES}/": (f"{_FACADES}/test_faults.py", _FACADES),
     f"{_FACADES}/cleanrl/": (f"{_FACADES}/test_cleanrl.py",),

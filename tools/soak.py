@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
-from envherd.executor.pools.zygote import end_idle
+from envherd.executor.start.zygote import end_idle
 from tests.conftest import descendants
 from tests.oracles.fuzz_executor import play
 from tests.oracles.fuzzing import Watch

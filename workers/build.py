@@ -15,15 +15,16 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from envherd.workers import importing, seeding
+from envherd.workers import seeding
 from envherd.workers.adapters import Adapter, find_adapter, is_env_like
-from envherd.workers.block.episode_leaves import EpisodeLeaves
-from envherd.workers.block.info_leaves import Field, InfoLeaves, declared_fields, find_fields
-from envherd.workers.block.wrapping import Wrapping
 from envherd.workers.errors import FactoryError, SpecError
 from envherd.workers.options import EnvType, InfoKeys
-from envherd.workers.pickling import building, captures, dumps, find_culprit
-from envherd.workers.sharing import is_meant_to_be_shared
+from envherd.workers.sending import importing
+from envherd.workers.sending.pickling import building, captures, dumps, find_culprit
+from envherd.workers.sending.sharing import is_meant_to_be_shared
+from envherd.workers.wrappers.episode_leaves import EpisodeLeaves
+from envherd.workers.wrappers.info_leaves import Field, InfoLeaves, declared_fields, find_fields
+from envherd.workers.wrappers.wrapping import Wrapping
 
 Factory = Callable[..., Any]
 

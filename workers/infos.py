@@ -14,7 +14,7 @@ from typing import Any
 from envherd.shm.interrupts import uninterrupted
 from envherd.workers import plain
 from envherd.workers.options import InfoPolicy
-from envherd.workers.pickling import dumps
+from envherd.workers.sending.pickling import dumps
 
 #: (the info's bytes, or None if it is empty; entries left out: name -> reason)
 Packed = tuple[bytes | None, dict[str, str]]

@@ -27,7 +27,7 @@ from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.workers import plain
 from envherd.workers.current import WorkerInfo
 from envherd.workers.options import BlockOptions
-from envherd.workers.pickling import dumps
+from envherd.workers.sending.pickling import dumps
 
 _HEAD = struct.Struct("<QQI")
 _MAX_FDS = 4
@@ -36,7 +36,7 @@ _SEND_FLAGS = MSG_DONTWAIT | MSG_NOSIGNAL  # SIGPIPE would end a program that ha
 
 @dataclass(frozen=True, kw_only=True)
 class Register:
-    """Know the names of envs that the caller's program has registered; see `workers.registries`."""
+    """Know the names of envs that the caller's program has registered; see `workers.sending.registries`."""
 
     entries: bytes
 
@@ -150,7 +150,7 @@ class Branch:
 
     Attributes:
         worker: of the copy, with the ids that its pool uses.
-        config: settings of the copy's process; see `executor.pools.worker_process.worker_config`.
+        config: settings of the copy's process; see `executor.processes.worker_process.worker_config`.
         seed: of the copy's generators; None leaves them as they are.
         number: as that of `Ask`.
     """

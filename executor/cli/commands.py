@@ -24,14 +24,14 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.storing import StoreError
 from envherd.executor.cluster.shares import ClusterError
+from envherd.executor.guests.capsules.file import CapsuleError, DamagedFile
 from envherd.executor.machine.room import TooMany
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.pools.capsule_file import CapsuleError, DamagedFile
-from envherd.executor.pools.process_log import has_frames_of_others
 from envherd.executor.rollouts.policy_state import run_policy
 from envherd.executor.show.camera import MediaError
 from envherd.executor.show.per_player import as_policy
+from envherd.executor.start.process_log import has_frames_of_others
 from envherd.shm import platforms
 from envherd.workers.adapters.env_names import Made
 from envherd.workers.adapters.named import named_callable

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from envherd.executor.pools.capsule_file import text_of
+from envherd.executor.guests.capsules.file import text_of
 
 #: Above all root seeds that are drawn.
 _LARGEST = 2**63

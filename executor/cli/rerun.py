@@ -29,10 +29,10 @@ from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_NO_FAILURE
 from envherd.executor.cli.media import Pictures
 from envherd.executor.cli.options import Replay
 from envherd.executor.cli.storing import has_text, refuse_code
+from envherd.executor.guests.capsules.file import Capsule, CapsuleError, load_capsule
+from envherd.executor.guests.capsules.writer import FATAL, OPTIONS, digest
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.capsule_file import Capsule, CapsuleError, load_capsule
-from envherd.executor.pools.capsules import FATAL, OPTIONS, digest
-from envherd.executor.pools.worker_process import describe_exit
+from envherd.executor.processes.worker_process import describe_exit
 from envherd.executor.serial import SerialEnv
 from envherd.workers.adapters.env_names import Made, made_for
 from envherd.workers.errors import EnvError, WorkerLost, WorkerTimeout

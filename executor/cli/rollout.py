@@ -34,7 +34,7 @@ from envherd.executor.cli.option_values import write_text
 from envherd.executor.cli.options import Rollout
 from envherd.executor.cli.returns import Returns
 from envherd.executor.cli.storing import RolloutStore
-from envherd.executor.monitor.statistics import Statistics
+from envherd.executor.guests.monitor.statistics import Statistics
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.show.camera import MediaError
 from envherd.executor.sizing.settings import size_text

@@ -23,7 +23,7 @@ from urllib.parse import quote
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
 
-from envherd.executor.pools.capsule_file import is_count, is_line, is_root_seed, text_of
+from envherd.executor.guests.capsules.file import is_count, is_line, is_root_seed, text_of
 from envherd.workers.adapters.env_names import is_only_looked_up
 
 SCHEMA = "envherd.stored/1"

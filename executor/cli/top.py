@@ -16,10 +16,10 @@ from rich.text import Text
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.option_values import write_text
 from envherd.executor.cli.options import Top
-from envherd.executor.monitor.statistics import WorkerStatistics
-from envherd.executor.monitor.watching import Watch, plates, stack_of
-from envherd.executor.pools.process_log import without_own_frames
+from envherd.executor.guests.monitor.statistics import WorkerStatistics
+from envherd.executor.guests.monitor.watching import Watch, plates, stack_of
 from envherd.executor.sizing.settings import size_text, time_text
+from envherd.executor.start.process_log import without_own_frames
 from envherd.shm.platforms import missing
 
 SCHEMA = "envherd.top/2"

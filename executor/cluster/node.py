@@ -25,13 +25,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 
 from envherd.executor.cluster.shares import ClusterError
+from envherd.executor.guests.collectors.policy import Placed
 from envherd.executor.machine.machine import usable_cores
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.policy import Placed
-from envherd.executor.pools.error_messages import numbering
+from envherd.executor.processes.error_messages import numbering
 from envherd.shm.specs import EnvSpec
-from envherd.workers import registries
 from envherd.workers.errors import EnvherdError
+from envherd.workers.sending import registries
 
 #: Seconds between checks of the parent.
 _PARENT_S = 0.5
@@ -108,7 +108,7 @@ class Node:
 
         Args:
             expected: the driver's versions.
-            registered: names of envs; see `workers.registries`.
+            registered: names of envs; see `workers.sending.registries`.
             factories: one per env, pickled.
             cores: of the share; 0 for all.
             first: id in the batch of env 0.

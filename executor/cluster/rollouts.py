@@ -28,11 +28,12 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from envherd.executor.batches.arguments import as_count, need_bools, need_callables, need_state, refuse_unused_root
 from envherd.executor.cluster.shares import ClusterError, bundles_for, no_room, spread
+from envherd.executor.guests.collectors.policy import Placed, Policy
+from envherd.executor.guests.monitor.statistics import Statistics
 from envherd.executor.keywords import names_right_keyword
-from envherd.executor.monitor.statistics import Statistics
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.policy import Placed, Policy
-from envherd.executor.pools.blueprint import (
+from envherd.executor.protocol.call_guard import CallGuard
+from envherd.executor.sending.blueprint import (
     EnvKwargs,
     MakeEnv,
     as_factories,
@@ -41,12 +42,11 @@ from envherd.executor.pools.blueprint import (
     checked_options,
     counted,
 )
-from envherd.executor.protocol.call_guard import CallGuard
-from envherd.workers import registries
 from envherd.workers.build import Factory, pickle_factory
 from envherd.workers.errors import Busy, EnvherdError, WorkerLost
-from envherd.workers.pickling import dumps
 from envherd.workers.seeding import as_root_seed
+from envherd.workers.sending import registries
+from envherd.workers.sending.pickling import dumps
 
 try:
     import ray

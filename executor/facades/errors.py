@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from envherd.executor.pools.blueprint import as_factory
+from envherd.executor.sending.blueprint import as_factory
 from envherd.workers.errors import EnvError, EnvherdError, FactoryError, RemoteTraceback
 
 _kinds: dict[tuple[type[EnvherdError], type[Exception]], type[EnvherdError] | None] = {}

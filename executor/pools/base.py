@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from envherd.executor.guests.capsules.writer import CapsuleWriter
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.capsules import CapsuleWriter
 from envherd.executor.pools.command_words import CommandWords
-from envherd.executor.pools.crew import Blueprint
 from envherd.executor.pools.fast_commands import exchange_natively
 from envherd.executor.pools.replies import Outcome
+from envherd.executor.processes.crew import Blueprint
 from envherd.shm.private_view import PrivateView
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from envherd.executor.pools.error_messages import Frame, log_notice
+from envherd.executor.processes.error_messages import Frame, log_notice
 from envherd.workers.errors import EnvherdError
 from envherd.workers.info_rows import Field, Schema
 

@@ -13,7 +13,7 @@ import torch
 
 from envherd.executor.batches.memory import Leaves
 from envherd.executor.batches.random_actions import ActionSampler
-from envherd.executor.monitor.statistics import MemoryLog
+from envherd.executor.guests.monitor.statistics import MemoryLog
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.env_states import EnvStates, Event

@@ -25,10 +25,10 @@ from envherd.executor.batches.actions import to_numpy
 from envherd.executor.batches.arguments import as_count, need_seconds, wrong_rows
 from envherd.executor.batches.fast_tensordict import as_tensor, get_leaf, maker, num_writes, set_leaf, set_next
 from envherd.executor.batches.hand_out import add_side
-from envherd.executor.pools.waiting import DeadlinePassed
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.calls import Received
 from envherd.executor.protocol.engine import Engine
+from envherd.executor.start.waiting import DeadlinePassed
 from envherd.workers.protocol import Flag, Op
 
 ENV_IDS = "env_ids"

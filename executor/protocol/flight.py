@@ -40,17 +40,17 @@ from typing import Any
 
 import numpy as np
 
+from envherd.executor.guests.recycling import Recycler
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
-from envherd.executor.pools.error_messages import Frame, env_error, first_fault
 from envherd.executor.pools.replies import Outcome
-from envherd.executor.pools.waiting import DeadlinePassed
+from envherd.executor.processes.error_messages import Frame, env_error, first_fault
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.env_states import EnvStates, Event, State
 from envherd.executor.protocol.losses import Losses
 from envherd.executor.protocol.positions import Positions
-from envherd.executor.protocol.recycling import Recycler
 from envherd.executor.protocol.side_data import SideData
+from envherd.executor.start.waiting import DeadlinePassed
 from envherd.workers.errors import EnvherdError, InternalError, ResetNeeded
 from envherd.workers.messages import Prepare
 from envherd.workers.protocol import RESET, STEP, STEP_RESET, Flag, Op

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from envherd.executor.pools.error_messages import numbering
+from envherd.executor.processes.error_messages import numbering
 from envherd.shm.slab import INFO_BYTES, Slab
 from envherd.workers.info_rows import SECTIONS, Schema
 from envherd.workers.infos import unpack

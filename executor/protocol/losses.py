@@ -23,7 +23,7 @@ import numpy as np
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
-from envherd.executor.pools.error_messages import log
+from envherd.executor.processes.error_messages import log
 from envherd.executor.protocol.env_states import EnvStates, Event
 from envherd.executor.protocol.positions import Positions
 from envherd.workers.errors import EnvherdError, InternalError

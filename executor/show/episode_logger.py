@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from envherd.executor.monitor.statistics import Statistics
+from envherd.executor.guests.monitor.statistics import Statistics
 from envherd.executor.show.exporting import to_scalars
 
 

@@ -21,11 +21,11 @@ from tensordict import TensorDict
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.arguments import as_count, need_callables, need_seconds
 from envherd.executor.batches.grad_mode import without_grad
+from envherd.executor.guests.collectors.policy import Placed, Policy
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.machine.room import require_room
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.policy import Placed, Policy
-from envherd.executor.pools.blueprint import checked_options, choose_workers
+from envherd.executor.sending.blueprint import checked_options, choose_workers
 from envherd.executor.show.per_player import OTHERS, PerPlayer, acting_groups, as_policy, choose_policies
 from envherd.executor.show.playing import Part, Play, RandomActions, Rules
 from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile, fingerprint

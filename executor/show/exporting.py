@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
+from envherd.executor.guests.monitor.statistics import Statistics, WorkerStatistics
 from envherd.workers.errors import Closed
 
 #: Counters, which only grow; all other fields are gauges.

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from envherd.executor.pools.capsule_file import DamagedFile, is_count, text_of
+from envherd.executor.guests.capsules.file import DamagedFile, is_count, text_of
 
 SCHEMA = "envherd.evaluation-run/1"
 #: Least seconds between two writes while episodes end: a write of 400 episodes takes 5 ms.

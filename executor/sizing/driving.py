@@ -15,13 +15,13 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.guests.portable import is_portable, make_pool
 from envherd.executor.machine.machine import usable_cores
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.blueprint import as_factories, draw
-from envherd.executor.pools.portable import is_portable, make_pool
-from envherd.executor.pools.preloading import preloading
+from envherd.executor.sending.blueprint import as_factories, draw
 from envherd.executor.serial import SerialEnv
 from envherd.executor.sizing.settings import Mode
+from envherd.executor.start.preloading import preloading
 from envherd.shm.cgroups import read_word
 from envherd.shm.platforms import require
 from envherd.workers.testing import CountingEnv

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.guests.monitor.statistics import quantile
 from envherd.executor.machine.gpus import memory_used_by
-from envherd.executor.monitor.statistics import quantile
 from envherd.executor.sizing.driving import Driver, Subject
 from envherd.executor.sizing.settings import Measurement
 from envherd.workers.errors import EnvherdError

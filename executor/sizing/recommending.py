@@ -11,7 +11,7 @@ from typing import Any, Literal
 from envherd.executor.batches.arguments import as_count
 from envherd.executor.machine.machine import Machine, Others, read_machine
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.blueprint import MakeEnv
+from envherd.executor.sending.blueprint import MakeEnv
 from envherd.executor.sizing.confirming import Confirmation, choose
 from envherd.executor.sizing.driving import Subject
 from envherd.executor.sizing.probe import probe

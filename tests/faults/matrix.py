@@ -28,8 +28,8 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
-from envherd.executor.pools.zygote import end_idle
 from envherd.executor.protocol.env_states import FOLLOWS, Event, State
+from envherd.executor.start.zygote import end_idle
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from envherd.workers.testing.faults import BAD_OBSERVATIONS, DEATHS, EXCEPTIONS, HANGS
 from tests.conftest import command, descendants, shm_names

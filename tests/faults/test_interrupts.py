@@ -31,8 +31,8 @@ import envherd.executor
 import envherd.shm
 import envherd.workers.messages
 from envherd.executor import AsyncCollector, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
-from envherd.executor.pools.zygote import end_idle
 from envherd.executor.rollouts import storage
+from envherd.executor.start.zygote import end_idle
 from envherd.workers import native
 from envherd.workers.testing import CountingEnv
 from tests.conftest import Possessions

@@ -18,7 +18,7 @@ import functools, os, signal, sys, threading, warnings
 warnings.simplefilter("always")
 import psutil
 from envherd.executor import ParallelEnv
-from envherd.executor.pools import zygote
+from envherd.executor.start import zygote
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.counting_envs import ParentEnv
 

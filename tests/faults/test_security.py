@@ -25,8 +25,9 @@ from tensordict import NonTensorData, TensorDict
 
 from envherd.executor import EnvError, ExecutorOptions, ParallelEnv
 from envherd.executor.cli.storing import RolloutStore, StoreError, load_rollout
-from envherd.executor.pools.capsule_file import CapsuleError, load_capsule
-from envherd.workers import plain, snapshot
+from envherd.executor.guests.capsules.file import CapsuleError, load_capsule
+from envherd.workers import plain
+from envherd.workers.guests.saving import snapshot
 from envherd.workers.testing import CountingEnv
 from tests.conftest import is_of_others
 from tests.extras import needs, skip_without
@@ -43,11 +44,11 @@ ROOT = Path(__file__).parents[2]
 UNPICKLES = {
     "workers/messages.py": "what the parent sends to its own worker, over a socket without a name",
     "workers/build.py": "factories, which came with such a message",
-    "workers/registries.py": "registered names of envs, which came with such a message",
-    "workers/pickling.py": "the script's definitions, which came with such a message",
+    "workers/sending/registries.py": "registered names of envs, which came with such a message",
+    "workers/sending/pickling.py": "the script's definitions, which came with such a message",
     "executor/facades/sb3/factory.py": "the same",
     "executor/facades/torchrl/worker.py": "the same",
-    "executor/protocol/saving.py": "answers of workers, with options.infos='pickle'",
+    "executor/guests/saving.py": "answers of workers, with options.infos='pickle'",
     "workers/infos.py": "infos of workers, with options.infos='pickle' (facades of Gymnasium and SB3)",
     "executor/facades/gymnasium/worker.py": "values of spaces that are no arrays (facade of Gymnasium)",
     "executor/cli/rerun.py": "the factory in a crash capsule, with --trust",

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from envherd import AsyncCollector, Collector, ExecutorOptions, ParallelEnv, SerialEnv, WorkerLost, preloaded
 from envherd.executor.cli.app import app
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
-from envherd.executor.pools.capsule_file import load_capsule
+from envherd.executor.guests.capsules.file import load_capsule
 from envherd.shm import platforms
 from envherd.workers.adapters.named import NamedFactory
 from envherd.workers.testing import CountingEnv, FaultyEnv

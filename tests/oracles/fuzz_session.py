@@ -18,7 +18,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
 from envherd.executor import Busy, EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
-from envherd.executor.collector import Collector
+from envherd.executor.guests.collectors.collector import Collector
 from envherd.workers.errors import WorkerTimeout
 from tests.executor.calls import await_death
 from tests.oracles.fuzz_envs import NUM_ACTIONS, WIDTH, FuzzEnv, How, Kind, Traps, When

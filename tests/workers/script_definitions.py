@@ -27,7 +27,7 @@ import weakref
 
 import gymnasium
 
-from envherd.workers.pickling import dumps
+from envherd.workers.sending.pickling import dumps
 
 CASES = {}
 

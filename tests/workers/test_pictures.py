@@ -10,7 +10,7 @@ import torch
 
 from envherd import EpisodeLogger, ExecutorOptions, FactoryError, MeltingPotFactory, SerialEnv, SmallPictures, SpecError
 from envherd.executor.testing import check_env_contract
-from envherd.workers.block.pictures import shrunk
+from envherd.workers.wrappers.pictures import shrunk
 from tests.envs.team_env import Team
 from tests.extras import needs
 

@@ -13,8 +13,9 @@ import gymnasium
 import numpy as np
 import pytest
 
-from envherd.workers import plain, snapshot
-from envherd.workers.env_values import Unsaveable
+from envherd.workers import plain
+from envherd.workers.guests.saving import snapshot
+from envherd.workers.guests.saving.env_values import Unsaveable
 from tests.extras import needs
 
 

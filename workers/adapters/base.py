@@ -24,8 +24,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from envherd.shm.specs import EnvSpec, Key
-from envherd.workers import snapshot
-from envherd.workers.env_values import Unsaveable
+from envherd.workers.guests.saving import snapshot
+from envherd.workers.guests.saving.env_values import Unsaveable
 
 #: What `reset` takes besides a seed; see `Adapter.reset`.
 Options = Mapping[str, Any] | None
@@ -95,7 +95,7 @@ class Adapter(ABC):
     gives_tensors: bool = False
     #: Where the env's tensors are, a `torch.device`; None for families without tensors.
     device: Any = None
-    #: Whether the state of the env consists of attributes and known simulators; see `workers/snapshot.py`.
+    #: Whether the state of the env consists of attributes and known simulators; see `guests/saving/snapshot.py`.
     is_its_attributes: ClassVar[bool] = False
     #: Whether `state_dict` determines what the next steps return; else the env must be reset after a load.
     has_whole_state: bool = True

@@ -21,7 +21,7 @@ from typing import Any
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names, substrate_names
 from envherd.workers.adapters.registry import is_one_of
 from envherd.workers.errors import FactoryError, closest
-from envherd.workers.importing import explain_exit
+from envherd.workers.sending.importing import explain_exit
 
 
 @dataclass(frozen=True)

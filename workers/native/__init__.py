@@ -23,7 +23,7 @@ SWITCH = "ENVHERD_NATIVE"
 #: The extension module.
 MODULE = "envherd.workers.native._native"
 _NS = 1e9
-#: Python 3.11, whose stable ABI the extension uses; a worker may be older (see `workers.interpreters`).
+#: Python 3.11, whose stable ABI the extension uses; a worker may be older (see `workers.guests.interpreters`).
 _OLDEST = 0x030B0000
 
 

@@ -16,7 +16,7 @@
 /* shm.layout */
 #define ALIGNMENT 128
 
-/* shm.slab, workers.block.journal */
+/* shm.slab, workers.guests.journal */
 #define KEPT_STEPS 0
 #define KEPT_EPISODE 1
 #define KEPT_SEED 2

@@ -29,19 +29,20 @@ import numpy as np
 from envherd.shm.platforms import arm_lifeline, detach, fcntl, listen_for_stack_requests, pread
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, Storage
-from envherd.shm.socket_bells import SocketBell
 from envherd.shm.sync import Doorbell
-from envherd.workers import current, messages, registries, seeding, surroundings
+from envherd.workers import current, messages, seeding
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.registry import install_import_hooks
 from envherd.workers.block.block import Block
 from envherd.workers.build import Builder
 from envherd.workers.current import WorkerInfo
-from envherd.workers.process import branching
-from envherd.workers.process.env_threads import EnvThreads, ThreadedBlock, ThreadedLoop
+from envherd.workers.guests import branching
+from envherd.workers.guests.env_threads import EnvThreads, ThreadedBlock, ThreadedLoop
+from envherd.workers.guests.portable.socket_bells import SocketBell
 from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
 from envherd.workers.reply import Fault
+from envherd.workers.sending import registries, surroundings
 
 _LOG_LIMIT = 1 << 20  # bytes of a worker's log before it is cut
 _LOG_KEPT = 1 << 16  # bytes that are kept then
@@ -69,7 +70,7 @@ def run(
     Args:
         sock: to the owner.
         log_fd: of the worker's log.
-        config: see `executor.pools.worker_process.worker_config`.
+        config: see `executor.processes.worker_process.worker_config`.
         lifeline_fd: of the lifeline; -1 without one.
         bells: `go` and `done`; None for those in the slab.
     """

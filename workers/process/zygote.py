@@ -1,7 +1,7 @@
 """The zygote: a small process that imports the envs' packages, forks workers and reaps them.
 
 The owner execs it (never forks it), so it holds none of the owner's memory, threads, locks or descriptors. Executors
-share it (see `executor.pools.preloading`); without any, it may wait for the next one. It has one thread, imports the
+share it (see `executor.start.preloading`); without any, it may wait for the next one. It has one thread, imports the
 modules of its request, freezes the garbage collector (so that the pages of those modules stay shared) and forks a
 worker for every request. If an import has started threads, forking would be unsafe: then it executes a fresh
 interpreter for each worker, and reports this in its first answer. The background thread of jemalloc (pyarrow, which
@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from envherd.shm.platforms import arm_lifeline, fcntl, send_signal, termios
-from envherd.workers import surroundings
 from envherd.workers.current import MARK, mark_of
+from envherd.workers.sending import surroundings
 
 _PACKET = 1 << 15  # bytes of the largest packet; a socket's buffer has 208 KiB by default
 _IN_FILE = b"\0"  # the packet of a request that is in the first descriptor; no JSON begins like this
@@ -397,7 +397,7 @@ package = python["package"]
 spec = importlib.util.spec_from_file_location("envherd", package + "/__init__.py", submodule_search_locations=[package])
 sys.modules["envherd"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["envherd"])
-from envherd.workers import interpreters
+from envherd.workers.guests import interpreters
 from envherd.workers.process.entry import exec_main
 interpreters.enter(python["executable"])
 exec_main(*fds, config)

@@ -32,10 +32,10 @@ from envherd.executor.facades.gymnasium.spaces import Description, batch, check_
 from envherd.executor.facades.gymnasium.worker import FINAL_OBSERVATION
 from envherd.executor.facades.states import Stateful
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.blueprint import checked_options
 from envherd.executor.protocol.fast_step import compile_command
 from envherd.executor.protocol.flight import Flight
 from envherd.executor.protocol.info_reader import Part, first_env
+from envherd.executor.sending.blueprint import checked_options
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import Op
 

@@ -27,9 +27,9 @@ from envherd.executor.facades.states import FOLLOWS, AsyncState
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.pools.blueprint import choose_workers
-from envherd.executor.pools.waiting import DeadlinePassed
+from envherd.executor.sending.blueprint import choose_workers
 from envherd.executor.serial import SerialEnv
+from envherd.executor.start.waiting import DeadlinePassed
 from envherd.workers.adapters.base import Adapter
 
 __all__ = ["AsyncState", "AsyncVectorEnv", "SyncVectorEnv", "installed", "make_vec"]

@@ -28,8 +28,8 @@ from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
 from envherd.workers.adapters.gymnasium.spaces import Space, native_tree
 from envherd.workers.adapters.named import reference_of
 from envherd.workers.build import describe, modules_of
-from envherd.workers.interpreters import interpreter_of
-from envherd.workers.pickling import dumps
+from envherd.workers.guests.interpreters import interpreter_of
+from envherd.workers.sending.pickling import dumps
 
 #: Key under which the infos carry the last observation of an episode; no env uses it.
 FINAL_OBSERVATION = "\0final observation"

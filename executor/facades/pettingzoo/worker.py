@@ -27,7 +27,7 @@ from envherd.workers.adapters.named import PettingZooFactory
 from envherd.workers.adapters.pettingzoo.adapter import ParallelAdapter, acting_agents, possible_agents
 from envherd.workers.adapters.pettingzoo.groups import Place
 from envherd.workers.build import check_factory
-from envherd.workers.pickling import dumps
+from envherd.workers.sending.pickling import dumps
 
 #: Keys of the rows: which agents act next, bool `[A]`; their rewards, float64 `[A]`; their flags.
 ACTIVE: Key = ("active",)

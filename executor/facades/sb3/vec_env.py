@@ -45,9 +45,9 @@ from envherd.executor.facades.states import AsyncState, Stateful
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.pools.blueprint import checked_options
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.fast_step import compile_command
+from envherd.executor.sending.blueprint import checked_options
 from envherd.executor.serial import SerialEnv
 from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters import find_adapter

@@ -18,14 +18,14 @@ from tensordict import TensorDictBase
 
 from envherd.executor.facades.torchrl.crossing import dumps, loads
 from envherd.executor.facades.torchrl.worker import GuestFactory
+from envherd.executor.guests.portable import make_pool
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
-from envherd.executor.pools.blueprint import choose_workers, draw
-from envherd.executor.pools.error_messages import Frame, env_error
-from envherd.executor.pools.portable import make_pool
+from envherd.executor.processes.error_messages import Frame, env_error
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.fast_step import FastStep, compile_step
+from envherd.executor.sending.blueprint import choose_workers, draw
 from envherd.shm.finalizer import Finalizer
 from envherd.workers.build import describe, modules_of, pickle_factory
 from envherd.workers.errors import ActionError

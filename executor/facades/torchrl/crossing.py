@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from envherd.workers.pickling import Pickler
+from envherd.workers.sending.pickling import Pickler
 
 
 class _Pickler(Pickler):

@@ -20,8 +20,8 @@ from envherd.workers.adapters.torchrl.adapter import require_dense
 from envherd.workers.adapters.torchrl.private_api import aggregate_ends
 from envherd.workers.adapters.torchrl.reading import reader, topmost
 from envherd.workers.adapters.torchrl.specs import place_leaves
-from envherd.workers.block.episode_leaves import EpisodeLeaves, EpisodeSums
-from envherd.workers.block.wrapping import Wrapping, refuse_taken
+from envherd.workers.wrappers.episode_leaves import EpisodeLeaves, EpisodeSums
+from envherd.workers.wrappers.wrapping import Wrapping, refuse_taken
 
 
 class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped

@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from envherd.executor.batches.actions import check_for
+from envherd.executor.guests.simulator.actions import is_legal
 from envherd.executor.options import ActionCheck
-from envherd.executor.simulator.actions import is_legal
 from envherd.shm.specs import Binary, Box, Discrete, Domain, LeafSpec, MultiDiscrete, OneHot, Unbounded
 from envherd.workers.random_values import drawer
 

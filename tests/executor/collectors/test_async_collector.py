@@ -22,9 +22,9 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from envherd import Closed, EnvError, ExecutorOptions, ParallelEnv, SerialEnv
-from envherd.executor import async_collector
-from envherd.executor.async_collector import LOST, AsyncCollector, _Background
 from envherd.executor.batches.transfer import as_array
+from envherd.executor.guests.collectors import async_collector
+from envherd.executor.guests.collectors.async_collector import LOST, AsyncCollector, _Background
 from envherd.shm.specs import Box, LeafSpec
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.counting_envs import AgentsEnv, TextEnv

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from envherd.executor import ActionError, Collector, EnvError, ParallelEnv, SerialEnv
-from envherd.executor.policy import Placed, swapped_parameters, uncopied
+from envherd.executor.guests.collectors.policy import Placed, swapped_parameters, uncopied
 from envherd.workers.testing import CountingEnv, FaultyEnv
 
 NUM_ENVS = 3
@@ -237,7 +237,7 @@ def test_a_copy_follows_the_original(monkeypatch):
     policy.__class__ = type("Copyable", (Holding,), {"__reduce__": nn.Module.__reduce__})
     placed = Placed(policy, "cpu")
     assert placed.policy is policy
-    monkeypatch.setattr("envherd.executor.policy._device_of", lambda _policy: torch.device("meta"))
+    monkeypatch.setattr("envherd.executor.guests.collectors.policy._device_of", lambda _policy: torch.device("meta"))
     placed = Placed(policy, "cpu")
     assert placed.is_copy
     assert placed.policy is not policy

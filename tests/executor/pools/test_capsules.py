@@ -29,9 +29,9 @@ from typer.testing import CliRunner
 
 from envherd import Capsules, EnvError, ExecutorOptions, ParallelEnv, SerialEnv, WorkerLost, WorkerTimeout
 from envherd.executor.cli.app import app
-from envherd.executor.pools.capsule_file import _FIELDS, Capsule, CapsuleError, load_capsule
+from envherd.executor.guests.capsules.file import _FIELDS, Capsule, CapsuleError, load_capsule
 from envherd.workers.adapters.named import FAMILIES, NamedFactory, reference_of
-from envherd.workers.block.journal import FLAGS, Journal, JournalFlag
+from envherd.workers.guests.journal import FLAGS, Journal, JournalFlag
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.faults import BROKEN, FaultyEnv

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from envherd import ExecutorOptions, FactoryError, InPython, ParallelEnv, SerialEnv, WorkerLost, WorkerTimeout
-from envherd.executor.pools.interpreters import check_interpreter, num_runs, spread_apart
+from envherd.executor.guests.interpreters import check_interpreter, num_runs, spread_apart
 from tests.gates import wait_for
 
 #: A module that both interpreters import: an env without any library of envs.

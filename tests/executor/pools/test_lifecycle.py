@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost, WorkerTimeout, preloaded
-from envherd.executor.pools import zygote as helper
-from envherd.executor.pools.crew import Crew
-from envherd.executor.pools.waiting import DeadlinePassed
-from envherd.executor.pools.worker_process import WorkerProcess, worker_config
-from envherd.executor.pools.zygote import Zygote
+from envherd.executor.processes.crew import Crew
+from envherd.executor.processes.worker_process import WorkerProcess, worker_config
+from envherd.executor.start import zygote as helper
+from envherd.executor.start.waiting import DeadlinePassed
+from envherd.executor.start.zygote import Zygote
 from envherd.workers import messages
 from envherd.workers.process import zygote as worker_zygote
 from envherd.workers.testing import CountingEnv

@@ -25,7 +25,7 @@ from envherd.executor.sizing.recommending import recommend
 from envherd.executor.sizing.settings import Goal
 from envherd.shm.segment import NAMES
 from envherd.workers.adapters.named import NamedFactory, PettingZooFactory
-from envherd.workers.interpreters import InPython
+from envherd.workers.guests.interpreters import InPython
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.costly_envs import ParentEnv
 from tests.envs.counting_envs import AgentsEnv, TextEnv

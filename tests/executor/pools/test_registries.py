@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from envherd.workers import registries
+from envherd.workers.sending import registries
 from tests.extras import needs
 
 GYMNASIUM = """

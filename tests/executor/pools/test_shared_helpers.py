@@ -17,7 +17,7 @@ import pytest
 
 from envherd.executor import ExecutorOptions, ParallelEnv
 from envherd.executor.facades.sb3 import SubprocVecEnv
-from envherd.executor.pools import zygote
+from envherd.executor.start import zygote
 from tests.envs.seeing_env import Seeing
 from tests.executor.pools.test_lifecycle import is_running
 from tests.extras import needs

@@ -14,7 +14,7 @@ import pytest
 
 from envherd.executor import ExecutorOptions, ParallelEnv
 from envherd.workers.errors import FactoryError
-from envherd.workers.sharing import sharing
+from envherd.workers.sending.sharing import sharing
 from envherd.workers.testing import CountingEnv
 
 SCRIPT = """

@@ -9,9 +9,9 @@ import torch
 
 import envherd
 from envherd import ExecutorOptions, ParallelEnv, SerialEnv
-from envherd.executor.monitor.watching import Watch, plates
-from envherd.executor.pools.blueprint import draw
-from envherd.executor.pools.variables import visible_gpus
+from envherd.executor.guests.monitor.watching import Watch, plates
+from envherd.executor.sending.blueprint import draw
+from envherd.executor.sending.variables import visible_gpus
 from envherd.workers.testing import CountingEnv
 
 

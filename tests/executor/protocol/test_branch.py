@@ -27,7 +27,7 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
-from envherd.workers.process import branching
+from envherd.workers.guests import branching
 from envherd.workers.seeding import episode_seed
 from tests.envs.branch_envs import Unforkable, Walk
 from tests.envs.counting_envs import PairEnv, TextEnv

@@ -55,7 +55,7 @@ from envherd.workers.adapters.common.tree import (
     side_leaf,
 )
 from envherd.workers.errors import SpecError
-from envherd.workers.pickling import dumps
+from envherd.workers.sending.pickling import dumps
 
 Space = spaces.Space[Any]
 #: Spaces whose values are arrays of one shape and dtype.

@@ -1,0 +1,223 @@
+"""Crash capsules: when an env has failed, write what is needed to run its episode again.
+
+Guarantees: nothing here raises, and nothing is written unless `ExecutorOptions.capsules` asks for it. What a capsule
+cannot have (a factory without a name, an argument that is no plain data) is listed in it as missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import platform
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from envherd.executor.guests.capsules.file import SUFFIX, Capsule
+from envherd.executor.guests.interpreters import own_folders
+from envherd.executor.options import Capsules
+from envherd.executor.processes.error_messages import Frame, numbering, with_sentence
+from envherd.shm.slab import input_leaves
+from envherd.shm.specs import EnvSpec, Key
+from envherd.workers.errors import EnvherdError
+from envherd.workers.guests.journal import Journal, JournalFlag
+from envherd.workers.messages import Prepare
+from envherd.workers.sending.pickling import dumps
+
+#: Packages whose versions are noted if they are installed.
+_PACKAGES = (
+    *("envherd", "numpy", "torch", "torchrl", "gymnasium", "dm-meltingpot", "dmlab2d", "dm-env", "dm-control"),
+    *("pettingzoo", "mujoco", "ale-py", "vmas", "envpool", "stable-baselines3"),
+)
+#: Options that change how an env runs, or when it is given up.
+OPTIONS = (
+    *("check_finite", "isolate_rng", "episode_statistics", "episode_seeds", "env_type"),
+    *("step_timeout_s", "reset_timeout_s", "worker_threads"),
+)
+#: What a capsule may lack so that its episode cannot be run again.
+FATAL = (
+    _BIG_SEED := "its seed, which is above 2**63",
+    _FIRST := "its first actions (Capsules.journal_bytes)",
+    _PARTS := "the resets of single rows of the env",
+    _SIDE := "its actions of variable shape or type",
+)
+_OUTPUT_LINES = 60
+
+
+class CapsuleWriter:
+    """Writes the capsules of one pool.
+
+    Args:
+        rules: of the options.
+        pool: a `SerialPool`, or a `WorkerPool`; its slab has journals.
+
+    Attributes:
+        latest_root: returns an env's present root by key; None until the engine sets it.
+    """
+
+    def __init__(self, rules: Capsules, pool: Any) -> None:
+        self._rules, self._pool = rules, pool
+        self._directory = Path(rules.directory).absolute()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"capsules failed: expected a folder that exists or can be made, got {str(rules.directory)!r} "
+                f"({error.strerror}). Pass another: ExecutorOptions(capsules=...).",
+            ) from None
+        self._reset_options: dict[int, dict[str, Any]] = {}
+        self.latest_root: Callable[[int], Mapping[Key, np.ndarray]] | None = None
+
+    def note(self, message: Prepare) -> None:
+        """Keep the keyword arguments of an env's next reset."""
+        if message.options:
+            self._reset_options[message.env_id] = message.options
+
+    def add_to(self, error: EnvherdError, worker_id: int, fault: Frame | None = None) -> EnvherdError:
+        """Write the capsule of a failure in a step or reset; return the error, which then names the file.
+
+        Args:
+            error: the loss of a worker, or what envs have raised.
+            worker_id: of the pool.
+            fault: of the env; None for a loss.
+        """
+        context, first = error.context, numbering.first_env_id
+        if fault is None:
+            env_id, phase = context.get("env_id"), context.get("phase")
+            env_id = None if env_id is None else env_id - first
+        else:
+            env_id, phase = fault["env_id"], fault["phase"]
+        if "capsule" in context and fault is None:  # it was declared before
+            return error
+        if env_id is None or phase not in ("step", "reset"):
+            return error
+        failure = {
+            "error": type(error).__name__,
+            "phase": phase,
+            "type": None if fault is None else fault["type_name"],
+            "message": error.message if fault is None else fault["message"],
+            "exit_code": context.get("exit_code"),
+            "stack": error.remote_traceback if fault is None else fault["traceback"],
+        }
+        try:
+            path, sentence = self._write(env_id, worker_id, failure)
+        except Exception as problem:  # a full disk must not hide the failure
+            path, sentence = None, f"Its capsule could not be written: {type(problem).__name__}: {problem}."
+        return with_sentence(error, sentence, capsule=context.get("capsule") or path)
+
+    def _write(self, env_id: int, worker_id: int, failure: dict[str, Any]) -> tuple[str | None, str]:
+        """Write a capsule; return its path, and a sentence that says so."""
+        options = self._pool.options
+        group_index, row = self._pool.slab.plan.place(env_id)
+        group = self._pool.slab.groups[group_index]
+        journal = Journal(group.journal, group.inputs, row)
+        steps, episode, seed, flags = journal.facts.tolist()
+        if not flags & JournalFlag.BEGUN:
+            return None, "It has no capsule: the env was never reset."
+        if len(list(self._directory.glob(f"*{SUFFIX}"))) >= self._rules.max_files:
+            return None, f"No capsule was written: {self._directory} has {self._rules.max_files} (Capsules.max_files)."
+        keys = [leaf.key for leaf in input_leaves(group.spec)]
+        inputs = {key: _unrolled(rows, steps) for key, rows in zip(keys, journal.rows, strict=True)}
+        root = None if steps == 0 or self.latest_root is None else self.latest_root(env_id)
+        has_options = flags & JournalFlag.WITH_OPTIONS
+        reset_options = _as_plain(self._reset_options.get(env_id)) if has_options else None
+        env, missing = self._env_of(env_id)
+        reasons = {
+            _BIG_SEED: flags & JournalFlag.SEEDED and seed < 0,
+            "a seed (the env's generator had gone on)": not flags & JournalFlag.SEEDED,
+            "the arguments of the reset (no plain data)": has_options and reset_options is None,
+            _FIRST: steps > journal.num_rows,
+            _PARTS: flags & JournalFlag.IN_PARTS,
+            "what the program called, set or loaded during the episode": flags & JournalFlag.CHANGED,
+            _SIDE: len(keys) < len(group.spec.action) + len(group.spec.state),
+        }
+        facts = {
+            "failure": failure,
+            **env,
+            "missing": [*missing, *(what for what, is_missing in reasons.items() if is_missing)],
+            "env_id": options.first_env_id + env_id,
+            "episode": episode,
+            "seed": seed if flags & JournalFlag.SEEDED and seed >= 0 else None,
+            "reset_options": reset_options,
+            "num_steps": steps,
+            "root_seed": self._pool.root_seed_of(worker_id),
+            "observation": None if root is None else digest(group.spec, root),
+            "options": {name: getattr(options, name) for name in OPTIONS},
+            "family": group.spec.family,
+            "versions": {"python": platform.python_version(), **_versions()},
+            "output": "\n".join(self._pool.worker_output(worker_id).splitlines()[-_OUTPUT_LINES:]),
+            "written_at": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        pickled = None
+        if self._rules.pickle:
+            pickled = dumps((self._pool.pickled(env_id), self._pool.blueprint.env_kwargs[env_id]))
+        path = self._save(Capsule(facts, inputs, pickled), f"env{facts['env_id']}-episode{episode}-step{steps}")
+        return str(path), f"The episode is in {path}: `envherd replay {path}` runs it again."
+
+    def _env_of(self, env_id: int) -> tuple[dict[str, Any], list[str]]:
+        """Return the facts about how an env is built, and what is missing among them."""
+        found = self._pool.blueprint.references[env_id]
+        kwargs = _as_plain({**found.get("kwargs", {}), **self._pool.blueprint.env_kwargs[env_id]})
+        fields = _as_plain(found.get("fields", {}))
+        facts = {"env": found.get("env"), "env_kwargs": kwargs or {}, "fields": fields or {}, "search": own_folders()}
+        is_missing = {
+            "a name of the env (its factory is not a function of a module)": facts["env"] is None,
+            "the arguments of the env (no plain data)": kwargs is None,
+            "the options of the factory (no plain data)": fields is None,
+        }
+        return facts, [what for what, applies in is_missing.items() if applies]
+
+    def _save(self, capsule: Capsule, name: str) -> Path:
+        for number in itertools.count(1):
+            path = self._directory / (name + (f"-{number}" if number > 1 else "") + SUFFIX)
+            with contextlib.suppress(FileExistsError):
+                capsule.save(path)
+                break
+        return path
+
+
+def digest(spec: EnvSpec, root: Mapping[Key, Any]) -> str:
+    """Return a hash of the observation in an env's root; times of episodes are left out."""
+    found = hashlib.blake2b(digest_size=16)
+    for leaf in spec.observation:
+        if not leaf.is_side and leaf.key not in spec.episode_keys:
+            found.update(np.ascontiguousarray(root[leaf.key]).tobytes())
+    return found.hexdigest()
+
+
+def _unrolled(rows: np.ndarray, steps: int) -> np.ndarray:
+    """Return the kept inputs in the order of their steps."""
+    return rows[:steps].copy() if steps <= len(rows) else np.roll(rows, -(steps % len(rows)), axis=0)
+
+
+def _as_plain(value: Any) -> Any:
+    """Return a value as JSON has it (tuples as lists), or None if JSON has no such value."""
+    try:
+        return _plain(value)
+    except TypeError:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(value)
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of the packages that envs come from."""
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

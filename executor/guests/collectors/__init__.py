@@ -1,0 +1,1 @@
+"""Loops that collect data, and their policies."""

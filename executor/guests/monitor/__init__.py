@@ -1,0 +1,1 @@
+"""What other programs, and the user, see of an executor."""

@@ -1,0 +1,127 @@
+"""Replace workers before their envs leak too much memory.
+
+Guarantees: a worker is replaced only when all its envs are between episodes (they are about to be reset, or were reset
+by the step that ended them), so no row is interrupted. Envs are closed as usual, built again, and reset with the seeds
+that they would have had, so the data equal those of a run without recycling.
+Does not know when a worker's envs will all be between episodes: with one env per worker, at every end; with several,
+when they end together or are all reset. It waits until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
+from envherd.executor.guests.monitor.statistics import MemoryLog
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.base import Pool
+from envherd.executor.protocol.positions import Positions
+from envherd.executor.protocol.side_data import SideData
+
+#: `(env_ids [k], columns [k] of their steps, replace)`: calls `replace` and resets the envs.
+Renew = Callable[[np.ndarray, np.ndarray, Callable[[], None]], None]
+
+
+@contextlib.contextmanager
+def keeping_steps(positions: Positions, side: SideData, env_ids: np.ndarray, columns: np.ndarray) -> Iterator[None]:
+    """Keep the rows of steps, while the envs that they ended are reset by separate commands.
+
+    Args:
+        positions: of the engine.
+        side: of the engine.
+        env_ids: int `[k]`.
+        columns: int `[k]`, of their steps.
+    """
+    values, infos = dict(side.next), side.infos.read("next")
+    flags: list[np.ndarray] = []
+    for env_id, column in zip(env_ids.tolist(), columns.tolist(), strict=True):
+        row = positions.row_at(env_id, column)
+        flags += [row["next", *leaf.key] for leaf in positions.specs[env_id].done]
+    ends = [flag.copy() for flag in flags]
+    try:
+        yield
+    finally:
+        for flag, end in zip(flags, ends, strict=True):  # a loss in the block ends the next episode, not this one
+            flag[...] = end
+        for env_id in env_ids.tolist():
+            side.next[env_id] = values[env_id]
+        side.infos.put("next", infos, env_ids.tolist())
+
+
+class Recycler:
+    """Replaces the workers of an engine that are due according to the options, when that interrupts no episode."""
+
+    def __init__(
+        self, pool: Pool, positions: Positions, side: SideData, options: ExecutorOptions, memory: MemoryLog
+    ) -> None:
+        self._positions, self._side, self._options, self._memory = positions, side, options, memory
+        self._pool = pool
+
+    def before_resets(self, env_ids: np.ndarray, lose: Callable[[np.ndarray], None]) -> None:
+        """Replace due workers all of whose envs are about to be reset.
+
+        Args:
+            env_ids: int `[k]`, which will be reset.
+            lose: marks envs, int `[k]`, as in need of a reset, because an interrupt may come before it.
+        """
+        for worker_id in self._whole_workers(env_ids):
+            if self._is_due(worker_id, num_begun=0) and self._are_reset_whole(worker_id):
+                lose(np.array(self._pool.blueprint.blocks[worker_id]))
+                self._pool.recycle(worker_id, is_anew=False)
+
+    def after_steps(self, env_ids: np.ndarray, columns: np.ndarray, renew: Renew) -> None:
+        """Replace due workers all of whose envs were just reset by the steps that ended them.
+
+        Args:
+            env_ids: int `[k]`, which were reset.
+            columns: int `[k]`, where their steps are.
+            renew: makes envs in new instances begin their episodes again.
+        """
+        column_of = dict(zip(env_ids.tolist(), columns.tolist(), strict=True))
+        with keeping_steps(self._positions, self._side, env_ids, columns):
+            for worker_id in self._whole_workers(env_ids):
+                if self._is_due(worker_id, num_begun=1) and not self._has_batches(worker_id):
+                    ids = np.array(self._pool.blueprint.blocks[worker_id])
+                    renew(
+                        ids,
+                        np.array([column_of[i] for i in ids.tolist()]),
+                        partial(self._pool.recycle, worker_id, is_anew=True),
+                    )
+
+    def _whole_workers(self, env_ids: np.ndarray) -> list[int]:
+        """Return the workers in service all of whose envs are among these."""
+        counts = np.bincount(self._pool.worker_of[env_ids], minlength=self._pool.num_workers)
+        blocks = self._pool.blueprint.blocks
+        return [w for w in np.flatnonzero(counts).tolist() if counts[w] == len(blocks[w]) and self._pool.is_serving(w)]
+
+    def _has_batches(self, worker_id: int) -> bool:
+        """Return whether an env of a worker is a batch: when a part of it ends, the rest is still in an episode."""
+        return any(self._pool.specs[env_id].batch_shape for env_id in self._pool.blueprint.blocks[worker_id])
+
+    def _are_reset_whole(self, worker_id: int) -> bool:
+        """Return whether the next reset begins all episodes of a worker's envs, if an env is a batch."""
+        positions = self._positions
+        for env_id in self._pool.blueprint.blocks[worker_id]:
+            group, row = positions.places.pairs[env_id]
+            mask = positions.slab.groups[group].inputs.get(("reset_mask",))
+            if mask is not None and not mask[row].all():
+                return False
+        return True
+
+    def _is_due(self, worker_id: int, num_begun: int) -> bool:
+        options, resets = self._options, self._resets(worker_id)
+        num_ended = resets - self._pool.resets_before_start[worker_id] - num_begun
+        if options.recycle_after is not None and num_ended >= options.recycle_after:
+            return True
+        if options.max_worker_memory is None:
+            return False
+        num_bytes = self._pool.memory_of(worker_id)
+        self._memory.note(worker_id, self._pool.generation_of(worker_id), resets, num_bytes)
+        return num_bytes > options.max_worker_memory
+
+    def _resets(self, worker_id: int) -> int:
+        ids = list(self._pool.blueprint.blocks[worker_id])
+        return int(self._pool.slab.words["resets"][ids].max())

@@ -1,0 +1,141 @@
+"""Rollouts of one simulator: its tensors are copied once into `[1, T, ...]`, on their device.
+
+Guarantees and result are those of `rollout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from envherd.executor.batches.memory import Leaves
+from envherd.executor.batches.transfer import as_array
+from envherd.executor.guests.simulator.engine import SimulatorEngine
+from envherd.executor.guests.simulator.rows import Row
+from envherd.executor.progress import counted
+from envherd.executor.rollouts.policy_state import Carried, leaf_keys, run_policy
+from envherd.shm.slab import Storage, plan_storage
+from envherd.shm.specs import Key
+from envherd.workers.errors import EnvError
+from envherd.workers.protocol import Op
+
+
+class SimulatorRun:
+    """One rollout in progress.
+
+    Args:
+        engine: of the executor.
+        policy: takes a root batch `[1]`.
+        carried: the policy's own state.
+        callback: called with each step's batch; or None.
+        break_when_any_done: stop after the first step at which a row ends.
+    """
+
+    def __init__(
+        self,
+        engine: SimulatorEngine,
+        policy: Callable[[TensorDictBase], TensorDictBase],
+        carried: Carried,
+        callback: Callable[[TensorDictBase], Any] | None,
+        *,
+        break_when_any_done: bool,
+    ) -> None:
+        self._engine, self._rows = engine, engine.batches
+        self._policy, self._carried, self._callback = policy, carried, callback
+        self._breaks = break_when_any_done
+        self._shells = {section: self._rows.shell(section, (1,)) for section in ("root", "next")}
+        self._extra_keys: list[Key] | None = None
+        self._extras: list[TensorDictBase] = []
+
+    def collect(self, max_steps: int, *, auto_reset: bool) -> TensorDictBase:
+        """Return `[1, t]`."""
+        was_reset = self._engine.reset_for_rollout(auto_reset=auto_reset)
+        plan, place = plan_storage(self._engine.pool.plan, max_steps), self._rows.place
+        tensors = {
+            name: torch.from_numpy(array) if place.type == "cpu" else torch.from_numpy(array).to(place)
+            for name, array in Storage(plan, np.empty(plan.nbytes, np.uint8)).columns[0].items()
+        }
+        inputs = [leaf.key for leaf in self._engine.input_leaves]
+        sections = {"root": self._rows.root_keys, "next": self._rows.next_keys, "input": inputs}
+        self._leaves = {section: [tensors[section, *key] for key in keys] for section, keys in sections.items()}
+        #: Section -> for each step its leaves, `[1, ...]` (VIEWS).
+        self._at = {
+            section: list(zip(*(leaf.unbind(1) for leaf in leaves), strict=True))
+            for section, leaves in self._leaves.items()
+        }
+        num_steps = self._go(max_steps, was_reset=was_reset)
+        if num_steps < max_steps:
+            self._leaves = {name: [leaf[:, :num_steps].clone() for leaf in own] for name, own in self._leaves.items()}
+        return self._result(num_steps)
+
+    def _go(self, max_steps: int, *, was_reset: bool) -> int:
+        """Step until the end; return how many steps were made."""
+        engine = self._engine
+        for step in counted(max_steps, "rollout"):
+            present = self._rows.present
+            _put(self._at["root"][step], [*present.observation, *present.flags])
+            acted = self._act(step, was_reset=was_reset)
+            op = Op.STEP if self._breaks or step == max_steps - 1 else Op.STEP_RESET
+            outcome = engine.carry_out(op, self._inputs, partial(self._take, step))
+            try:
+                engine.note_outcome(outcome, self._at["next"][step], is_shared=False)
+            except EnvError:
+                self._carried.renew(np.zeros(1, bool))
+                raise
+            was_reset = outcome.was_reset
+            if self._callback is not None:
+                with engine.rolling():
+                    self._callback(self._with_next(acted, step))
+            if self._breaks and outcome.has_ended:
+                return step + 1
+        return max_steps
+
+    def _act(self, step: int, *, was_reset: bool) -> TensorDictBase:
+        root = self._shells["root"].build(self._at["root"][step])
+        self._carried.hand_over(root, np.array([was_reset]))
+        with self._engine.rolling():
+            acted = run_policy(self._policy, root)
+        self._inputs = self._engine.read_inputs(acted)
+        self._carried.keep(acted)
+        _put(self._at["input"][step], self._inputs)
+        if self._extra_keys is None:
+            known = {*self._engine.known, ("env_ids",)}
+            self._extra_keys = [key for key in leaf_keys(acted) if key[key[0] == "next" :] not in known]
+        if self._extra_keys:
+            self._extras.append(acted.select(*self._extra_keys).clone())  # the policy may reuse its memory
+        return acted
+
+    def _take(self, step: int, row: Row, rewards: Leaves, _: bool) -> None:  # noqa: FBT001  # as `Take` has it
+        _put(self._at["next"][step], [*row.observation, *rewards, *row.flags])
+
+    def _with_next(self, acted: TensorDictBase, step: int) -> TensorDictBase:
+        """Return a step's batch with its `next` (VIEWS), including the policy's entries there."""
+        next_td = self._shells["next"].build(self._at["next"][step])
+        if self._carried.state is not None:
+            next_td.update(self._carried.state)
+        return acted.copy().set("next", next_td)
+
+    def _result(self, num_steps: int) -> TensorDictBase:
+        rows, leaves = self._rows, self._leaves
+        data: TensorDict = rows.shell("root", (1, num_steps)).build(leaves["root"])
+        data.set("next", rows.shell("next", (1, num_steps)).build(leaves["next"]))
+        for leaf, value in zip(self._engine.input_leaves, leaves["input"], strict=True):
+            data.set(leaf.key, value)
+        if self._extras:
+            data.update(torch.stack(self._extras, 1))
+        data.refine_names(None, "time", ...)
+        return data
+
+
+def _put(places: Sequence[torch.Tensor], values: Sequence[Any]) -> None:
+    """Copy rows to their places in a rollout, `[1, ...]` each."""
+    for place, value in zip(places, values, strict=True):
+        if place.is_cpu:  # numpy takes half the time of torch
+            np.copyto(as_array(place), value if isinstance(value, np.ndarray) else as_array(value.cpu()))
+        else:
+            place.copy_(torch.as_tensor(value))

@@ -1,1 +1,0 @@
-"""Monitor workers, from the executor's process and from other processes."""

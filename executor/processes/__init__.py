@@ -1,0 +1,1 @@
+"""Worker processes: messages, supervision, restarts, and the messages of errors."""

@@ -1,0 +1,320 @@
+"""Build the exceptions for failures of envs and workers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.processes.worker_process import WorkerProcess
+from envherd.executor.start.process_log import without_own_frames
+from envherd.workers.errors import EnvError, EnvherdError, FactoryError, SpecError, WorkerLost, WorkerTimeout
+from envherd.workers.protocol import IDLE, describe_phase
+
+log = logging.getLogger("envherd")
+
+Frame = dict[str, Any]
+
+
+@dataclass
+class Numbering:
+    """The ids of envs and workers in this process's messages and errors.
+
+    Attributes:
+        first_env_id, first_worker_id: ids of env 0 and of worker 0.
+        place: location of the envs, if the process runs a share of a larger batch; else empty.
+    """
+
+    first_env_id: int = 0
+    first_worker_id: int = 0
+    place: str = ""
+
+
+#: This process's numbering. A process that hosts a share of a larger batch changes it before it creates an executor.
+numbering = Numbering()
+
+
+_REMEDY = "Use fewer envs or workers (`envherd size` says how many fit), or raise the limit."
+RESTART = "ExecutorOptions(on_worker_loss='restart') replaces lost workers."
+#: Text about a killed worker, by where the kernel has killed processes for lack of memory since.
+_KILLERS = {
+    "group": f"The kernel killed it, or a process of its control group, for the memory limit of that group. {_REMEDY}",
+    "machine": f"The kernel killed processes for want of memory meanwhile, probably this one too. {_REMEDY}",
+    "nobody": "The kernel has killed no process for want of memory meanwhile: a program sent that signal.",
+    "unknown": "Often out of memory: see the memory of each worker in statistics().",
+}
+
+
+def another_spec(env_id: int, difference: str) -> SpecError:
+    """Return the error for an env whose spec differs after the restart of its worker."""
+    return SpecError(
+        f"restart failed: expected env {env_id} with the spec that it had, got another: {difference}. Make its factory "
+        f"build equal envs at every call.",
+        env_id=env_id,
+    )
+
+
+def worker_lost(
+    worker: WorkerProcess,
+    env_ids: Sequence[int],
+    phase: str,
+    env_id: int | None = None,
+) -> WorkerLost:
+    """Return the error for a worker that has ended.
+
+    Args:
+        worker: has exited; its log is still open.
+        env_ids: of its envs.
+        phase: of the worker.
+        env_id: of the env that it worked on, if known.
+    """
+    how = worker.exit_description()
+    hint = " " + _KILLERS[worker.killed_for_memory()] if "SIGKILL" in how else ""
+    lines = worker.last_lines()
+    return WorkerLost(
+        f"{_operation(phase)} failed: worker {_called(worker)} ended with {how} {_in_words(phase, env_id)} "
+        f"({_where(worker, env_ids)}).{hint}" + (f"\nIts last output:\n{lines}" if lines else ""),
+        remote_traceback=lines or None,
+        exit_code=worker.exit_code(),
+        **_context(worker, env_ids, phase, env_id),
+    )
+
+
+def not_started(worker: WorkerProcess, env_ids: Sequence[int], error: OSError) -> WorkerLost:
+    """Return the error for a worker that the system does not let start."""
+    return WorkerLost(
+        f"starting a worker failed: expected another process and its descriptors for worker {_called(worker)}, got "
+        f"{error} ({_where(worker, env_ids)}, phase start). "
+        "Use fewer workers, or raise the limit (ulimit -n, ulimit -u).",
+        **_context(worker, env_ids, "start", None),
+    )
+
+
+def not_replaced(error: EnvherdError, options: ExecutorOptions) -> EnvherdError:
+    """Return the loss of a worker or node that is not replaced after too many restarts; says so before its output."""
+    return with_sentence(
+        error,
+        f"It is not replaced: ExecutorOptions.max_restarts={options.max_restarts} within "
+        f"restart_window_s={options.restart_window_s:g} allows no further restart.",
+    )
+
+
+def with_sentence(error: EnvherdError, sentence: str, **context: Any) -> EnvherdError:
+    """Return an error with one more sentence, before its output, and more context; the same if it has the sentence."""
+    if sentence in error.message:  # it was raised before
+        return error
+    head, mark, output = error.message.partition("\nIt")
+    context = {**error.context, **context}
+    return type(error)(f"{head} {sentence}{mark}{output}", remote_traceback=error.remote_traceback, **context)
+
+
+def worker_late(
+    worker: WorkerProcess, env_ids: Sequence[int], phase: str, timeout_s: float, env_id: int | None = None
+) -> WorkerTimeout:
+    """Read the stack of a worker that is out of time, kill it, and return the error."""
+    stack = without_own_frames(worker.stack())
+    worker.kill()
+    worker.wait_exit(1.0)
+    option = phase if phase in ("step", "reset") else "build"
+    return WorkerTimeout(
+        f"{_operation(phase)} failed: worker {_called(worker)} gave no answer within {timeout_s:g} s "
+        f"{_in_words(phase, env_id)} and was killed ({_where(worker, env_ids)}). "
+        f"Raise ExecutorOptions.{option}_timeout_s if it may take longer.\n"
+        f"It was stuck in:\n{stack}",
+        remote_traceback=stack,
+        **_context(worker, env_ids, phase, env_id),
+    )
+
+
+def not_forked(worker: WorkerProcess, env_ids: Sequence[int], why: Sequence[str]) -> ValueError:
+    """Return the error for a worker that cannot be forked, for these reasons."""
+    return ValueError(
+        f"branch failed: expected a worker that can be forked, got {', '.join(why)} (worker {_called(worker)}, "
+        f"{_where(worker, env_ids)}). A fork would break these: leave them out of the env, or copy its state with "
+        f"save() and restore()."
+    )
+
+
+def factory_error(fault: Frame, worker: WorkerProcess, built: int | None = None) -> FactoryError:
+    """Return the error for a factory that raised in a worker, or whose env was refused there.
+
+    Args:
+        fault: what the worker has reported.
+        worker: that was to build the env.
+        built: an env that the same call had built in this worker before.
+    """
+    is_ours = fault["type_name"] in ("FactoryError", "SpecError")
+    message = fault["message"]
+    if not is_ours:
+        message = f"make_env failed: the factory raised {raised(fault['type_name'], message)}"
+    env_id = fault["env_id"]
+    advice = lacks_arguments(fault["type_name"], fault["message"])
+    if built is not None and not is_ours:
+        advice += (
+            f" The same call had built env {numbering.first_env_id + built} in this process: if a process can have "
+            f"only one such env, set ExecutorOptions(alone=True)."
+        )
+    return FactoryError(
+        f"{message} (env {numbering.first_env_id + env_id}, worker {_called(worker)}, pid {worker.pid}"
+        f"{_gpu(worker.gpu)}{_place()}, phase build).{advice}",
+        remote_traceback=without_own_frames(fault["traceback"]),
+        type_name=fault["type_name"],
+        type_module=fault["type_module"],
+        **_context(worker, (env_id,), "build", env_id),
+    )
+
+
+def raised(type_name: str, message: str) -> str:
+    """Return an exception in one line; one without a message, as of `assert x`, is its type alone."""
+    return f"{type_name}: {message}" if message else type_name
+
+
+def lacks_arguments(type_name: str, message: str) -> str:
+    """Return advice for a factory that has arguments which nobody passes, by the exception that it raised; else ""."""
+    if type_name != "TypeError" or " missing " not in message or "argument" not in message:
+        return ""
+    return " Factories get no arguments but those of env_kwargs=: pass them there, or bind them with functools.partial."
+
+
+def env_error(
+    faults: Sequence[Frame], worker_id: int, pid: int, gpu: str | None = None, *, is_interrupted: bool = False
+) -> EnvError:
+    """Return the error for exceptions of envs: about the first env (run by `worker_id`), naming the others.
+
+    Args:
+        faults: of the worker.
+        worker_id: of the pool.
+        pid: of its process.
+        gpu: that the worker was given.
+        is_interrupted: the envs' episodes end with interrupted rows.
+    """
+    fault = first_fault(faults)
+    env_id = numbering.first_env_id + fault["env_id"]
+    others = sorted(numbering.first_env_id + one["env_id"] for one in faults if one is not fault)
+    worker_id += numbering.first_worker_id
+    also = f" Envs {others} raised too." if others else ""
+    phase, what = fault["phase"], f"the env raised {raised(fault['type_name'], fault['message'])}"
+    is_without_state = phase in ("save", "restore") and fault["type_name"] == "NotImplementedError"
+    if is_without_state:
+        what = fault["message"]  # of the adapter
+    is_over = phase in ("step", "reset") or (phase == "restore" and not is_without_state)
+    again = "reset these to use them again" if others else "reset this one to use it again"
+    advice = f"The other envs go on; {again}." if is_over else "Its episode goes on."
+    advice = "All envs go on: the rows count as interrupted." if is_interrupted else advice
+    return EnvError(
+        f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_gpu(gpu)}{_place()}).{also} {advice}",
+        remote_traceback=without_own_frames(fault["traceback"]),
+        env_ids=(env_id, *others),
+        worker_id=worker_id,
+        pid=pid,
+        phase=fault["phase"],
+        type_name=fault["type_name"],
+        type_module=fault["type_module"],
+        reason=fault["message"],
+    )
+
+
+def merge_answers(asked: Iterable[int], take: Callable[[int], dict[int, Any]]) -> dict[int, Any]:
+    """Collect the answers of several workers or hosts into one dict.
+
+    Args:
+        asked: ids of workers or hosts.
+        take: waits for the answer of one, env id -> value, or raises its error.
+
+    Raises:
+        EnvherdError: after all have answered: the last loss, or without one the first error of an env.
+    """
+    values: dict[int, Any] = {}
+    errors: list[EnvherdError] = []
+    for one in asked:
+        try:
+            values.update(take(one))
+        except EnvError as error:
+            errors.append(error)
+        except EnvherdError as error:
+            errors.insert(0, error)
+    if errors:
+        raise errors[0]
+    return values
+
+
+def first_fault(faults: Sequence[Frame]) -> Frame:
+    """Return the fault of the lowest env id."""
+    return min(faults, key=lambda one: one["env_id"])
+
+
+def log_stall(worker: WorkerProcess, phase_word: int, waited_s: float) -> None:
+    """Log the stack of a worker in a long wait without a deadline."""
+    phase, env_id = describe_phase(phase_word)
+    log.warning(
+        "worker %d has not answered for %.0f s, %s:\n%s",
+        _called(worker),
+        waited_s,
+        _in_words(phase, env_id),
+        without_own_frames(worker.stack()),
+    )
+
+
+def log_notice(frame: Frame) -> None:
+    """Log that an env draws from global random generators, or that entries of its infos are left out."""
+    env_id = numbering.first_env_id + frame["env_id"]
+    if frame["kind"] == "left_out":
+        for name, why in frame["entries"].items():
+            log.warning("env %d: %r of its info is left out (%s). This is logged once.", env_id, name, why)
+        return
+    log.warning(
+        "env %d drew from the global generators (%s) during %s: its data depend on which envs share its worker. "
+        "ExecutorOptions(isolate_rng=True) makes them reproducible.",
+        env_id,
+        ", ".join(frame["generators"]),
+        frame["phase"],
+    )
+
+
+def log_close_fault(frame: Frame) -> None:
+    """Log the exception of an env's `close`."""
+    env_id = numbering.first_env_id + frame["env_id"]
+    log.warning("closing env %s raised %s: %s", env_id, frame["type_name"], frame["message"])
+
+
+def _called(worker: WorkerProcess) -> int:
+    return numbering.first_worker_id + worker.worker_id
+
+
+def _place() -> str:
+    return f", {numbering.place}" if numbering.place else ""
+
+
+def _operation(phase: str) -> str:
+    return "the call" if phase == IDLE else phase
+
+
+def _in_words(phase: str, env_id: int | None) -> str:
+    """Return a phase in words: "in step of env 0", "in build", "while idle"."""
+    if phase == IDLE:
+        return "while idle"
+    return f"in {phase}" if env_id is None else f"in {phase} of env {numbering.first_env_id + env_id}"
+
+
+def _where(worker: WorkerProcess, env_ids: Sequence[int]) -> str:
+    first = numbering.first_env_id
+    span = f"envs {first + env_ids[0]}-{first + env_ids[-1]}" if len(env_ids) > 1 else f"env {first + env_ids[0]}"
+    pid = f", pid {worker.pid}" if worker.pid else ""
+    return f"{span}{pid}, generation {worker.generation}{_gpu(worker.gpu)}{_place()}"
+
+
+def _gpu(gpu: str | None) -> str:
+    return "" if gpu is None else f", gpu {gpu}"
+
+
+def _context(worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_id: int | None) -> dict[str, Any]:
+    return {
+        "env_ids": tuple(numbering.first_env_id + i for i in env_ids),
+        "env_id": None if env_id is None else numbering.first_env_id + env_id,
+        "worker_id": _called(worker),
+        "pid": worker.pid,
+        "generation": worker.generation,
+        "phase": phase,
+    }

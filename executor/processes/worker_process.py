@@ -1,0 +1,178 @@
+"""Worker processes: how they start, how they are watched, how they end.
+
+Guarantee: a worker and its envs' processes end with this process, however it ends (see `workers.process.entry`).
+Assumes: Linux (pidfd, memfd, /proc).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from envherd.executor.machine.cgroups import count_oom_kills
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.start.process_log import read_log, request_stacks, without_own_frames
+from envherd.executor.start.zygote import Zygote
+from envherd.shm import platforms
+from envherd.shm.interrupts import ignoring_refusals, uninterrupted
+from envherd.workers.errors import WorkerLost
+from envherd.workers.messages import Channel
+
+_LAST_LINES = 60
+
+
+class WorkerProcess:
+    """One worker process, seen from its owner.
+
+    Attributes:
+        worker_id: stays the same when the worker is replaced.
+        generation: 0 for the first process of that id, then 1, ...
+        pid: its process id and process group; 0 before its start.
+        channel: the parent's end of its socket.
+        gpu: that it was given, as `CUDA_VISIBLE_DEVICES` names it; None if it was given none.
+        root_seed: with which it was built.
+        is_attached: whether it has the slab, and reads mail.
+    """
+
+    gpu: str | None = None
+    root_seed: int | None = None
+    is_attached = False
+    pid, pidfd, log_fd = 0, -1, -1
+
+    def __init__(self, worker_id: int, generation: int, zygote: Zygote | None = None) -> None:
+        self.worker_id = worker_id
+        self.generation = generation
+        self._zygote = zygote
+        self._exit_code: int | None = None
+        self._oom_kills = count_oom_kills()
+        ours, self._theirs = socket.socketpair()
+        self.channel = Channel(ours)
+        try:
+            with uninterrupted():
+                self._open_log()
+        except BaseException:
+            self.release()
+            raise
+
+    def _open_log(self) -> None:
+        self.log_fd = os.memfd_create(f"envherd-log-{self.worker_id}", os.MFD_CLOEXEC)
+
+    def start(self, fork: Callable[[int, int], int]) -> None:
+        """Start the process; after an error it must be released.
+
+        Args:
+            fork: takes the worker's descriptors of its socket and of its log, and returns its pid.
+
+        Raises:
+            WorkerLost: the process has ended already.
+        """
+        with self._theirs, open(f"/proc/self/fd/{self.log_fd}", "a+b", buffering=0) as log:
+            pid = fork(self._theirs.fileno(), log.fileno())
+            try:
+                self.pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:  # the helper has reaped it
+                message = f"starting worker {self.worker_id} failed: its process (pid {pid}) ended at once."
+                raise WorkerLost(message, remote_traceback=self.log() or None, pid=pid) from None
+            self.pid = pid
+
+    def has_exited(self) -> bool:
+        """Return whether the process has ended; never blocks."""
+        if self.pidfd < 0:
+            return True
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def exit_code(self) -> int | None:
+        """Return the exit code, negative for a signal; None if the process lives or its exit code is unknown."""
+        if self._exit_code is None and self._zygote is not None:
+            self._exit_code = self._zygote.exit_code(self.pid)
+        return self._exit_code
+
+    def exit_description(self) -> str:
+        """Return how the process ended, for messages."""
+        return describe_exit(self.exit_code())
+
+    def killed_for_memory(self) -> Literal["group", "machine", "nobody", "unknown"]:
+        """Return where the kernel has killed processes for lack of memory since this process started.
+
+        Returns:
+            "group": a process of this one's control group, for that group's limit. "machine": some process.
+        """
+        own, everywhere = count_oom_kills()
+        if own > self._oom_kills[0]:
+            return "group"
+        if everywhere is None or self._oom_kills[1] is None:
+            return "unknown"
+        return "machine" if everywhere > self._oom_kills[1] else "nobody"
+
+    def last_lines(self, count: int = _LAST_LINES) -> str:
+        """Return the last lines of the worker's output, without frames of this package."""
+        return "\n".join(without_own_frames(self.log()).splitlines()[-count:])
+
+    def log(self) -> str:
+        """Return the kept part of the worker's output."""
+        return read_log(self.log_fd)
+
+    def stack(self) -> str:
+        """Return the present Python stacks of the worker's threads, also if it is stuck in C."""
+        with ignoring_refusals():
+            return request_stacks(self.log_fd, self._request_stacks)
+        return "(the worker has gone)"
+
+    def _request_stacks(self) -> None:
+        platforms.send_signal(self.pid, signal.SIGUSR2, pidfd=self.pidfd)
+
+    def kill(self) -> None:
+        """Kill the worker and its envs' processes; safe if it is dead."""
+        with ignoring_refusals():
+            platforms.send_signal(self.pid, signal.SIGKILL, is_group=True) if not self.has_exited() else None
+
+    @staticmethod
+    def wait_for_any(workers: Sequence[WorkerProcess], timeout_s: float | None = None) -> bool:
+        """Wait until a worker has written, has ended, or can be sent the rest of a message; False after `timeout_s`."""
+        poller = select.poll()
+        for worker in workers:
+            poller.register(worker.pidfd, select.POLLIN)
+            poller.register(worker.channel.sock, select.POLLIN | (select.POLLOUT if worker.channel.has_unsent else 0))
+        return bool(poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000 + 1))
+
+    def wait_exit(self, timeout_s: float) -> bool:
+        """Wait for the process to end, up to `timeout_s`; return whether it has."""
+        if self.pidfd < 0:
+            return True
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(max(0, int(timeout_s * 1000))))
+
+    def release(self) -> None:
+        """Close this process's descriptors of it. Idempotent."""
+        self.channel.close()
+        self._theirs.close()
+        for name in ("pidfd", "log_fd"):
+            if name in vars(self):
+                os.close(vars(self).pop(name))  # one line: an interrupt must not have it closed twice or never
+
+
+def describe_exit(code: int | None) -> str:
+    """Return `SIGKILL(-9)`, `exit code 3`, ... for messages."""
+    if code is None:
+        return "an unknown cause"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"{signal.Signals(-code).name}({code})"
+    except ValueError:
+        return f"signal {-code}"
+
+
+def worker_config(options: ExecutorOptions, worker_id: int) -> dict[str, Any]:
+    """Return the settings that a worker process needs before its first message."""
+    affinity = None
+    if options.affinity:
+        affinity = [options.affinity[worker_id % len(options.affinity)]]
+    return {"output": options.worker_output, "affinity": affinity}

@@ -1,0 +1,1 @@
+"""What is sent to workers: factories, and variables of their environment."""

@@ -1,0 +1,1 @@
+"""How the helper process and workers are started."""

@@ -1,0 +1,140 @@
+"""Helpers that executors share, so that modules are imported once for all of them.
+
+A helper process imports what envs need and forks the workers (see `workers.process.zygote`). Where imports are slow
+(torch, torchrl, dm_control), they take most of a start. Executors of one program share a helper if a new one would be
+equal: same modules, arguments, import path and environment variables, and everything else that a process inherits. So
+its imports have seen what those of a new one would see, and each worker gets the folder that its executor was made in.
+`preloaded` makes executors share one whose modules differ from theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.sending.variables import common_variables
+from envherd.executor.start.zygote import Zygote, shared
+from envherd.shm.platforms import require
+from envherd.workers.process.zygote import flags
+from envherd.workers.sending.surroundings import TABLE, import_path
+
+#: Fields of /proc/PID/status that a process inherits: all that concern users, processors, signals and privileges.
+_INHERITED = ("Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "Cap", "NoNewPrivs", "Seccomp", "Cpus", "Mems")
+
+_innermost: list[_Warm] = []
+
+
+@dataclass(frozen=True)
+class _Warm:
+    """A helper that executors share, and the settings that its workers inherit."""
+
+    zygote: Zygote
+    surroundings: tuple[object, ...]
+
+
+@contextlib.contextmanager
+def preloaded(*modules: str, options: ExecutorOptions | None = None) -> Iterator[None]:
+    """Make executors created in this block start their workers from one helper that imports `modules`.
+
+        with preloaded("torchrl.envs", "gymnasium"):
+            from my_training import settings, make_env   # imports TorchRL, while the helper does too
+            for setting in settings:
+                with ParallelEnv(8, make_env) as env:    # starts in milliseconds instead of seconds
+                    ...
+
+    The helper begins at once, and the first executor waits until it has imported all modules.
+    Modules that executors would preload by themselves are imported by their workers, unless they are among `modules`.
+    Each module is imported once, so workers of this block do not see later changes of its file. An executor still uses
+    another helper if its start method, `env_vars`, `worker_threads` or `worker_output` differ from those of `options`
+    here. A worker has the environment variables, current folder and import path of the time when its executor was
+    made, but `modules` are imported with those at the beginning of the block. The block has no effect in processes
+    forked from this one.
+
+    The helper ends with the block, or with the last executor created in it. As usual, closing an executor ends all its
+    workers and the processes of their envs.
+
+    Args:
+        *modules: full names.
+        options: of the executors; only start method, `env_vars`, `worker_threads` and `worker_output` are used.
+
+    Raises:
+        ImportError: an executor was made, and a module cannot be imported.
+        ValueError: there are no modules, or the start method is not "zygote".
+    """
+    require("preloaded")
+    options = options or ExecutorOptions()
+    if not modules or options.start_method != "zygote":
+        raise ValueError(
+            "preloaded failed: expected names of modules and the start method 'zygote', got "
+            f"{modules!r} and {options.start_method!r}."
+        )
+    with preloading(*modules, options=options, must_import=True):
+        yield
+
+
+@contextlib.contextmanager
+def preloading(*modules: str, options: ExecutorOptions, must_import: bool = False) -> Iterator[Zygote]:
+    """As `preloaded`; unless `must_import`, modules that cannot be imported are left to the workers."""
+    surroundings = _surroundings(options)
+    zygote = Zygote(options, list(modules), must_import=must_import)
+    try:
+        zygote.begin()
+        warm = _Warm(zygote, surroundings)
+        _innermost.append(warm)
+        try:
+            yield zygote
+        finally:
+            _innermost.remove(warm)
+    finally:
+        zygote.close()
+
+
+def helper_for(user: object, options: ExecutorOptions, modules: Sequence[str]) -> Zygote:
+    """Return a helper for an executor, its `user`: one that is there, or a new one."""
+    helper = find_helper(user, options)
+    if helper is not None:
+        return helper
+    if options.start_method != "zygote" or options.worker_output != "capture":
+        return Zygote(options, list(modules), user=user)
+    settings = (*_surroundings(options), options.build_timeout_s, tuple(modules), sys.executable, tuple(import_path()))
+    key = (*settings, *map(tuple, (flags(), TABLE["argv"].read())), *_inherited())
+    return shared(user, key, options, list(modules))
+
+
+def find_helper(user: object, options: ExecutorOptions) -> Zygote | None:
+    """Return the helper of the innermost `preloaded` block that an executor, its `user`, can use."""
+    if not _innermost or options.start_method != "zygote":
+        return None
+    surroundings = _surroundings(options)
+    for warm in reversed(_innermost):
+        if warm.surroundings == surroundings and warm.zygote.join(user):
+            return warm.zygote
+    return None
+
+
+def _surroundings(options: ExecutorOptions) -> tuple[object, ...]:
+    """Return the settings that workers inherit from a helper and cannot get at their start."""
+    return (os.getpid(), common_variables(options), options.worker_threads, options.worker_output)
+
+
+def _inherited() -> tuple[object, ...]:
+    """Return what a new process would inherit, except for variables and folder."""
+    fields = _read("status").splitlines()
+    return (
+        *(line for line in fields if line.startswith(_INHERITED)),
+        *(_read(name) for name in ("limits", "cgroup", "oom_score_adj")),
+        os.getpriority(os.PRIO_PROCESS, 0),
+        os.getsid(0),
+    )
+
+
+def _read(name: str) -> str:
+    """Return a file of this thread in /proc, "" where the kernel has none."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/thread-self", name).read_text()
+    return ""

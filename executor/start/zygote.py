@@ -1,0 +1,478 @@
+"""The owner's handle of the helper that forks workers; see `workers.process.zygote`.
+
+Guarantees:
+- The user's process is never forked; its signal handlers, threads and `__main__` are untouched.
+- `Zygote.close` is bounded: one deadline for all workers, then SIGKILL to their process groups.
+- If the user forks this process, the child closes its copies of the lifelines, so these still work.
+- At most one helper without users is kept, only if its imports took long, and for at most `IDLE_S` seconds. It ends
+  with this process, however that ends.
+Assumes: Linux (pidfd, memfd, /proc).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.sending.variables import common_variables
+from envherd.executor.start.process_log import read_log, request_stacks
+from envherd.executor.start.waiting import DeadlinePassed
+from envherd.shm.interrupts import ignoring_refusals, uninterrupted
+from envherd.shm.platforms import open_standard_descriptors, register_at_fork, send_signal
+from envherd.workers.errors import InternalError, WorkerLost, WorkerTimeout
+from envherd.workers.process.zygote import flags, in_file, send_request
+from envherd.workers.sending import importing, surroundings
+
+_PACKET = 1 << 18
+#: Seconds that a helper without users waits for the next executor. One of a sweep, of tests or of a cell that is run
+#: again follows soon, and a helper that has torch holds 200 MB or more.
+IDLE_S = 10.0
+_KEPT_CPU_S = 1.0  # processor time of imports for which a helper is kept; without torch, most need less
+_RESUME_S = 2.0  # for an idle helper to answer
+#: Makes `torch.cuda.is_available()` ask the driver's library: torch refuses CUDA in forks of a process that has asked
+#: CUDA itself, and modules that the helper imports ask, as TorchRL does.
+_ASKS_WITHOUT_CUDA = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_FAREWELL_S = 5.0  # for the helper to kill remaining processes and end
+_RECEIVE_S = 0.02  # between checks whether another thread has taken the answer
+_HELPER_END_S = 5.0  # for the helper to end after its socket is closed
+#: Environment variables that change while a program runs and that no import reads.
+_PASSING = {"PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_"}
+_LIMITS = "Use fewer workers, or raise the limit (ulimit -u; pids.max of the control group)."
+#: The first import is of a built-in module, then the current folder leaves the path: else the import of json would take
+#: a json.py there. -P would do so too, but workers would have that flag of which their script may know nothing.
+_BOOT = """# envherd helper: imports modules, forks workers; see docs/faq.md
+import sys
+sys.path[:] = filter(None, sys.path)
+import json
+fd, log_fd, path_fd = map(int, sys.argv[1:])
+with open(path_fd) as file:
+    sys.path[:] = json.load(file)
+from envherd.workers.process.zygote import main
+main(fd, log_fd)
+"""
+
+_zygotes: weakref.WeakSet[Zygote] = weakref.WeakSet()
+_idle: list[Zygote] = []
+_is_exiting = False
+#: Held by every fork of this process, while descriptors are created and registered that a fork must close, and while
+#: users of helpers are counted. Its holder takes no other lock.
+_fork_lock = threading.RLock()
+
+
+def _let_go_in_fork() -> None:
+    _fork_lock.release()
+    for zygote in list(_zygotes):
+        zygote.let_go()
+    _idle.clear()
+
+
+register_at_fork(before=_fork_lock.acquire, after_in_parent=_fork_lock.release, after_in_child=_let_go_in_fork)
+
+
+@atexit.register
+def _exit() -> None:
+    """End the idle helper; executors that are closed later than this keep none."""
+    global _is_exiting  # noqa: PLW0603
+    _is_exiting = True
+    end_idle()
+
+
+def end_idle(*, must_have_ended: bool = False) -> None:
+    """End the helper that waits for an executor, if there is one; or only reap one that has ended by itself."""
+    with _fork_lock:
+        ended = [zygote for zygote in _idle if zygote.has_ended() or not must_have_ended]
+        _idle[:] = [zygote for zygote in _idle if zygote not in ended]
+    for zygote in ended:
+        zygote.end()
+
+
+def shared(user: object, key: tuple[object, ...], options: ExecutorOptions, preload: list[str]) -> Zygote:
+    """Return a helper with that key: an existing one, or a new one.
+
+    Args:
+        user: of the helper, from now on.
+        key: everything that executors must have in common to share a helper.
+        options: see `Zygote`.
+        preload: see `Zygote`.
+    """
+    end_idle(must_have_ended=True)
+    while True:
+        with _fork_lock:
+            found = next((zygote for zygote in _zygotes if zygote.key == key and zygote.join(user)), None)
+            if found is None:
+                return Zygote(options, preload, key, user=user)
+        if found.resume():
+            return found
+        found.key = None  # first: no other executor joins, and it is not kept
+        found.close(user)
+
+
+class Zygote:
+    """The owner's handle of the helper that forks workers (see the module).
+
+    Several users may share it, from any thread: each calls `join` and `close`, and the last `close` ends it, or lets it
+    wait for another user. A user is an object, so that one that repeats a `close` is not counted twice; one that was
+    freed needs no `close`.
+
+    Args:
+        options: for its environment variables, output, start method and deadline.
+        preload: modules to import.
+        key: see `shared`; None if it ends with its last user.
+        must_import: a module that cannot be imported is an error.
+        user: the first one; None for the helper itself.
+    """
+
+    _log_fd = lifeline_read = _lifeline_write = -1
+
+    def __init__(
+        self,
+        options: ExecutorOptions,
+        preload: list[str],
+        key: tuple[object, ...] | None = None,
+        *,
+        must_import: bool = False,
+        user: object = None,
+    ) -> None:
+        self.key, self._must_import = key, must_import
+        self._users = weakref.WeakSet([user or self])
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(1)
+        self._awaited: set[int] = set()
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._options = options
+        self._environ = environment_of(options)
+        self._set_by_imports: dict[str, str] = {}
+        self._owner = os.getpid()
+        path = surroundings.import_path()
+        importing.refuse_at_import()
+        open_standard_descriptors()
+        try:
+            with _fork_lock:
+                _zygotes.add(self)
+                self.lifeline_read, self._lifeline_write = os.pipe()
+                self._sock, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._log_fd = os.memfd_create("envherd-log-zygote", os.MFD_CLOEXEC)
+            output = self._log_fd if options.worker_output == "capture" else None
+            with in_file(json.dumps(path).encode()) as file:  # an argument has at most 128 KiB
+                theirs = (self._theirs.fileno(), self._log_fd, file.fileno())
+                self._process = subprocess.Popen(
+                    [sys.executable, *flags(), "-c", _BOOT, *map(str, theirs)],
+                    pass_fds=theirs,
+                    env=self._environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    process_group=0,  # not another session: see `process.zygote`
+                )
+        except BaseException as error:
+            self._release()
+            if isinstance(error, BlockingIOError):  # fork's error at a limit
+                message = f"starting a worker failed: its helper process cannot be started ({error}). {_LIMITS}"
+                raise WorkerLost(message, phase="start") from error
+            raise
+        self._theirs.close()
+        # Imports see what those of the script see; the environment variables are there from the start.
+        caller = {name: value for name, value in surroundings.read().items() if name not in ("environ", "name")}
+        self._start = {"caller": caller, "preload": preload, "must_exec": options.start_method == "spawn"}
+        self._is_ready = self._is_costly = False
+        self._start_number: int | None = None
+        self.failed_preloads: dict[str, str] = {}
+        self.num_threads = 1
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def join(self, user: object) -> bool:
+        """Register another user, which must `close` it later; return whether it is usable."""
+        with _fork_lock:
+            is_usable = self._owner == os.getpid() and self._sock.fileno() >= 0 and not self.has_ended()
+            if is_usable and self in _idle:
+                _idle.remove(self)
+            elif not self._users:  # another thread ends it
+                return False
+            if is_usable:
+                self._users.add(user)
+            return is_usable
+
+    def has_ended(self) -> bool:
+        """Return whether its process has ended."""
+        return self._process.poll() is not None
+
+    def begin(self) -> None:
+        """Make it import the modules, without waiting; idempotent."""
+        with self._lock:
+            if self._start_number is None:
+                self._start_number = self._post(self._start, [])
+
+    def wait_ready(self) -> None:
+        """Wait until it has imported the modules; idempotent. After an error it can only be closed.
+
+        Raises:
+            WorkerLost: the helper has ended.
+            WorkerTimeout: it is still importing after `options.build_timeout_s`, and was killed.
+            ImportError: a module cannot be imported, and the helper was made with `must_import`.
+        """
+        with self._lock:  # other users wait for the same
+            if not self._is_ready:
+                self._receive_start()
+        if self._must_import and self.failed_preloads:
+            name, why = next(iter(self.failed_preloads.items()))
+            raise ImportError(f"preloaded failed: expected modules that can be imported, got {name!r} ({why}).")
+
+    def _receive_start(self) -> None:
+        self.begin()
+        assert self._start_number is not None
+        try:  # takes seconds; after a Ctrl-C, the waiting executor closes this
+            answer = self._answer(self._start_number, self._options.build_timeout_s)
+        except DeadlinePassed:
+            raise self._late() from None
+        self.failed_preloads = answer["failed"]
+        self.num_threads = answer["num_threads"]
+        self._set_by_imports = answer["environ"]
+        self._is_costly = answer["cpu_s"] >= _KEPT_CPU_S
+        self._is_ready = True
+
+    def resume(self) -> bool:
+        """Return whether it still serves, and a new one would import the same: nothing that imports read has changed.
+
+        That is the files of its modules, and environment variables. Imports set some themselves, here as there.
+        """
+        environ = environment_of(self._options)
+        changed = {name for name, _ in environ.items() ^ self._environ.items()} - _PASSING
+        if any(name not in environ or environ[name] != self._set_by_imports.get(name) for name in changed):
+            return False
+        if not self._is_ready:
+            return True
+        with contextlib.suppress(WorkerLost, DeadlinePassed):
+            return bool(self._request({"op": "resume"}, timeout_s=_RESUME_S)["is_current"])
+        return False
+
+    def _late(self) -> WorkerTimeout:
+        """Read the helper's stack, kill it, and return the error."""
+        stack = request_stacks(self._log_fd, lambda: send_signal(self.pid, signal.SIGUSR2))
+        self._kill()
+        return WorkerTimeout(
+            f"starting workers failed: their helper process had not imported its modules within "
+            f"{self._options.build_timeout_s:g} s and was killed (pid {self.pid}, phase start). Raise "
+            f"ExecutorOptions.build_timeout_s if imports may take so long.\nIt was stuck in:\n{stack}",
+            remote_traceback=read_log(self._log_fd) or None,
+            pid=self.pid,
+            phase="start",
+        )
+
+    def _kill(self) -> None:
+        """Kill the helper and its imports' processes, and wait for its end."""
+        if self._process.returncode is None:  # not reaped yet, so the id was not reused
+            with ignoring_refusals():
+                send_signal(self.pid, signal.SIGKILL, is_group=True)
+        self._process.wait()
+
+    def fork(self, config: dict[str, Any], fds: list[int]) -> int:
+        """Start a worker and return its pid.
+
+        Raises:
+            WorkerLost: the helper has ended, or the system allows no further process.
+        """
+        self.wait_ready()
+        config = {"caller": surroundings_of(self._options), **config}
+        answer = self._request({"op": "fork", "config": config}, fds)
+        if "error" in answer:
+            raise WorkerLost(f"starting a worker failed: {answer['error']}. {_LIMITS}", phase="start")
+        return int(answer["pid"])
+
+    def adopt(self, pid: int, log_fd: int) -> int:
+        """Take a worker's copy for a worker, as one that `fork` has started; return its pid.
+
+        Raises:
+            WorkerLost: the copy or the helper has ended.
+        """
+        if not self._request({"op": "adopt", "pid": pid, "log": os.fstat(log_fd).st_ino})["is_child"]:
+            raise WorkerLost(f"branch failed: the copy (pid {pid}) ended before it could serve.", pid=pid)
+        return pid
+
+    def exit_code(self, pid: int, timeout_s: float = 0.5) -> int | None:
+        """Return a worker's exit code, or None if it lives or the zygote has ended."""
+        end = time.monotonic() + timeout_s
+        with contextlib.suppress(WorkerLost), ignoring_refusals():
+            while (status := self._request({"op": "status", "pid": pid})["status"]) is None:
+                if time.monotonic() > end:
+                    return None
+                time.sleep(0.002)
+            return int(status)
+        return None
+
+    def close(self, user: object = None) -> None:
+        """Give it up. It ends with its last user, and so do all its workers, unless it is kept for another executor.
+
+        After an error it must be repeated; it continues where it has failed.
+        """
+        if self._owner != os.getpid() or self not in _zygotes:
+            return
+        with uninterrupted():  # a helper that is kept has its limit
+            with _fork_lock:
+                self._users.discard(user or self)
+                is_used = len(self._users) > 0
+                is_kept = not (is_used or self.key is None or _is_exiting or self.has_ended())
+                is_kept = is_kept and self._is_costly and self._sock.fileno() >= 0
+                is_left = is_kept or is_used
+                replaced = [one for one in _idle if is_kept and one is not self]
+                if is_kept:
+                    _idle[:] = [self]
+            sweep = None
+            if is_left and self._is_ready:
+                with ignoring_refusals():
+                    sweep = self._post({"op": "sweep", "idle_s": IDLE_S if is_kept else None}, [])
+        for zygote in replaced:
+            zygote.end()
+        if sweep is not None:
+            with contextlib.suppress(WorkerLost), ignoring_refusals():
+                self._answer(sweep, None)
+        elif not is_left:
+            self.end()
+
+    def end(self) -> None:
+        """End it and all its workers."""
+        self._sock.close()
+        self._close_lifeline()
+        with ignoring_refusals():  # EMFILE: then do not wait for its cleanup
+            if self._process.returncode is None:
+                _wait_exit(self.pid, _FAREWELL_S)
+        self._kill()
+        self._release()
+
+    def _release(self) -> None:
+        """Close this process's descriptors of it. Idempotent."""
+        for name in ("_sock", "_theirs"):
+            if name in vars(self):
+                getattr(self, name).close()
+        self._close_lifeline()
+        if "_log_fd" in vars(self):
+            os.close(vars(self).pop("_log_fd"))  # one line: see `_close_lifeline`
+        with _fork_lock:
+            _zygotes.discard(self)
+
+    def __del__(self) -> None:
+        """Make its process end, if a failure inside `close` has lost it."""
+        self._release()
+
+    def let_go(self) -> None:
+        """In a forked copy of the owner, close descriptors that would keep workers alive after the owner's death."""
+        self._release()
+        if "_process" in vars(self):
+            self._process.returncode = 0  # not this process's child, so Popen must neither wait nor warn
+
+    def _close_lifeline(self) -> None:
+        for name in ("lifeline_read", "_lifeline_write"):
+            if name in vars(self):
+                os.close(vars(self).pop(name))  # one line: an interrupt must not have it closed twice or never
+
+    def _request(
+        self, request: dict[str, Any], fds: list[int] | None = None, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """Send a request and wait for its answer; from any thread, also while the same thread waits for another's.
+
+        Answers carry the number of their request; the answer to an interrupted request is dropped.
+
+        Raises:
+            DeadlinePassed: no answer came within `timeout_s` seconds.
+        """
+        return self._answer(self._post(request, fds or []), timeout_s)
+
+    def _post(self, request: dict[str, Any], fds: list[int]) -> int:
+        """Send a request; return its number, for `_answer`."""
+        with self._lock:
+            number = next(self._numbers)
+            self._awaited.add(number)
+            try:
+                self._send({"number": number, **request}, fds)
+            except BaseException:
+                self._awaited.discard(number)
+                raise
+            return number
+
+    def _answer(self, number: int, timeout_s: float | None) -> dict[str, Any]:
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._lock:
+            self._awaited.add(number)  # again: another user's wait for it may have been interrupted
+            try:
+                while number not in self._answers:
+                    has_come = self._receive() or number in self._answers  # first: this process may have been stopped
+                    if not has_come and end is not None and time.monotonic() > end:
+                        raise DeadlinePassed
+                return self._answers.pop(number)
+            finally:
+                self._awaited.discard(number)
+
+    def _send(self, request: dict[str, Any], fds: list[int]) -> None:
+        if self._sock.fileno() < 0:
+            raise InternalError("the zygote was used after it was closed")
+        with contextlib.suppress(ConnectionError):  # `_receive` explains it
+            send_request(self._sock, request, fds)
+
+    def _receive(self) -> bool:
+        """Take an answer, if one comes soon; return whether one came.
+
+        A finalizer in this thread may have taken the expected one.
+        """
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        if not poller.poll(_RECEIVE_S * 1000):
+            return False
+        try:
+            data = self._sock.recv(_PACKET, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            data = b""
+        if not data:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_HELPER_END_S)
+            raise WorkerLost(
+                "starting a worker failed: the helper process that forks workers has ended "
+                f"(exit code {self._process.poll()}). Make a new executor.",
+                remote_traceback=read_log(self._log_fd) or None,
+                phase="start",
+            )
+        answer: dict[str, Any] = json.loads(data)
+        if answer["number"] in self._awaited:
+            self._answers[answer["number"]] = answer
+        return True
+
+
+def _wait_exit(pid: int, timeout_s: float) -> None:
+    """Wait for a child to end, without reaping it."""
+    with open(os.pidfd_open(pid), "rb", buffering=0) as process:
+        poller = select.poll()
+        poller.register(process, select.POLLIN)
+        poller.poll(timeout_s * 1000)
+
+
+def surroundings_of(options: ExecutorOptions) -> dict[str, Any]:
+    """Return what a worker gets at its start; see `workers.sending.surroundings`."""
+    return {**surroundings.read(), "environ": environment_of(options)}
+
+
+def environment_of(options: ExecutorOptions) -> dict[str, str]:
+    """Return the environment variables that workers start with."""
+    environment = dict(os.environ)
+    environment.setdefault(*_ASKS_WITHOUT_CUDA)
+    if options.worker_threads is not None:
+        environment.update(dict.fromkeys(_THREAD_VARIABLES, str(options.worker_threads)))
+    environment.update(common_variables(options))
+    return environment

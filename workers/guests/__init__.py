@@ -1,0 +1,1 @@
+"""The workers' halves of features that the kernel does not know."""

@@ -1,0 +1,73 @@
+"""The start of a worker that `multiprocessing` has spawned, and the thread that ends it with its owner.
+
+Guarantees:
+- It ends within a second after its owner has ended, with its process group where there are groups. On systems other
+  than Linux, an env that holds Python's GIL in C delays this until it lets go of it.
+- Its stacks can be read: where there is SIGUSR2 always, otherwise while it lets other threads run.
+- Environment variables are set before numpy or a package of envs is imported.
+- Ctrl-C does not end it.
+Platforms: all. It is tested on Linux, and there without what macOS and Windows lack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import socket
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from envherd.shm import platforms
+from envherd.workers.guests.portable.socket_bells import SocketBell
+from envherd.workers.sending import surroundings
+
+#: Seconds between looks at the parent's process id. A fork of the owner may hold the other end of the pipe.
+_LOOK_S = 0.3
+
+
+def main(
+    sock: socket.socket,
+    bells: tuple[socket.socket, socket.socket],
+    watch: Connection,
+    log_path: str,
+    config: dict[str, Any],
+) -> None:
+    """Run a worker until a message tells it to exit; never returns.
+
+    Args:
+        sock: to the owner.
+        bells: the sockets of `go`, on which the worker waits, and `done`, which it rings.
+        watch: on which the owner asks for stacks; its end is the owner's end.
+        log_path: of the log, a file that the owner has open.
+        config: see `executor.processes.worker_process.worker_config`.
+    """
+    log_fd = os.open(log_path, os.O_RDWR | os.O_APPEND | platforms.O_TEMPORARY | platforms.O_BINARY)
+    with contextlib.suppress(OSError):  # Windows removes it when it is closed
+        os.unlink(log_path)
+    platforms.detach(log_fd, is_captured=config["output"] == "capture")
+    platforms.listen_for_stack_requests(log_fd)
+    platforms.let_signals_in()
+    with contextlib.suppress(OSError, AttributeError):
+        platforms.arm_lifeline(watch.fileno(), -os.getpid())
+    parent = platforms.parent_id()
+    threading.Thread(target=_watch, args=(watch, log_fd, parent), name="envherd-watch", daemon=True).start()
+    surroundings.enter(config["caller"])
+    from envherd.workers.adapters.registry import install_import_hooks
+    from envherd.workers.process.entry import run  # imports numpy
+
+    install_import_hooks()
+    run(sock, log_fd, config, bells=(SocketBell(bells[0], None), SocketBell(None, bells[1])))
+
+
+def _watch(watch: Connection, log_fd: int, parent: int) -> None:
+    """Write the stacks when the owner asks for them, and end this process when the owner has ended."""
+    with contextlib.suppress(EOFError, OSError):
+        while platforms.parent_id() == parent:
+            if watch.poll(_LOOK_S):
+                watch.recv_bytes()
+                faulthandler.dump_traceback(log_fd, all_threads=True)
+    with contextlib.suppress(OSError):
+        platforms.end_own_group()
+    os._exit(1)

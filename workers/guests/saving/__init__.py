@@ -1,0 +1,1 @@
+"""The state of an env as plain data."""

@@ -1,0 +1,266 @@
+"""Save and restore the state of an env that is written in Python: its attributes, wrappers and generators.
+
+Guarantees:
+- A state is data: `read` imports nothing, and calls nothing that a state names; see `env_values.py`.
+- `read` changes nothing. It refuses what is damaged and what is of another env, and returns what restores the rest.
+- What one name refers to by two attributes is one object again afterwards.
+
+How: objects that are reached by attributes alone (the env, its wrappers, a task) are changed in place, because others
+may hold them. What they hold is copied by value. Functions, classes, modules, models, spaces and renderers stay as they
+are: a state refers to them by the path that leads to them, e.g. `env.unwrapped.model`. Simulators in C are saved by
+separate functions (`_SIMULATORS`); any other object of an extension refuses.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from envherd.workers import plain, seeding
+from envherd.workers.guests.saving.env_graph import Graph, is_picture, simulator_of
+from envherd.workers.guests.saving.env_values import Reader, Unsaveable, Writer, pack, unpack, words_for
+
+#: Of states; those of another version are refused.
+VERSION = 2
+
+
+def save(env: Any) -> dict[str, Any]:
+    """Return the state of an env, as plain data.
+
+    Raises:
+        Unsaveable: names the attribute that cannot be saved.
+    """
+    graph = _graph_of(env)
+    try:
+        writer = Writer(graph)
+        for owner in graph.owners.values():
+            writer.value(owner)
+        writer.finish()
+        simulators = {path: _SIMULATORS[kind].save(one) for path, (kind, one) in graph.simulators.items()}
+        held = plain.encode([writer.nodes, simulators])
+    except Exception as error:
+        raise Unsaveable(_first_unsaveable(graph) or f"{type(error).__name__}: {error}") from error
+    return {"version": VERSION, "held": held, "digest": _digest(held)}
+
+
+def read(env: Any, state: Any) -> Callable[[], None]:
+    """Check a state of this env, or of one that an equal call has built; return the function that restores it.
+
+    Until that is called, nothing is changed.
+
+    Raises:
+        ValueError: the state is of another env, or damaged, or no state.
+    """
+    expected = "expected what state_dict() or save() returned of this env"
+    if not (isinstance(state, Mapping) and {"version", "held", "digest"} <= state.keys()):
+        raise ValueError(f"{expected}, got a {type(state).__name__} without a state of this form.")
+    if state["version"] != VERSION:
+        raise ValueError(f"{expected} with version {VERSION} of the format, got version {state['version']!r:.80}.")
+    held = state["held"]
+    if not isinstance(held, bytes) or state["digest"] != _digest(held):
+        raise ValueError(f"{expected}, got one that is damaged.")
+    graph = _graph_of(env)
+    try:
+        nodes, simulators = plain.decode(held)
+        reader = Reader(graph, nodes)
+        reader.read()
+        loads = [_SIMULATORS[kind].read(one, simulators.pop(path)) for path, (kind, one) in graph.simulators.items()]
+    except Exception as error:  # whatever the bytes are
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{expected}, got {why:.400}.") from None
+    if simulators or "" not in reader.changes:
+        raise ValueError(f"{expected}, got one of an env with a simulator at {[*simulators]!r:.80}, or of none.")
+
+    def put() -> None:
+        for one, attributes in reader.changes.values():
+            present = vars(one)
+            pictures = {name: value for name, value in present.items() if is_picture(value)}
+            present.clear()
+            present.update({**attributes, **pictures})
+        for load in loads:
+            load()
+
+    return put
+
+
+def _graph_of(env: Any) -> Graph:
+    """Return what can be reached from an env, with the arrays of its simulators."""
+    graph = Graph(env)
+    for path, (kind, one) in graph.simulators.items():
+        for name, array in _SIMULATORS[kind].lent(one).items():
+            if array.dtype.kind == "f" and array.flags.c_contiguous:
+                graph.lent[f"{path}.{name}"] = array
+    return graph
+
+
+def _digest(held: bytes) -> bytes:
+    """Return a hash that shows damage; who changes a state on purpose can also change it."""
+    return hashlib.blake2b(held, digest_size=16).digest()
+
+
+def _first_unsaveable(graph: Graph) -> str | None:
+    """Return which attribute cannot be saved, in words."""
+    for owner in graph.owners.values():
+        for name, value in vars(owner).items():
+            writer = Writer(graph)
+            try:
+                writer.value(value)
+                writer.finish(with_owners=False)
+                plain.encode(writer.nodes)
+            except Exception as error:  # of any object
+                why = str(error) if isinstance(error, Unsaveable) else f"{type(error).__name__}: {error}"
+                return f"its attribute {type(owner).__name__}.{name} is a {words_for(value)} ({why})"
+    return None
+
+
+# ---- simulators in C ---------------------------------------------------------------------------
+
+
+#: Integers of a MuJoCo model that a task may change, by the end of their names: bit masks and switches. All others are
+#: indices and sizes, which the simulator does not check.
+_MASKS = ("_contype", "_conaffinity", "_group", "_limited", "_priority", "eq_active0")
+
+
+def _save_mujoco(data: Any) -> list[Any]:
+    """Return all that the next steps read: the integrator's state, and the arrays that the last step has computed.
+
+    MuJoCo computes the integers among them again; those of the model are parts of its structure.
+    """
+    mujoco = sys.modules["mujoco"]
+    kind = mujoco.mjtState.mjSTATE_INTEGRATION
+    state = np.empty(mujoco.mj_stateSize(data.model, kind))
+    mujoco.mj_getState(data.model, data, state, kind)
+    computed = {name: pack(array) for name, array in _arrays(data).items() if array.dtype.kind == "f"}
+    model = {name: pack(array) for name, array in _arrays(data.model).items()}  # tasks change targets and masses in it
+    return [pack(state), computed, model]
+
+
+def _read_mujoco(data: Any, saved: Any) -> Callable[[], None]:
+    mujoco = sys.modules["mujoco"]
+    kind = mujoco.mjtState.mjSTATE_INTEGRATION
+    packed, computed, model = saved
+    state = unpack(packed)
+    if state.shape != (mujoco.mj_stateSize(data.model, kind),) or state.dtype != float or not np.isfinite(state).all():
+        raise ValueError(f"a simulation of {state.dtype} {state.shape}, or one that is not finite")
+    before = {name: unpack(one) for name, one in computed.items()}
+    structure = {name: unpack(one) for name, one in model.items()}
+    for name, array in _arrays(data.model).items():
+        saved_one = structure[name]
+        is_free = array.dtype.kind == "f" or name.endswith(_MASKS)
+        is_equal = (array.shape, array.dtype) == (saved_one.shape, saved_one.dtype)
+        if not is_equal or not (is_free or (array == saved_one).all()):
+            raise ValueError(f"a model with another {name}")
+
+    def put() -> None:
+        _copy(structure, data.model)
+        mujoco.mj_setState(data.model, data, state, kind)
+        mujoco.mj_forward(data.model, data)  # contacts and constraints, in memory that is new afterwards
+        _copy(before, data)
+
+    return put
+
+
+def _lent_by_mujoco(data: Any) -> dict[str, np.ndarray]:
+    # MuJoCo 2 had no model there: its states cannot be saved
+    return {
+        **_arrays(data),
+        **{f"model.{name}": array for name, array in _arrays(getattr(data, "model", None)).items()},
+    }
+
+
+def _copy(saved: Mapping[str, np.ndarray], to: Any) -> None:
+    """Copy arrays to those of a simulator, except for those whose size follows from its present state."""
+    for name, array in _arrays(to).items():
+        before = saved.get(name)
+        if before is not None and (before.shape, before.dtype) == (array.shape, array.dtype):
+            array[...] = before
+
+
+def _arrays(one: Any) -> dict[str, np.ndarray]:
+    """Return the arrays of fixed size of an `MjData` or `MjModel` by name, without meshes and textures."""
+    left_out = ("_", "efc_", "contact", "iefc_", "island", "mesh_", "tex_", "skin_", "bvh_", "names")
+    values = ((name, getattr(one, name)) for name in dir(one) if not name.startswith(left_out))
+    return {
+        name: value
+        for name, value in values
+        if isinstance(value, np.ndarray) and value.flags.writeable and value.size and value.dtype.kind in "biuf"
+    }
+
+
+def _save_ale(ale: Any) -> bytes:
+    if ale.getFloat("repeat_action_probability") > 0:
+        raise Unsaveable(
+            "ALE does not report which action its sticky actions repeat: make the env with repeat_action_probability=0"
+        )
+    state: bytes = ale.cloneState(include_rng=True).__getstate__()
+    return state
+
+
+def _read_ale(ale: Any, saved: Any) -> Callable[[], None]:
+    """Restore a state and then the present one: only the emulator can read a state."""
+    state, before = sys.modules["ale_py"].ALEState(saved), ale.cloneState(include_rng=True)
+    try:
+        ale.restoreState(state)
+    finally:
+        ale.restoreState(before)
+    return functools.partial(ale.restoreState, state)
+
+
+def _save_space(space: Any) -> list[Any]:
+    """Return the state of the generator from which a space is sampled, and of those of its parts."""
+    own = space._np_random  # noqa: SLF001  # `np_random` would make one
+    return [None if own is None else own.bit_generator.state, [_save_space(part) for part in _parts_of(space)]]
+
+
+def _read_space(space: Any, saved: Any) -> Callable[[], None]:
+    own, parts = saved
+    bits = None if own is None else seeding.bits_of(own)
+    loads = [_read_space(part, state) for part, state in zip(_parts_of(space), parts, strict=True)]
+
+    def put() -> None:
+        if bits is None:
+            space._np_random = None  # noqa: SLF001  # `np_random` would make one
+        else:
+            space.np_random.bit_generator.state = bits.state
+        for load in loads:
+            load()
+
+    if bits is not None and type(space.np_random.bit_generator) is not type(bits):
+        raise ValueError(f"a generator {type(bits).__name__} of a space")
+    return put
+
+
+def _parts_of(space: Any) -> list[Any]:
+    held = list(vars(space).values())
+    parts = getattr(space, "spaces", ())
+    held += parts.values() if isinstance(parts, Mapping) else parts
+    return [one for one in held if simulator_of(type(one)) == "gymnasium.spaces.space:Space"]
+
+
+class _Simulator(NamedTuple):
+    """How the state of a simulator is saved, and read: `read` checks it and returns what puts it back.
+
+    `lent` returns its arrays, of which an env may hold views.
+    """
+
+    save: Callable[[Any], Any]
+    read: Callable[[Any, Any], Callable[[], None]]
+    lent: Callable[[Any], dict[str, np.ndarray]] = lambda _: {}
+
+
+#: Class -> its functions.
+_SIMULATORS = {
+    "gymnasium.spaces.space:Space": _Simulator(_save_space, _read_space),
+    "mujoco._structs:MjData": _Simulator(_save_mujoco, _read_mujoco, _lent_by_mujoco),
+    "dm_control.mujoco.engine:Physics": _Simulator(
+        lambda physics: _save_mujoco(physics.data.ptr),
+        lambda physics, saved: _read_mujoco(physics.data.ptr, saved),
+        lambda physics: _lent_by_mujoco(physics.data.ptr),
+    ),
+    "ale_py._ale_py:ALEInterface": _Simulator(_save_ale, _read_ale),
+}

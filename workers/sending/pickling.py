@@ -1,0 +1,696 @@
+"""Pickle objects for workers: what a script defines goes by value.
+
+A worker never imports the user's script, so its functions and classes are pickled by value (cloudpickle), and so are
+those of other modules that no worker can import (see `importing.place_of`). In a worker, they are also attributes of
+the module in which they were defined. `Pickler` also handles definitions that cloudpickle pickles by their name in the
+script, or not at all:
+- caches and dispatchers of `functools`: a worker's copy has the parameters and the implementations, and is empty;
+- locks, conditions, thread-local and weak containers in attributes of classes: a worker has its own, unlocked and
+  empty, as a process that imports the script would have;
+- classes whose metaclass or `__init_subclass__` has required arguments or must not run twice;
+- names of the script that class statements inside functions use;
+- aliases, functions and attributes of the members of an enum;
+- `NewType` and its kind, and the sentinels of `dataclasses`.
+
+A lock that a factory captures is refused: the copies of a lock in several processes exclude nobody. But what a module
+that workers import holds, such as its logger, goes by its name if it cannot be pickled. `find_culprit` names the object
+that cannot be pickled, and the way to it.
+Assumes: both processes run the same version of Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import enum
+import functools
+import gc
+import importlib
+import inspect
+import io
+import pickle
+import queue
+import re
+import sys
+import threading
+import types
+import typing
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import reduction
+from typing import Any
+
+import cloudpickle
+from cloudpickle import cloudpickle as private
+
+from envherd.workers.sending.importing import SCRIPT, Place, place_of
+from envherd.workers.sending.sharing import reduce_shared, sharing
+
+_Reduced = tuple[Any, ...]
+
+_LRU_CACHE = type(functools.lru_cache(len))
+_KEY_WRAPPER = type(functools.cmp_to_key(lambda one, other: 0))  # noqa: ARG005
+#: The function that `functools.singledispatch` returns has this code, whatever it dispatches.
+_DISPATCHER = functools.singledispatch(len).__code__  # type: ignore[attr-defined]  # it is a function
+_SENTINELS = {type(getattr(dataclasses, name)): name for name in ("MISSING", "KW_ONLY")}
+_ALIAS_TYPE = getattr(typing, "TypeAliasType", None)  # Python 3.12
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: classes of C
+_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: not static in C
+_MAX_DEPTH = 12  # links of the way to an object that cannot be pickled
+
+
+def dumps(value: Any, *, shares: bool = False) -> bytes:
+    """Return a value as a pickle for a worker; `pickle.loads` reads it.
+
+    Args:
+        value: any.
+        shares: objects that processes share are not copied; the pickle is for workers of this process.
+    """
+    named: _Names = {}
+    with sharing() if shares else contextlib.nullcontext():
+        while True:
+            try:
+                return _dumps(value, named)
+            except Exception:
+                found = _nameable(value, named)
+                if found is None:
+                    raise
+            named.update(found)
+
+
+def _dumps(value: Any, named: _Names) -> bytes:
+    file = io.BytesIO()
+    pickler = Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.named = named
+    pickler.dump(value)
+    return file.getvalue()
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
+    """Pickles values for workers, which never run the script.
+
+    Attributes:
+        named: objects that go by their name.
+    """
+
+    named: _Names = {}  # noqa: RUF012  # never changed
+
+    def __init__(self, file: Any, protocol: int | None = None) -> None:
+        super().__init__(file, protocol=protocol)
+        self._owned: set[int] = set()  # ids of objects in attributes of classes; the classes keep the objects alive
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how to rebuild an object, or NotImplemented for pickle's own way."""
+        if isinstance(obj, type):
+            return super().reducer_override(obj) if _is_importable(obj) else self._reduce_class(obj)
+        reduced = self._reduce_special(obj)
+        if reduced is not None:
+            return reduced
+        reduced = super().reducer_override(obj)
+        if type(obj) is not types.FunctionType or _is_importable(obj):
+            return reduced
+        if reduced is NotImplemented:  # it has a name, which workers lack
+            reduced = self._dynamic_function_reduce(obj)
+        _add_names_of_classes(obj, reduced)
+        return _with_place(obj, reduced)
+
+    def _reduce_special(self, obj: Any) -> Any:
+        """Return how to rebuild an object that cloudpickle would pickle in another way, or None."""
+        kind = type(obj)
+        if id(obj) in self.named:
+            return _look_up, self.named[id(obj)]
+        if id(obj) in self._owned and (fresh := _fresh(obj)):
+            return fresh
+        if kind in _SENTINELS:
+            return getattr, (dataclasses, _SENTINELS[kind])
+        if isinstance(obj, types.ModuleType):
+            return self._reduce_module(obj)
+        if isinstance(obj, functools.cached_property):
+            self._own(vars(obj).get("lock"))  # before Python 3.12
+        reduce = _REDUCERS.get(kind)
+        if kind is types.FunctionType and obj.__code__ is _DISPATCHER:
+            reduce = _reduce_dispatcher
+        if reduce is not None and not _is_importable(obj):
+            return reduce(obj)
+        return reduce_shared(obj)
+
+    def _reduce_module(self, module: types.ModuleType) -> Any:
+        name = module.__name__
+        is_here = module is sys.modules.get(name)
+        if is_here and (name in SCRIPT or place_of(name) is Place.SAME):
+            return importlib.import_module, (name,)
+        state = {key: value for key, value in vars(module).items() if key not in _OF_IMPORTS}
+        self._own(state)
+        return types.ModuleType, (name,), (state, is_here and place_of(name)), None, None, _set_module
+
+    def _reduce_class(self, cls: type) -> Any:
+        for value in vars(cls).values():
+            self._own(value)
+        reduced = super().reducer_override(cls)
+        if reduced is NotImplemented and cls.__flags__ & _HEAP and place_of(cls.__module__) is not Place.SAME:
+            reduced = private._dynamic_class_reduce(cls)  # noqa: SLF001  # it has a name, which workers lack
+        if not isinstance(reduced, tuple) or len(reduced) != 6:  # pickled by name
+            return reduced
+        make, arguments, state, *_, setter = reduced
+        if issubclass(cls, enum.Enum):
+            reduced = _reduce_enum(cls, make, arguments, (setter, *state))
+        elif make.__name__ == "_make_skeleton_class":
+            reduced = (_make_class, (make, arguments, _has_hooks(cls)), *reduced[2:])
+        return _with_place(cls, reduced)
+
+    def _own(self, value: Any) -> None:
+        """Note an attribute of a class, and what it holds."""
+        if id(value) in self._owned or isinstance(value, (type, types.ModuleType, types.FunctionType)):
+            return
+        if _fresh(value):
+            self._owned.add(id(value))
+            return
+        held: list[Any] = []
+        if isinstance(value, dict):
+            held = list(value.values())
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            held = list(value)
+        elif hasattr(value, "__dict__"):
+            held = list(vars(value).values())
+        if held:
+            self._owned.add(id(value))
+            for one in held:
+                self._own(one)
+
+
+def _is_importable(obj: Any) -> bool:
+    """Return whether a worker gets an object by importing its module."""
+    module = getattr(obj, "__module__", None)
+    return isinstance(module, str) and place_of(module) is Place.SAME and _is_named(obj)
+
+
+def _is_named(obj: Any) -> bool:
+    """Return whether an object is found by its name in its module."""
+    found: Any = sys.modules.get(obj.__module__)
+    path = str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", ""))
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found is obj
+
+
+# ---- where definitions are in a worker ---------------------------------------------------------
+
+
+class Script(types.ModuleType):
+    """The `__main__` of a worker: what was sent of the script, and on demand the script's other definitions.
+
+    Attributes:
+        waiting: name -> pickled, or the name of a module.
+    """
+
+    waiting: dict[str, bytes | str]
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.waiting = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.waiting:
+            raise AttributeError(
+                f"module '__main__' has no attribute {name!r}: workers do not run the script. They have its functions, "
+                f"classes and constants, and what the factory uses. Define {name} in a module that they import"
+            )
+        waiting = self.waiting[name]
+        try:
+            with _keeping():
+                value = importlib.import_module(waiting) if isinstance(waiting, str) else pickle.loads(waiting)
+        except Exception as error:
+            raise AttributeError(f"module '__main__' has no attribute {name!r} in a worker: {error}") from error
+        return vars(self).setdefault(name, value)
+
+    def promise(self, names: Iterable[str], namespace: dict[str, Any]) -> None:
+        """Add the definitions of these names to a namespace where annotations are looked up."""
+        for name in names:
+            waiting = self.waiting.get(name)
+            if waiting is not None and name not in namespace:
+                with contextlib.suppress(Exception):  # a worker cannot import it
+                    namespace[name] = _LazyModule(waiting) if isinstance(waiting, str) else getattr(self, name)
+
+
+class _LazyModule(types.ModuleType):
+    """A module that is imported when it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+_script: Script | None = None
+_keeps = False
+_is_building = False
+_complete: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def enter_script(script: Script) -> None:
+    """Make a module the `__main__` of this process, a worker."""
+    global _script  # noqa: PLW0603
+    _script = script
+    sys.modules.update(dict.fromkeys(SCRIPT, script))
+    reduction.ForkingPickler.reducer_override = _reduce_for_children  # type: ignore[method-assign]
+
+
+def _reduce_for_children(_: Any, obj: Any) -> Any:
+    """Return how a process that an env spawns gets one of the script's definitions: it does not run the script either.
+
+    Without that, a pool of spawned processes would start one after another, without end.
+    """
+    if isinstance(obj, (type, types.FunctionType)) and _script is not None:
+        module = str(obj.__module__)
+        pickled = _script.waiting.get(obj.__qualname__) if module.startswith(SCRIPT) else None
+        if isinstance(pickled, bytes) and _is_named(obj):
+            return _define, (module, obj.__qualname__, pickled)
+    return NotImplemented
+
+
+def _define(module: str, name: str, pickled: bytes) -> Any:
+    """Return the script's definition of a name; define it, if this process has none."""
+    script = sys.modules.get(module, sys.modules["__main__"])
+    if not hasattr(script, name):
+        setattr(script, name, pickle.loads(pickled))
+    return getattr(script, name)
+
+
+@contextlib.contextmanager
+def building() -> Iterator[None]:
+    """Let every factory that is unpickled in the block have its own functions and variables of the script.
+
+    In a worker with several factories, `__main__` has the functions of the first one. Those of another one get a module
+    of their own, so that they can be pickled by name also.
+    """
+    global _is_building  # noqa: PLW0603
+    _is_building = True
+    try:
+        yield
+    finally:
+        _is_building = False
+
+
+@contextlib.contextmanager
+def _keeping() -> Iterator[None]:
+    """Leave classes that are in use as they are: unpickling one again would reset its attributes."""
+    global _keeps  # noqa: PLW0603
+    before, _keeps = _keeps, True
+    try:
+        yield
+    finally:
+        _keeps = before
+
+
+def _with_place(obj: Any, reduced: _Reduced) -> _Reduced:
+    """Make what `reduced` builds an attribute of its module in a worker, if it is one here and a worker lacks that."""
+    place = obj.__module__ if obj.__module__ in sys.modules and place_of(obj.__module__) is Place.NOWHERE else None
+    name = obj.__name__ if "." not in obj.__qualname__ and _is_named(obj) else None
+    make, arguments, state, *_, setter = reduced
+    return make, arguments, (setter, state, place, name), None, None, _set_definition
+
+
+def _set_definition(obj: Any, what: tuple[Callable[[Any, Any], Any], Any, str | None, str | None]) -> None:
+    setter, state, place, name = what
+    if not (_keeps and isinstance(obj, type) and obj in _complete):
+        setter(obj, state)
+    if isinstance(obj, type):
+        _complete.add(obj)
+    if place is None or _script is None:
+        return
+    module = _script if place in SCRIPT else sys.modules.setdefault(place, types.ModuleType(place))
+    used = getattr(obj, "__globals__", vars(module))
+    if name is not None:
+        vars(module).setdefault(name, obj)
+    if used.get("__name__") == place:  # else the function has another's name, by functools.wraps
+        for key, value in list(used.items()):
+            if not key.startswith("__") or key == "__path__":  # with a file, it would look like an imported module
+                vars(module).setdefault(key, value)
+    if _is_building and name is not None and isinstance(obj, types.FunctionType) and vars(module)[name] is not obj:
+        obj.__module__ = f"{place} (copy {id(used)})"
+        copies = sys.modules.setdefault(obj.__module__, types.ModuleType(obj.__module__))
+        setattr(copies, name, obj)
+    annotations = vars(obj).get("__annotations__", {}) if isinstance(obj, type) else obj.__annotations__
+    texts = " ".join(one for one in annotations.values() if isinstance(one, str))
+    _script.promise(re.findall(r"[^\W\d]\w*", texts), used)
+
+
+#: Attributes of modules that imports set.
+_OF_IMPORTS = frozenset({"__builtins__", "__cached__", "__loader__", "__spec__"})
+
+
+def _set_module(module: types.ModuleType, value: tuple[dict[str, Any], Any]) -> None:
+    state, place = value
+    vars(module).update(state)
+    if place is Place.NOWHERE and _script is not None:
+        sys.modules[module.__name__] = module
+
+
+# ---- by name, because it cannot be pickled -----------------------------------------------------
+
+#: id of an object -> names of a module and of its attribute.
+_Names = dict[int, tuple[str, str]]
+
+
+def _look_up(module: str, name: str) -> Any:
+    holder = importlib.import_module(module)
+    if not hasattr(holder, name):
+        raise AttributeError(
+            f"expected {module} to have {name!r} after its import, got none: the script has set it, and it cannot be "
+            f"pickled. Make it in {module}, or in the factory"
+        )
+    return getattr(holder, name)
+
+
+def _nameable(value: Any, named: _Names) -> _Names | None:
+    """Return the name of an object that keeps a value from being pickled, if a module that workers import holds it."""
+    for _, obj in _way_to_culprit(value, named):
+        if not isinstance(obj, (type, types.FunctionType)):
+            package = type(obj).__module__.partition(".")[0]
+            own_first = sorted(sys.modules, key=lambda module: module.partition(".")[0] != package)
+            held = (
+                (module, name)
+                for module in own_first
+                for name, one in list(getattr(sys.modules.get(module), "__dict__", {}).items())
+                if one is obj and place_of(module) is Place.SAME
+            )
+            found = next(held, None)
+            if found is not None:
+                return {id(obj): found}
+    return None
+
+
+def definitions() -> dict[str, bytes | str]:
+    """Return the script's functions, classes, imports and constants, each pickled, for `Script.waiting`.
+
+    Those that hold more than a little data are left out: a worker needs few of them, and none at its start.
+    """
+    script = sys.modules["__main__"]
+    found: dict[str, bytes | str] = dict(script.waiting) if isinstance(script, Script) else {}
+    for name, value in list(vars(script).items()):
+        if isinstance(value, types.ModuleType) and place_of(value.__name__) is Place.SAME:
+            found[name] = value.__name__
+        elif not name.startswith("__") and name != "waiting":
+            with contextlib.suppress(Exception):
+                file = _Small()
+                _DefinitionPickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+                found[name] = file.getvalue()
+    return found
+
+
+_SMALL = 1 << 16  # bytes of a definition
+
+
+class _Small(io.BytesIO):
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > _SMALL:
+            raise pickle.PicklingError("not small")
+        return super().write(data)
+
+
+class _DefinitionPickler(Pickler):
+    """Refuses objects that may hold data."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        package = kind.__module__.partition(".")[0]
+        is_plain = package in sys.stdlib_module_names or package in ("numpy", *SCRIPT)
+        if package == "_io" or not (is_plain or isinstance(obj, (type, types.ModuleType))):
+            raise pickle.PicklingError("data")
+        return super().reducer_override(obj)
+
+
+def _add_names_of_classes(function: types.FunctionType, reduced: _Reduced) -> None:
+    """Add the globals that class statements in a function use to what cloudpickle sends with it."""
+    known = reduced[2][1]["__globals__"]
+    for code in _codes_in(function.__code__):
+        # The body of a class, or from Python 3.14 on its annotations, which are evaluated when they are read.
+        if not code.co_flags & inspect.CO_OPTIMIZED or code.co_name == "__annotate__":
+            used = (name for name in code.co_names if name in function.__globals__)
+            known.update((name, function.__globals__[name]) for name in used)
+
+
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield the code of a function, and of the functions and classes in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes_in(constant)
+
+
+# ---- functools ---------------------------------------------------------------------------------
+
+
+def _reduce_cache(cache: Any) -> _Reduced:
+    return _make_cache, (cache.__wrapped__, cache.cache_parameters()), vars(cache), None, None, _set_attributes
+
+
+def _make_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _reduce_dispatcher(dispatcher: Any) -> _Reduced:
+    own = ("register", "dispatch", "registry", "_clear_cache", "__wrapped__")
+    state = {name: value for name, value in vars(dispatcher).items() if name not in own}
+    state |= {name: getattr(dispatcher, name) for name in functools.WRAPPER_ASSIGNMENTS if hasattr(dispatcher, name)}
+    return _make_dispatcher, (dict(dispatcher.registry),), state, None, None, _set_attributes
+
+
+def _make_dispatcher(implementations: dict[type, Callable[..., Any]]) -> Any:
+    dispatcher = functools.singledispatch(implementations[object])
+    for cls, implementation in implementations.items():
+        dispatcher.register(cls, implementation)
+    return dispatcher
+
+
+def _reduce_key(key: Any) -> _Reduced:
+    compare = next(one for one in gc.get_referents(key) if not isinstance(one, type))
+    return functools.cmp_to_key, (compare,)
+
+
+def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        setattr(obj, name, value)
+
+
+# ---- typing ------------------------------------------------------------------------------------
+
+
+def _reduce_new_type(kind: Any) -> _Reduced:
+    state = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return typing.NewType, (kind.__name__, kind.__supertype__), state, None, None, _set_attributes
+
+
+def _reduce_parameters(parameters: Any) -> _Reduced:
+    return type(parameters), (parameters.__name__,)
+
+
+def _reduce_variable_of_types(variable: typing.TypeVar) -> _Reduced:
+    return private._make_typevar, private._decompose_typevar(variable)  # noqa: SLF001
+
+
+def _reduce_alias(alias: Any) -> _Reduced:
+    return type(alias), (alias.__name__, alias.__value__)
+
+
+#: Types whose objects pickle stores by their name -> how to rebuild them.
+_REDUCERS: dict[type, Callable[[Any], _Reduced]] = {
+    _LRU_CACHE: _reduce_cache,
+    _KEY_WRAPPER: _reduce_key,
+    typing.NewType: _reduce_new_type,
+    typing.ParamSpec: _reduce_parameters,
+    typing.TypeVar: _reduce_variable_of_types,
+}
+if hasattr(typing, "TypeVarTuple"):  # from Python 3.11: a worker may be older
+    _REDUCERS[typing.TypeVarTuple] = _reduce_parameters
+if _ALIAS_TYPE:
+    _REDUCERS[_ALIAS_TYPE] = _reduce_alias
+
+
+# ---- attributes of classes ---------------------------------------------------------------------
+
+
+def _reduce_variable(variable: contextvars.ContextVar[Any]) -> _Reduced:
+    try:
+        default = contextvars.Context().run(variable.get)
+    except LookupError:
+        return contextvars.ContextVar, (variable.name,)
+    return _make_variable, (variable.name, default)
+
+
+def _make_variable(name: str, default: Any) -> contextvars.ContextVar[Any]:
+    return contextvars.ContextVar(name, default=default)
+
+
+#: Types of objects that each process has for itself -> how to make an unused one.
+_FRESH: dict[type, Callable[[Any], _Reduced]] = {
+    type(threading.Lock()): lambda _: (threading.Lock, ()),
+    type(threading.RLock()): lambda _: (threading.RLock, ()),
+    queue.SimpleQueue: lambda _: (queue.SimpleQueue, ()),
+    weakref.WeakValueDictionary: lambda _: (weakref.WeakValueDictionary, ()),
+    weakref.WeakKeyDictionary: lambda _: (weakref.WeakKeyDictionary, ()),
+    weakref.WeakSet: lambda _: (weakref.WeakSet, ()),
+    contextvars.ContextVar: _reduce_variable,
+}
+
+
+def _fresh(obj: Any) -> _Reduced | None:
+    """Return how to make an unused object of the same kind, or None if the kind is not in the table."""
+    if isinstance(obj, threading.local):
+        return type(obj), ()
+    return _FRESH[type(obj)](obj) if type(obj) in _FRESH else None
+
+
+# ---- classes -----------------------------------------------------------------------------------
+
+
+def _has_hooks(cls: type) -> bool:
+    """Return whether making the class runs code of the script, whose results are attributes that are pickled also."""
+    bases = cls.__mro__[1:]
+    hooked = [base for base in bases if "__init_subclass__" in vars(base) and not _is_importable(base)]
+    return bool(hooked) or not _is_importable(type(cls))
+
+
+def _make_class(make: Callable[..., type], arguments: tuple[Any, ...], has_hooks: bool) -> type:  # noqa: FBT001
+    """Make a class without attributes; if hooks have run where it was defined, or fail here, without them.
+
+    Args:
+        make: makes a class of a metaclass, a name, bases and more.
+        arguments: of `make`.
+        has_hooks: see `_has_hooks`.
+    """
+    if not has_hooks:
+        with contextlib.suppress(Exception):  # a hook of a library wants the keywords of the class statement
+            return make(*arguments)
+    meta, name, bases, *more = arguments
+    with _quiet(bases[0]):
+        return make(functools.partial(_call_type, meta), name, bases, *more)
+
+
+@contextlib.contextmanager
+def _quiet(base: type) -> Iterator[None]:
+    """Let no `__init_subclass__` run for a class whose first base this is."""
+    if base.__flags__ & _IMMUTABLE:
+        yield
+        return
+    own = vars(base).get("__init_subclass__")
+    type.__setattr__(base, "__init_subclass__", classmethod(lambda _: None))
+    try:
+        yield
+    finally:
+        if own is None:
+            type.__delattr__(base, "__init_subclass__")
+        else:
+            type.__setattr__(base, "__init_subclass__", own)
+
+
+def _call_type(meta: type, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+    """Make a class with the first metaclass of `meta` and its bases that a library defines and that can make it."""
+    kinds = [kind for kind in meta.__mro__ if issubclass(kind, type) and _is_importable(kind)]
+    for kind in kinds[:-1]:
+        try:
+            return kind.__new__(meta, name, bases, namespace)
+        except Exception:  # it wants the keywords of the class statement
+            continue
+    return type.__new__(meta, name, bases, namespace)
+
+
+#: Attributes of an enum's member that `enum` sets.
+_OF_MEMBERS = frozenset({"_value_", "_name_", "_sort_order_", "__objclass__"})
+
+
+def _reduce_enum(kind: type[enum.Enum], make: Any, arguments: tuple[Any, ...], state: tuple[Any, ...]) -> _Reduced:
+    """Return how to rebuild an enum, with what cloudpickle leaves out: aliases, functions and attributes of members."""
+    values = {name: member.value for name, member in kind.__members__.items()}
+    members = {name: enum.member(value) if callable(value) else value for name, value in values.items()}
+    setter, attributes, slots = state
+    attributes = {name: value for name, value in attributes.items() if name not in members}
+    own = {
+        name: {key: value for key, value in vars(member).items() if key not in _OF_MEMBERS}
+        for name, member in kind.__members__.items()
+    }
+    arguments = (*arguments[:3], members, *arguments[4:])
+    return make, arguments, (setter, (attributes, slots), own), None, None, _set_members
+
+
+def _set_members(kind: type[enum.Enum], state: tuple[Callable[..., None], Any, dict[str, dict[str, Any]]]) -> None:
+    set_attributes, attributes, own = state
+    set_attributes(kind, attributes)
+    for name, values in own.items():
+        vars(kind[name]).update(values)
+
+
+# ---- what cannot be pickled --------------------------------------------------------------------
+
+
+def captures(factory: Any) -> Iterator[tuple[str, Any]]:
+    """Yield `(variable name, value)` of what a callable captures: closure, globals used, defaults, bound objects."""
+    if isinstance(factory, functools.partial):
+        yield from ((f"argument {i}", value) for i, value in enumerate(factory.args))
+        yield from factory.keywords.items()
+        yield from captures(factory.func)
+    elif inspect.ismethod(factory):
+        yield "self", factory.__self__
+    elif isinstance(factory, types.FunctionType):
+        for name, cell in zip(factory.__code__.co_freevars, factory.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # nothing was assigned to the variable yet
+                yield name, cell.cell_contents
+        used = dict.fromkeys(name for code in _codes_in(factory.__code__) for name in code.co_names)
+        yield from ((name, factory.__globals__[name]) for name in used if name in factory.__globals__)
+        defaults = inspect.signature(factory, follow_wrapped=False).parameters.values()
+        yield from ((p.name, p.default) for p in defaults if p.default is not p.empty)
+        yield from vars(factory).items()
+    elif isinstance(factory, _LRU_CACHE):
+        yield from captures(factory.__wrapped__)
+    else:
+        yield from getattr(factory, "__dict__", {}).items()
+
+
+def find_culprit(value: Any) -> list[tuple[str, Any]]:
+    """Return the way from an object that cannot be pickled to the cause: pairs of a name and the object.
+
+    Returns:
+        empty if the object holds nothing that fails alone.
+    """
+    named: _Names = {}
+    with sharing():
+        while found := _nameable(value, named):
+            named.update(found)
+        return _way_to_culprit(value, named)
+
+
+def _way_to_culprit(value: Any, named: _Names) -> list[tuple[str, Any]]:
+    way: list[tuple[str, Any]] = []
+    seen = {id(value)}
+    while len(way) < _MAX_DEPTH:
+        found = next(((name, one) for name, one in _held_by(value) if id(one) not in seen and _fails(one, named)), None)
+        if found is None:
+            break
+        way.append(found)
+        value = found[1]
+        seen.add(id(value))
+    return way
+
+
+def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", one) for key, one in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((f"[{index}]", one) for index, one in enumerate(value))
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield value.__func__.__name__, value.__func__
+    elif isinstance(value, property):
+        yield from ((one.__name__, one) for one in (value.fget, value.fset, value.fdel) if one is not None)
+    elif isinstance(value, type):
+        if not _is_importable(value):
+            yield from ((name, one) for name, one in vars(value).items() if name not in ("__dict__", "__weakref__"))
+            yield from ((base.__qualname__, base) for base in (*value.__bases__, type(value)))
+    elif callable(value) or not _is_importable(type(value)):
+        yield from captures(value)
+
+
+def _fails(value: Any, named: _Names) -> bool:
+    try:
+        _dumps(value, named)
+    except Exception:
+        return True
+    return False

@@ -1,0 +1,1 @@
+"""Adapters around adapters: further leaves."""

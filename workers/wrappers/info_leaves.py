@@ -1,0 +1,276 @@
+"""Chosen entries of an env's infos as leaves of its observation.
+
+    ParallelEnv(8, make_env, options=ExecutorOptions(infos=("lives",)))          # shapes are read from an env
+    ... infos={"lives": int, "position": np.zeros(3), ("episode", "r"): float}   # or given
+    ... infos="all"                                                              # every number there is
+
+An entry `lives` becomes `("info", "lives")`. The bool `("info", "_lives")` is True if the env returned the entry;
+otherwise the leaf is 0. An entry of a dict inside the info is a path, `("episode", "r")`, and becomes
+`("info", "episode", "r")` and `("info", "episode", "_r")`. The root holds the info of a reset, `next` that of the step.
+
+Shapes are read from a separate env, which is reset, stepped once and closed, so the envs themselves start untouched.
+Declare the shapes of entries that appear only later (at an episode's end), and those of envs of which a process may
+have only one.
+
+Guarantees: no info makes a step fail. A value that does not fit its leaf (another shape, a float for an int, None,
+text) counts as absent and is logged once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from envherd.shm.specs import Binary, Discrete, EnvSpec, LeafSpec, Unbounded
+from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
+from envherd.workers.errors import SpecError
+from envherd.workers.infos import explain
+from envherd.workers.random_values import draw
+from envherd.workers.wrappers.wrapping import Wrapping
+from envherd.workers.writers import coerce
+
+Path = tuple[str, ...]
+
+_ROOT = "info"
+_DEEPEST = 6
+_AS_DICTS = "ExecutorOptions(infos='plain') returns infos as dicts, by env.infos()."
+_MOST = 1000  # leaves; an info with more numbers is probably a mistake
+
+
+@dataclass(frozen=True)
+class Field:
+    """One entry.
+
+    Attributes:
+        path: where it is in the info.
+        leaf: its leaf, also the shape and dtype of what is stored.
+        mask: the leaf that says whether it was there.
+    """
+
+    path: Path
+    leaf: LeafSpec
+    mask: LeafSpec
+
+
+class InfoLeaves(Wrapping):
+    """Another adapter, with entries of its infos behind its observation.
+
+    Args:
+        inner: the adapter.
+        fields: from `declared_fields` or `find_fields`.
+
+    Raises:
+        SpecError: the env has an observation named `info` itself.
+    """
+
+    def __init__(self, inner: Adapter, fields: Iterable[Field]) -> None:
+        self._fields = tuple(fields)
+        leaves = [leaf for field in self._fields for leaf in (field.leaf, field.mask)]
+        super().__init__(inner, leaves, [(_ROOT,)] if leaves else [], "infos")
+        self._batch_shape = inner.spec.batch_shape
+        self._values: list[Any] = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
+        observation = self.inner.reset(seed, options, mask)
+        self._read(None if mask is None else mask[..., 0])
+        return [*observation, *self._values]
+
+    def step(self, action: list[Any]) -> StepValues:
+        observation, reward, terminated, truncated = self.inner.step(action)
+        self._read(None)
+        return [*observation, *self._values], reward, terminated, truncated
+
+    def _read(self, rows: np.ndarray | None) -> None:
+        """Read the info into the values, only of `rows` (bool `[*batch_shape]`); None for all."""
+        info, values = self.inner.info, self._values
+        for index, field in enumerate(self._fields):
+            value, was_given = self._value_of(field, info)
+            if rows is not None:
+                value = np.where(rows.reshape(*rows.shape, *[1] * (value.ndim - rows.ndim)), value, values[2 * index])
+                was_given = np.where(rows, was_given, values[2 * index + 1])
+            values[2 * index], values[2 * index + 1] = value, was_given
+
+    def _value_of(self, field: Field, info: Any) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            found, holder = _look_up(info, field.path)
+            if found is None:
+                return self._nothing(field)
+            value = coerce(field.leaf, _as_array(found))
+            mask = np.ones(self._batch_shape, bool)
+            if self._batch_shape and f"_{field.path[-1]}" in holder:  # a vector env's mask of the rows that returned it
+                mask = np.asarray(holder[f"_{field.path[-1]}"], bool).reshape(self._batch_shape)
+                value = np.where(mask.reshape(*mask.shape, *[1] * (value.ndim - mask.ndim)), value, value.dtype.type(0))
+            return value, mask
+        except Exception as error:  # an info may hold the user's objects, which may raise anything
+            if self.on_left_out is not None:
+                self.on_left_out({_show(field.path): explain(error)})
+            return self._nothing(field)
+
+    def _nothing(self, field: Field) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(field.leaf.shape, field.leaf.dtype), np.zeros(self._batch_shape, bool)
+
+
+def declared_fields(keys: Mapping[str | Path, Any], spec: EnvSpec) -> list[Field]:
+    """Return the fields of declared entries; declarations describe one row of an env that is itself a batch."""
+    fields = []
+    for name, like in keys.items():
+        value = _like(name, like)
+        fields.append(_field(_as_path(name), np.broadcast_to(value, (*spec.batch_shape, *value.shape)), spec))
+    return fields
+
+
+def find_fields(adapter: Adapter, keys: Literal["all"] | Sequence[str | Path]) -> list[Field]:
+    """Reset and step an env once, and return a field for each entry wanted.
+
+    Raises:
+        SpecError: a name is not among these infos, or its values are no numbers.
+    """
+    shape = adapter.spec.batch_shape
+    found: dict[Path, np.ndarray] = {}
+    adapter.reset(0)
+    _collect(adapter.info, (), found, shape)
+    failure = ""
+    try:
+        rng = np.random.default_rng(0)
+        adapter.step([_input(leaf, rng) for leaf in (*adapter.spec.action, *adapter.spec.state)])
+        _collect(adapter.info, (), found, shape)
+    except Exception as error:  # a random action may be one that the env refuses
+        failure = f" (its step raised {explain(error)})"
+    if keys == "all":
+        return [_field(path, array, adapter.spec) for path, array in found.items()]
+    fields: dict[Path, Field] = {}
+    for name in keys:
+        wanted = _as_path(name)
+        matching = {path: array for path, array in found.items() if path[: len(wanted)] == wanted}
+        if not matching:
+            kind = type(_look_up(adapter.info, wanted)[0]).__name__
+            if kind != "NoneType":
+                raise SpecError(f"infos failed: expected a number as {_show(wanted)!r}, got a {kind}. {_AS_DICTS}")
+            raise SpecError(_not_found(wanted, sorted(map(_show, found)), failure))
+        fields.update({path: _field(path, array, adapter.spec) for path, array in matching.items()})
+    return list(fields.values())
+
+
+def _input(leaf: LeafSpec, rng: np.random.Generator) -> Any:
+    """Draw a value in the form that adapters take."""
+    value = draw(leaf, rng)
+    return int(value) if isinstance(leaf.domain, Discrete) and leaf.shape == () else value
+
+
+def check_keys(keys: Any) -> None:
+    """Refuse anything but `InfoKeys`.
+
+    Raises:
+        ValueError: says what was expected.
+    """
+    if keys == "all":
+        return
+    problem = None
+    if isinstance(keys, str) or not isinstance(keys, (Sequence, Mapping)):
+        problem = f"{keys!r}." + (f" Write ({keys!r},)." if isinstance(keys, str) else "")
+    else:
+        bad = [name for name in keys if not _is_path(_as_path(name))]
+        problem = f"the name {bad[0]!r}." if bad else None
+    if problem is not None:
+        raise ValueError(
+            f'ExecutorOptions failed: expected infos to be "drop", "plain", "pickle", "all", names, or a dict of names '
+            f"and values like theirs, got {problem}"
+        )
+    if isinstance(keys, Mapping):
+        for name, like in keys.items():
+            try:
+                _like(name, like)
+            except SpecError as error:
+                raise ValueError(f"ExecutorOptions failed: {error}") from None
+
+
+def _is_path(path: Path) -> bool:
+    return bool(path) and all(isinstance(part, str) and part for part in path)
+
+
+def _like(name: str | Path, like: Any) -> np.ndarray:
+    """Return an array of the declared shape and dtype; a declaration is a value, a type, or a numpy dtype."""
+    try:
+        is_type = isinstance(like, (type, np.dtype))
+        array = np.zeros((), like) if is_type else _as_array(like)
+    except Exception as error:
+        raise SpecError(f"infos[{name!r}]: {explain(error)}.") from None
+    if array.dtype.kind not in "biufc":
+        raise SpecError(
+            f"infos[{name!r}]: expected a number, an array of numbers, or int, float, bool or a numpy dtype, "
+            f"got {type(like).__name__}."
+        )
+    return array
+
+
+def _field(path: Path, array: np.ndarray, spec: EnvSpec) -> Field:
+    domain = Binary() if array.dtype.kind == "b" else Unbounded()
+    leaf = LeafSpec((_ROOT, *path), array.shape, array.dtype.name, domain)
+    return Field(path, leaf, LeafSpec((_ROOT, *path[:-1], f"_{path[-1]}"), spec.batch_shape, "bool", Binary()))
+
+
+def _collect(info: Any, path: Path, found: dict[Path, np.ndarray], batch_shape: tuple[int, ...]) -> None:
+    """Add the numbers of an info (of one env, or of a batch) to those already found; existing ones are kept."""
+    if len(path) == _DEEPEST or not isinstance(info, Mapping):
+        return
+    for key, value in _items(info):
+        if not isinstance(key, str) or not key or len(found) >= _MOST:
+            continue
+        if isinstance(value, Mapping):
+            _collect(value, (*path, key), found, batch_shape)
+            continue
+        if key.startswith("_") and batch_shape and key[1:] in info:
+            continue  # a vector env's own mask
+        array = _number(value)
+        if array is not None and array.shape[: len(batch_shape)] == batch_shape:
+            found.setdefault((*path, key), array)
+
+
+def _items(info: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    try:
+        yield from list(info.items())
+    except Exception:  # a mapping of the user's own
+        return
+
+
+def _number(value: Any) -> np.ndarray | None:
+    if isinstance(value, (str, bytes)) or value is None:
+        return None
+    try:
+        array = _as_array(value)
+    except Exception:  # ragged, or an object's own code
+        return None
+    return array if array.dtype.kind in "biufc" and array.size else None
+
+
+def _as_array(value: Any) -> np.ndarray:
+    if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
+        value = value.detach().cpu()
+    return np.asarray(value)
+
+
+def _look_up(info: Any, path: Path) -> tuple[Any, Any]:
+    """Return the value at a path, or None, and the mapping that holds it."""
+    for name in path[:-1]:
+        info = info.get(name) if isinstance(info, Mapping) else None
+    return (info.get(path[-1]), info) if isinstance(info, Mapping) else (None, {})
+
+
+def _as_path(name: Any) -> Path:
+    return tuple(name) if isinstance(name, (tuple, list)) else (name,)
+
+
+def _show(path: Path) -> str:
+    return "/".join(path)
+
+
+def _not_found(wanted: Path, known: list[str], failure: str) -> str:
+    has = f"numbers called {', '.join(known[:20])}" if known else "no numbers at all"
+    name = wanted[0] if len(wanted) == 1 else wanted
+    return (
+        f"infos failed: expected {_show(wanted)!r} in the infos of the first reset and step, which have {has}"
+        f"{failure}. If it comes later (or is None at first), say what it will be: infos={{{name!r}: float}}."
+    )
