@@ -23,7 +23,8 @@ import errno
 import platform
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -82,6 +83,24 @@ def keep_order() -> None:
         lock.acquire()
         lock.release()
         lock.acquire()
+
+
+class Bell(Protocol):
+    """The doorbell of a loop. `memory` is that of a doorbell in shared memory alone."""
+
+    @property
+    def ring(self) -> Callable[[], None]:
+        """Add a token; wakes one waiter."""
+
+    @property
+    def memory(self) -> Any:
+        """See `Doorbell`."""
+
+    def try_wait(self) -> bool:
+        """Take a token if there is one; never blocks."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Take a token, waiting for one up to `timeout_s` seconds (None: without a limit); False on timeout."""
 
 
 class Doorbell:
@@ -176,3 +195,24 @@ class Doorbell:
                 return self.try_wait()
             if self._block(left):
                 return True
+
+
+class LocalBell:
+    """A doorbell within one thread, for a loop that never waits."""
+
+    memory: Any = None
+
+    def __init__(self) -> None:
+        self._tokens: list[None] = []
+
+    def ring(self) -> None:
+        """Add a token."""
+        self._tokens.append(None)
+
+    def try_wait(self) -> bool:
+        """Take a token if there is one."""
+        return bool(self._tokens) and self._tokens.pop() is None
+
+    def wait(self, timeout_s: float | None = None) -> bool:  # noqa: ARG002  # as of `Bell`
+        """Take a token if there is one: nobody else could add one."""
+        return self.try_wait()

@@ -28,14 +28,16 @@ import psutil
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.worker_pool import WorkerPool
-from envherd.executor.processes.crew import Blueprint, Crew
+from envherd.executor.processes.crew import Crew
 from envherd.executor.processes.error_messages import log
 from envherd.executor.processes.worker_process import WorkerProcess
+from envherd.executor.sending.blueprint import Blueprint
 from envherd.shm import platforms
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.segment import Segment
+from envherd.shm.sync import Bell
 from envherd.workers.guests.portable.entry import main
-from envherd.workers.guests.portable.socket_bells import Bell, SocketBell
+from envherd.workers.guests.portable.socket_bells import SocketBell
 from envherd.workers.sending import surroundings
 from envherd.workers.sending.importing import refuse_at_import
 

@@ -17,7 +17,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.fast_commands import exchange_natively
 from envherd.executor.pools.replies import Outcome
-from envherd.executor.processes.crew import Blueprint
+from envherd.executor.sending.blueprint import Blueprint
 from envherd.shm.private_view import PrivateView
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec

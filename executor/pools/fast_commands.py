@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from envherd.executor.pools.command_words import CommandWords
+from envherd.shm.sync import Bell
 from envherd.workers import native
-from envherd.workers.guests.portable.socket_bells import Bell
 
 #: Seconds without an answer after which the caller checks the workers' pidfds.
 LOOK_S = 0.01

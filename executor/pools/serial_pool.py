@@ -18,18 +18,17 @@ from envherd.executor.pools.base import Pool, WorkerFigures, refuse_batches
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.fast_commands import native_caller
 from envherd.executor.pools.replies import Outcome
-from envherd.executor.processes.crew import Blueprint
 from envherd.executor.processes.error_messages import env_error, lacks_arguments, log_close_fault, raised
+from envherd.executor.sending.blueprint import Blueprint
 from envherd.shm.segment import HAS_MEMFD, Segment
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
-from envherd.shm.sync import Doorbell
+from envherd.shm.sync import Bell, Doorbell, LocalBell
 from envherd.workers import messages, native, plain, seeding
 from envherd.workers.adapters import Adapter
 from envherd.workers.block.block import Block
 from envherd.workers.build import Builder, Factory, pickle_factory
 from envherd.workers.current import WorkerInfo, building
 from envherd.workers.errors import EnvherdError, FactoryError
-from envherd.workers.guests.portable.socket_bells import Bell, LocalBell
 from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
 from envherd.workers.protocol import Op, pack_each

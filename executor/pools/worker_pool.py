@@ -34,18 +34,18 @@ from envherd.executor.pools.base import Pool, WorkerFigures, refuse_batches
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.fast_commands import LOOK_S, native_caller
 from envherd.executor.pools.replies import Outcome
-from envherd.executor.processes.crew import Blueprint, Crew
+from envherd.executor.processes.crew import Crew
 from envherd.executor.processes.error_messages import env_error, log_stall, merge_answers
 from envherd.executor.processes.supervisor import Supervisor
+from envherd.executor.sending.blueprint import Blueprint
 from envherd.executor.start.waiting import Clock, Deadline, Overdue
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
 from envherd.shm.specs import EnvSpec
-from envherd.shm.sync import Doorbell
+from envherd.shm.sync import Bell, Doorbell
 from envherd.shm.tally import Tally
 from envherd.workers import messages, native
 from envherd.workers.errors import EnvherdError, FactoryError
-from envherd.workers.guests.portable.socket_bells import Bell
 from envherd.workers.processes import memory_of
 from envherd.workers.protocol import LEAVE, OP_BITS, Flag, Op, describe_phase, pack_each
 

@@ -13,11 +13,8 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from envherd.executor.guests.interpreters import environment_for, start_of
 from envherd.executor.options import ExecutorOptions
@@ -34,6 +31,7 @@ from envherd.executor.processes.error_messages import (
 )
 from envherd.executor.processes.worker_process import WorkerProcess, worker_config
 from envherd.executor.progress import showing
+from envherd.executor.sending.blueprint import Blueprint
 from envherd.executor.sending.variables import gpus_of, variables_of
 from envherd.executor.start.preloading import helper_for
 from envherd.executor.start.zygote import Zygote, surroundings_of
@@ -43,48 +41,12 @@ from envherd.shm.segment import Segment
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
-from envherd.workers.build import are_equal, kwargs_error
+from envherd.workers.build import kwargs_error
 from envherd.workers.current import WorkerInfo
 from envherd.workers.sending import registries, surroundings
 
 #: Kinds of frames that belong to the rows of a command, not to a call that waits for an answer.
 _ROW_KINDS = ("side", "infos", "schema", "notice", "left_out")
-
-
-@dataclass(frozen=True)
-class Blueprint:
-    """The description of a pool.
-
-    Attributes:
-        factories: one pickled factory per env.
-        env_kwargs: keyword arguments of each call.
-        blocks: env ids of each worker: contiguous, ascending, none empty.
-        root_seed: see `workers.seeding`.
-        preload: modules for the zygote to import.
-        interpreters: of each env, None for this one; empty if all are of this one. Those of a worker are equal.
-        references: what names the factory of each env, see `named.reference_of`.
-    """
-
-    factories: tuple[bytes, ...]
-    env_kwargs: tuple[dict[str, Any], ...]
-    blocks: tuple[tuple[int, ...], ...]
-    root_seed: int
-    preload: tuple[str, ...] = ()
-    interpreters: tuple[str | None, ...] = ()
-    references: tuple[dict[str, Any], ...] = ()
-
-    def envs_of(self, worker_ids: Iterable[int]) -> np.ndarray:
-        """Return the ids of all envs of some workers, int64 `[k]`, ascending."""
-        return np.array(sorted(i for w in worker_ids for i in self.blocks[w]), np.int64)
-
-    def equal_call_before(self, env_id: int, worker_id: int) -> int | None:
-        """Return an env of a worker that an equal call built before this one, or None."""
-
-        def is_equal(other: int) -> bool:
-            kwargs = self.env_kwargs
-            return self.factories[other] is self.factories[env_id] and are_equal(kwargs[other], kwargs[env_id])
-
-        return next((other for other in self.blocks[worker_id] if other < env_id and is_equal(other)), None)
 
 
 class Crew:

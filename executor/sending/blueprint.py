@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from envherd.executor.guests.interpreters import check_interpreter, spread_apart
 from envherd.executor.machine.machine import usable_cores
 from envherd.executor.machine.room import require_room
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.processes.crew import Blueprint
 from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters import is_env_like
 from envherd.workers.adapters.env_names import factory_for
@@ -34,6 +34,42 @@ EnvKwargs = dict[str, Any] | Sequence[dict[str, Any]] | None
 #: Module of envs -> slow module that they import when they are built, if it is installed: a `GymEnv` checks for
 #: Stable-Baselines3's envs.
 _BROUGHT_IN = {"torchrl.envs.libs.gym": "stable_baselines3"}
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The description of a pool.
+
+    Attributes:
+        factories: one pickled factory per env.
+        env_kwargs: keyword arguments of each call.
+        blocks: env ids of each worker: contiguous, ascending, none empty.
+        root_seed: see `workers.seeding`.
+        preload: modules for the zygote to import.
+        interpreters: of each env, None for this one; empty if all are of this one. Those of a worker are equal.
+        references: what names the factory of each env, see `named.reference_of`.
+    """
+
+    factories: tuple[bytes, ...]
+    env_kwargs: tuple[dict[str, Any], ...]
+    blocks: tuple[tuple[int, ...], ...]
+    root_seed: int
+    preload: tuple[str, ...] = ()
+    interpreters: tuple[str | None, ...] = ()
+    references: tuple[dict[str, Any], ...] = ()
+
+    def envs_of(self, worker_ids: Iterable[int]) -> np.ndarray:
+        """Return the ids of all envs of some workers, int64 `[k]`, ascending."""
+        return np.array(sorted(i for w in worker_ids for i in self.blocks[w]), np.int64)
+
+    def equal_call_before(self, env_id: int, worker_id: int) -> int | None:
+        """Return an env of a worker that an equal call built before this one, or None."""
+
+        def is_equal(other: int) -> bool:
+            kwargs = self.env_kwargs
+            return self.factories[other] is self.factories[env_id] and are_equal(kwargs[other], kwargs[env_id])
+
+        return next((other for other in self.blocks[worker_id] if other < env_id and is_equal(other)), None)
 
 
 def counted(num_envs: Any, make_env: MakeEnv | None) -> tuple[Any, MakeEnv]:

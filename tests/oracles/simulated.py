@@ -19,15 +19,14 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.guests.portable import PortablePool
 from envherd.executor.pools import fast_commands, worker_pool
 from envherd.executor.pools.worker_pool import WorkerPool
-from envherd.executor.processes.crew import Blueprint
+from envherd.executor.sending.blueprint import Blueprint
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, Storage, StoragePlan
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
-from envherd.shm.sync import Doorbell
+from envherd.shm.sync import Bell, Doorbell
 from envherd.workers import messages
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.block.block import Block
-from envherd.workers.guests.portable.socket_bells import Bell
 from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
 from envherd.workers.testing.envs import PlainAdapter, PlainEnv

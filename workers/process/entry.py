@@ -29,7 +29,7 @@ import numpy as np
 from envherd.shm.platforms import arm_lifeline, detach, fcntl, listen_for_stack_requests, pread
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, Storage
-from envherd.shm.sync import Doorbell
+from envherd.shm.sync import Bell, Doorbell
 from envherd.workers import current, messages, seeding
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.registry import install_import_hooks
@@ -38,7 +38,6 @@ from envherd.workers.build import Builder
 from envherd.workers.current import WorkerInfo
 from envherd.workers.guests import branching
 from envherd.workers.guests.env_threads import EnvThreads, ThreadedBlock, ThreadedLoop
-from envherd.workers.guests.portable.socket_bells import SocketBell
 from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
 from envherd.workers.reply import Fault
@@ -63,7 +62,7 @@ def run(
     config: dict[str, Any],
     *,
     lifeline_fd: int = -1,
-    bells: tuple[SocketBell, SocketBell] | None = None,
+    bells: tuple[Bell, Bell] | None = None,
 ) -> None:
     """Serve messages and commands, in a process that is cut off from its parent's surroundings; never returns.
 
@@ -124,7 +123,7 @@ class Worker:
         channel: messages.WorkerChannel,
         log_fd: int,
         lifeline_fd: int,
-        bells: tuple[SocketBell, SocketBell] | None,
+        bells: tuple[Bell, Bell] | None,
     ) -> None:
         self._channel, self._bells = channel, bells
         self._log_fd, self._lifeline_fd = log_fd, lifeline_fd

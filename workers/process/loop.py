@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable
 
 from envherd.shm.slab import NUM_BINS, Slab, bin_of
-from envherd.shm.sync import keep_order
+from envherd.shm.sync import Bell, keep_order
 from envherd.shm.tally import Counter
 from envherd.workers.block.block import Block
-from envherd.workers.guests.portable.socket_bells import Bell
 from envherd.workers.protocol import LEAVE, Flag
 
 _EACH = Flag.EACH << 4

@@ -1,4 +1,4 @@
-"""Doorbells without semaphores: over sockets, and within a thread; see `shm.sync` for what a doorbell is.
+"""Doorbells over sockets, where there are no semaphores; see `shm.sync` for what a doorbell is.
 
 Guarantees: `ring` neither blocks nor raises. `wait` blocks until a token, the timeout or a signal. A token that an
 interrupt loses costs its waiter one timeout, because tokens are only hints.
@@ -9,30 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from envherd.shm.platforms import waiter
 
 _MOST_TOKENS = 4096  # that one call takes
-
-
-class Bell(Protocol):
-    """The doorbell of a loop. `memory` is that of a doorbell in shared memory alone."""
-
-    @property
-    def ring(self) -> Callable[[], None]:
-        """Add a token; wakes one waiter."""
-
-    @property
-    def memory(self) -> Any:
-        """See `shm.sync.Doorbell`."""
-
-    def try_wait(self) -> bool:
-        """Take a token if there is one; never blocks."""
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Take a token, waiting for one up to `timeout_s` seconds (None: without a limit); False on timeout."""
 
 
 class SocketBell:
@@ -97,24 +78,3 @@ class SocketBell:
         for sock in (self.reader, self.writer):
             if sock is not None:
                 sock.close()
-
-
-class LocalBell:
-    """A doorbell within one thread, for a loop that never waits."""
-
-    memory: Any = None
-
-    def __init__(self) -> None:
-        self._tokens: list[None] = []
-
-    def ring(self) -> None:
-        """Add a token."""
-        self._tokens.append(None)
-
-    def try_wait(self) -> bool:
-        """Take a token if there is one."""
-        return bool(self._tokens) and self._tokens.pop() is None
-
-    def wait(self, timeout_s: float | None = None) -> bool:  # noqa: ARG002  # as of `Bell`
-        """Take a token if there is one: nobody else could add one."""
-        return self.try_wait()
