@@ -8,7 +8,6 @@ from typing import Any, Literal
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.arguments import as_count, need_bools
 from envherd.executor.batches.transfer import as_device
-from envherd.executor.guests.interpreters import num_runs
 from envherd.executor.guests.portable import make_pool
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
@@ -22,9 +21,9 @@ from envherd.executor.sending.blueprint import (
     choose_workers,
     counted,
     draw,
+    num_runs,
 )
 from envherd.workers.build import Factory
-from envherd.workers.guests.interpreters import interpreter_of
 
 
 class ParallelEnv(BatchedEnv):
@@ -75,8 +74,8 @@ class ParallelEnv(BatchedEnv):
 
             count, num_workers = resolve(count, num_workers, make_env, env_kwargs, options)
         factories = as_factories(count, make_env)
-        fewest = num_runs([interpreter_of(factory) for factory in factories])
-        blueprint = draw(factories, env_kwargs, choose_workers(count, num_workers, fewest=fewest), seed, options)
+        num_workers = choose_workers(count, num_workers, fewest=num_runs(factories))
+        blueprint = draw(factories, env_kwargs, num_workers, seed, options)
         pool = make_pool(blueprint, options)
         try:
             pool.start()

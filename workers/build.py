@@ -152,6 +152,11 @@ def modules_of(factory: Any) -> list[str]:
     return list(modules)
 
 
+def interpreter_of(factory: Any) -> str | None:
+    """Return the interpreter in which a factory must be called; None for this one."""
+    return getattr(factory, "interpreter", None)
+
+
 @contextlib.contextmanager
 def _hinting() -> Iterator[None]:
     """Add a note to an exception of a factory that may come from what the caller's process has and this one lacks."""

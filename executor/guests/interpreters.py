@@ -9,10 +9,9 @@ import os
 import re
 import shlex
 import subprocess
-import sys
-import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ import numpy as np
 
 from envherd.workers.errors import FactoryError
 from envherd.workers.guests.interpreters import OLDEST
+from envherd.workers.sending import surroundings
+from envherd.workers.sending.importing import own_folders
 
 #: The folder of this package.
 _PACKAGE = str(Path(__file__).parents[2])
@@ -103,9 +104,12 @@ def check_interpreter(python: str) -> None:
         )
 
 
-def start_of(python: str) -> dict[str, Any]:
-    """Return what a worker needs to execute an interpreter: its command, this package, and folders to import from."""
-    return {"executable": python, "command": shlex.split(python), "package": _PACKAGE, "path": own_folders()}
+def start_in(python: str, config: dict[str, Any]) -> None:
+    """Change the settings of a worker so that it executes an interpreter, imports this package, and has what it can."""
+    command = shlex.split(python)
+    config["python"] = {"executable": python, "command": command, "package": _PACKAGE, "path": own_folders()}
+    caller = surroundings.for_other_python(config["caller"])
+    config["caller"] = {**caller, "environ": environment_for(caller["environ"])}
 
 
 def environment_for(environ: dict[str, str]) -> dict[str, str]:
@@ -113,22 +117,15 @@ def environment_for(environ: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in _OURS}
 
 
-def own_folders() -> list[str]:
-    """Return the folders of the import path that belong to no interpreter and hold no installed packages."""
-    paths = sysconfig.get_paths()
-    theirs = [os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, paths["stdlib"], paths["purelib"])]
-    own = []
-    for entry in sys.path:
-        folder = os.path.realpath(entry or ".")
-        is_theirs = any(folder == other or folder.startswith(other + os.sep) for other in theirs)
-        if os.path.isdir(folder) and not is_theirs and Path(folder).name not in ("site-packages", "dist-packages"):
-            own.append(folder)
-    return own
+def starts_of(interpreters: Sequence[str | None]) -> tuple[Callable[[dict[str, Any]], None] | None, ...]:
+    """Return for each env what changes the settings of its worker, or None for this interpreter.
 
-
-def num_runs(interpreters: Sequence[str | None]) -> int:
-    """Return the fewest workers that such envs need: consecutive envs of one interpreter can share one."""
-    return len(list(itertools.groupby(interpreters)))
+    Raises:
+        FactoryError: see `check_interpreter`.
+    """
+    for python in {one for one in interpreters if one is not None}:
+        check_interpreter(python)
+    return tuple(None if python is None else partial(start_in, python) for python in interpreters)
 
 
 def spread_apart(interpreters: Sequence[str | None], num_workers: int) -> tuple[tuple[int, ...], ...]:

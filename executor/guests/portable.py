@@ -4,8 +4,8 @@ It differs from `WorkerPool` in how a worker is started and ended, in what memor
 each other. Rows, commands, messages and losses are the same code.
 
 Guarantees: the data are those of the other pools. Workers end with this process (see
-`workers.guests.portable.entry`), and the resource tracker of `multiprocessing` removes shared memory whose owner was killed. The caller's script is not run
-again in the workers, so it needs no main guard.
+`workers.guests.portable.entry`), and the resource tracker of `multiprocessing` removes shared memory whose owner was
+killed. The caller's script is not run again in the workers, so it needs no main guard.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _refuse(blueprint: Blueprint, options: ExecutorOptions) -> None:
     refused = {
         "affinity": options.affinity is not None and not platforms.can_pin(),
         "max_worker_memory": options.max_worker_memory is not None and "/proc" in platforms.missing(),
-        "InPython": any(one is not None for one in blueprint.interpreters),
+        "InPython": any(blueprint.starts),
     }
     for name, is_set in refused.items():
         if is_set:

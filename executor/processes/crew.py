@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from envherd.executor.guests.interpreters import environment_for, start_of
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.processes.error_messages import (
     Frame,
@@ -43,7 +42,7 @@ from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 from envherd.workers.build import kwargs_error
 from envherd.workers.current import WorkerInfo
-from envherd.workers.sending import registries, surroundings
+from envherd.workers.sending import registries
 
 #: Kinds of frames that belong to the rows of a command, not to a call that waits for an answer.
 _ROW_KINDS = ("side", "infos", "schema", "notice", "left_out")
@@ -150,13 +149,11 @@ class Crew:
         index = worker_id % len(self._variables)
         environ = {**self._surroundings["environ"], **self._variables[index]}
         env_ids = self.blueprint.blocks[worker_id]
-        python = self.blueprint.interpreters[env_ids[0]] if self.blueprint.interpreters else None
+        start = self.blueprint.starts[env_ids[0]] if self.blueprint.starts else None
         config = worker_config(self.options, worker_id)
-        if python is not None:
-            config["python"], environ = start_of(python), environment_for(environ)
         config["caller"] = {**self._surroundings, "environ": environ, "name": f"envherd-worker-{worker_id}"}
-        if python is not None:
-            config["caller"] = surroundings.for_other_python(config["caller"])
+        if start is not None:
+            start(config)
         self._start_process(process, config)
         process.gpu = self._gpus[index]
         build = messages.Build(
@@ -170,7 +167,7 @@ class Crew:
             block=self.options.for_block(),
         )
         process.root_seed = self.root_seed
-        if python is None:  # another interpreter has other versions of the packages that know the names
+        if start is None:  # another interpreter has other versions of the packages that know the names
             process.channel.queue_message(messages.Register(entries=self._registered))
         try:
             process.channel.queue_message(build)

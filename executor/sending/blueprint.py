@@ -8,13 +8,13 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from envherd.executor.guests.interpreters import check_interpreter, spread_apart
 from envherd.executor.machine.machine import usable_cores
 from envherd.executor.machine.room import require_room
 from envherd.executor.options import ExecutorOptions
@@ -22,9 +22,16 @@ from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters import is_env_like
 from envherd.workers.adapters.env_names import factory_for
 from envherd.workers.adapters.named import reference_of
-from envherd.workers.build import Factory, are_equal, check_factory, describe, modules_of, pickle_factory
+from envherd.workers.build import (
+    Factory,
+    are_equal,
+    check_factory,
+    describe,
+    interpreter_of,
+    modules_of,
+    pickle_factory,
+)
 from envherd.workers.errors import FactoryError, SpecError
-from envherd.workers.guests.interpreters import interpreter_of
 from envherd.workers.seeding import as_root_seed
 
 #: A factory or a name of an env (see `env_names`), or a list of them.
@@ -46,7 +53,8 @@ class Blueprint:
         blocks: env ids of each worker: contiguous, ascending, none empty.
         root_seed: see `workers.seeding`.
         preload: modules for the zygote to import.
-        interpreters: of each env, None for this one; empty if all are of this one. Those of a worker are equal.
+        starts: of each env, what changes the settings of its worker, or None; empty if nothing does. Those of a worker
+            do the same.
         references: what names the factory of each env, see `named.reference_of`.
     """
 
@@ -55,7 +63,7 @@ class Blueprint:
     blocks: tuple[tuple[int, ...], ...]
     root_seed: int
     preload: tuple[str, ...] = ()
-    interpreters: tuple[str | None, ...] = ()
+    starts: tuple[Callable[[dict[str, Any]], None] | None, ...] = ()
     references: tuple[dict[str, Any], ...] = ()
 
     def envs_of(self, worker_ids: Iterable[int]) -> np.ndarray:
@@ -157,6 +165,11 @@ def spread(num_envs: int, num_workers: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(block.tolist()) for block in np.array_split(np.arange(num_envs), num_workers))
 
 
+def num_runs(factories: Sequence[Factory]) -> int:
+    """Return the fewest workers that envs need: consecutive envs of one interpreter can share one."""
+    return len(list(itertools.groupby(map(interpreter_of, factories))))
+
+
 def choose_workers(num_envs: int, num_workers: int | None, name: str = "num_workers", fewest: int = 1) -> int:
     """Return the number of workers: the argument, or one per usable core and at least `fewest`; at most one per env."""
     if num_workers is None:
@@ -194,9 +207,14 @@ def draw(
     require_room(num_workers=num_workers)
     kwargs = as_kwargs(len(factories), env_kwargs)
     _check_kwargs(kwargs)
+    starts: tuple[Any, ...] = ()
+    blocks = spread(len(factories), num_workers)
     interpreters = [interpreter_of(factory) for factory in factories]
-    for python in {one for one in interpreters if one is not None}:
-        check_interpreter(python)
+    if any(interpreters):
+        from envherd.executor.guests.interpreters import spread_apart, starts_of
+
+        starts = starts_of(interpreters)
+        blocks = spread_apart(interpreters, num_workers)
     different = {id(factory): factory for factory in factories}
     pickled = {key: pickle_factory(factory) for key, factory in different.items()}
     preload = options.preload
@@ -208,10 +226,10 @@ def draw(
     return Blueprint(
         factories=tuple(pickled[id(factory)] for factory in factories),
         env_kwargs=kwargs,
-        blocks=spread_apart(interpreters, num_workers),
+        blocks=blocks,
         root_seed=as_root_seed(seed),
         preload=preload,
-        interpreters=tuple(interpreters),
+        starts=starts,
         references=() if options.capsules is None else tuple(map(reference_of, factories)),
     )
 

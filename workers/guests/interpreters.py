@@ -113,11 +113,6 @@ class Target:
         return Target, (self.interpreter, self.target, self._kwargs)
 
 
-def interpreter_of(factory: Any) -> str | None:
-    """Return the interpreter in which a factory must be called; None for this one."""
-    return getattr(factory, "interpreter", None)
-
-
 def enter(interpreter: str) -> None:
     """Note which interpreter executes this process, and let it read arrays that the caller has pickled."""
     global _here  # noqa: PLW0603

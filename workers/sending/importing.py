@@ -13,6 +13,7 @@ import enum
 import importlib.machinery
 import os
 import sys
+import sysconfig
 import time
 import types
 from collections.abc import Iterator
@@ -207,3 +208,16 @@ def explain_exit(error: SystemExit) -> str:
             f"in the script under `if __name__ == '__main__':`, or give the parser an empty list"
         )
     return f"{text}. {where} calls sys.exit"
+
+
+def own_folders() -> list[str]:
+    """Return the folders of the import path that belong to no interpreter and hold no installed packages."""
+    paths = sysconfig.get_paths()
+    theirs = [os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, paths["stdlib"], paths["purelib"])]
+    own = []
+    for entry in sys.path:
+        folder = os.path.realpath(entry or ".")
+        is_theirs = any(folder == other or folder.startswith(other + os.sep) for other in theirs)
+        if os.path.isdir(folder) and not is_theirs and Path(folder).name not in ("site-packages", "dist-packages"):
+            own.append(folder)
+    return own

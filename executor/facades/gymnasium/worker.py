@@ -27,8 +27,7 @@ from envherd.workers.adapters.base import EnvCall, Mask, Options, StepValues
 from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
 from envherd.workers.adapters.gymnasium.spaces import Space, native_tree
 from envherd.workers.adapters.named import reference_of
-from envherd.workers.build import describe, modules_of
-from envherd.workers.guests.interpreters import interpreter_of
+from envherd.workers.build import describe, interpreter_of, modules_of
 from envherd.workers.sending.pickling import dumps
 
 #: Key under which the infos carry the last observation of an episode; no env uses it.

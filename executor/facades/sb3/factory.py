@@ -13,8 +13,7 @@ from typing import Any
 
 from envherd.workers.adapters.named import reference_of
 from envherd.workers.adapters.registry import is_one_of
-from envherd.workers.build import Factory, describe, modules_of, pickle_factory
-from envherd.workers.guests.interpreters import interpreter_of
+from envherd.workers.build import Factory, describe, interpreter_of, modules_of, pickle_factory
 
 #: Keeps TensorBoard from importing TensorFlow in workers: 255 MB instead of 927 MB with SB3 loaded.
 _LIGHT = "envherd.workers.adapters.light_tensorboard"

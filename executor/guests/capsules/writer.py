@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from envherd.executor.guests.capsules.file import SUFFIX, Capsule
-from envherd.executor.guests.interpreters import own_folders
 from envherd.executor.options import Capsules
 from envherd.executor.processes.error_messages import Frame, numbering, with_sentence
 from envherd.shm.slab import input_leaves
@@ -27,6 +26,7 @@ from envherd.shm.specs import EnvSpec, Key
 from envherd.workers.errors import EnvherdError
 from envherd.workers.guests.journal import Journal, JournalFlag
 from envherd.workers.messages import Prepare
+from envherd.workers.sending.importing import own_folders
 from envherd.workers.sending.pickling import dumps
 
 #: Packages whose versions are noted if they are installed.

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import venv
 from pathlib import Path
+from types import SimpleNamespace
 
 import cloudpickle
 import numpy as np
@@ -16,7 +17,8 @@ import psutil
 import pytest
 
 from envherd import ExecutorOptions, FactoryError, InPython, ParallelEnv, SerialEnv, WorkerLost, WorkerTimeout
-from envherd.executor.guests.interpreters import check_interpreter, num_runs, spread_apart
+from envherd.executor.guests.interpreters import check_interpreter, spread_apart
+from envherd.executor.sending.blueprint import num_runs
 from tests.gates import wait_for
 
 #: A module that both interpreters import: an env without any library of envs.
@@ -335,7 +337,7 @@ def test_workers_have_envs_of_one_interpreter():
     assert spread_apart([a, a, b, b], 2) == ((0, 1), (2, 3))
     assert spread_apart([a] * 5 + [b], 3) == ((0, 1, 2), (3, 4), (5,))
     assert spread_apart([a] * 4, 3) == ((0, 1), (2,), (3,))
-    assert num_runs([a, b, b, a]) == 3
+    assert num_runs([SimpleNamespace(interpreter=python) for python in [a, b, b, a]]) == 3
     with pytest.raises(ValueError, match=r"num_workers failed: expected at least 3, got 2: envs of different"):
         spread_apart([a, b, a], 2)
 
