@@ -110,7 +110,7 @@ def input_requests(spec: EnvSpec, lead: tuple[int, ...]) -> list[tuple[Name, tup
     return requests
 
 
-#: What the journal of an env has besides inputs: int64 each, see `workers.guests.journal`.
+#: What the journal of an env has besides inputs: int64 each, see `workers.block.journal`.
 JOURNAL_FACTS = ("steps", "episode", "seed", "flags")
 
 

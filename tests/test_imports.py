@@ -64,13 +64,13 @@ ALLOWED = {
 ORDER = {
     "shm": (
         *("platforms", "interrupts", "finalizer", "specs", "layout", "sync", "tally", "cgroups", "private_view"),
-        *("segment", "slab", "__init__"),
+        *("segment", "nameplate", "slab", "__init__"),
     ),
     "workers": (
         *("state_tables", "__init__", "errors", "plain", "options", "current"),
         "sending",
         *("infos", "messages", "protocol", "reply", "seeding", "random_values", "processes", "writers"),
-        *("guests.interpreters", "guests.saving", "guests.journal", "guests.portable.socket_bells"),
+        *("guests.interpreters", "guests.saving", "guests.portable.socket_bells"),
         *("adapters.base", "adapters.registry", "adapters.common"),
         *("adapters.gymnasium", "adapters.gymnasium_vector", "adapters.envpool", "adapters.dm_env"),
         *("adapters.meltingpot", "adapters.pettingzoo", "adapters.torchrl", "adapters.simulators"),

@@ -14,7 +14,7 @@ from envherd.executor.batches.step_data import Legal
 from envherd.shm.layout import ALIGNMENT
 from envherd.shm.slab import JOURNAL_FACTS
 from envherd.workers import protocol, seeding
-from envherd.workers.guests import journal
+from envherd.workers.block import journal
 from envherd.workers.info_rows import TEXT_BYTES, Kind
 from envherd.workers.protocol import Flag, Op, Status
 
@@ -32,7 +32,7 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "LEAVE": protocol.LEAVE,
     },
     "shm.layout": {"ALIGNMENT": ALIGNMENT},
-    "shm.slab, workers.guests.journal": {
+    "shm.slab, workers.block.journal": {
         "KEPT_STEPS": journal.STEPS,
         "KEPT_EPISODE": journal.EPISODE,
         "KEPT_SEED": journal.SEED,

@@ -27,18 +27,18 @@ from typing import Any
 import numpy as np
 
 from envherd.executor.guests.capsules.writer import CapsuleWriter
-from envherd.executor.guests.monitor.nameplate import create_named
-from envherd.executor.guests.monitor.slab_plate import LABEL, describe, show_path
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool, WorkerFigures, refuse_batches
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.fast_commands import LOOK_S, native_caller
 from envherd.executor.pools.replies import Outcome
+from envherd.executor.pools.slab_plate import LABEL, describe, show_path
 from envherd.executor.processes.crew import Crew
 from envherd.executor.processes.error_messages import env_error, log_stall, merge_answers
 from envherd.executor.processes.supervisor import Supervisor
 from envherd.executor.sending.blueprint import Blueprint
 from envherd.executor.start.waiting import Clock, Deadline, Overdue
+from envherd.shm.nameplate import create_named
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
 from envherd.shm.specs import EnvSpec

@@ -36,8 +36,8 @@ from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.side_data import SideData
 from envherd.executor.protocol.stale_roots import StaleRoots
 from envherd.workers import messages
+from envherd.workers.block.journal import FLAGS, STEPS, JournalFlag
 from envherd.workers.errors import EnvherdError, ResetNeeded
-from envherd.workers.guests.journal import FLAGS, STEPS, JournalFlag
 from envherd.workers.protocol import Op
 from envherd.workers.seeding import branch_seed
 
@@ -291,7 +291,7 @@ class Engine(Calls):
         states.restore(targets, np.full(len(targets), has_ended))
 
     def _copy_journals(self, source: int, targets: np.ndarray, *, is_changed: bool) -> None:
-        """Make the inputs of an env's episode also those of its copies; see `workers.guests.journal`."""
+        """Make the inputs of an env's episode also those of its copies; see `workers.block.journal`."""
         group, row = self.positions.places.pairs[source]
         journal, rows = dict(self.pool.slab.groups[group].journal), self.positions.places.row_of[targets]
         if not journal:

@@ -23,11 +23,11 @@ from envherd.shm.slab import Slab, Storage
 from envherd.workers import seeding
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.block.compiling import compile_native, why_not_stored
+from envherd.workers.block.journal import Journal, JournalFlag
 from envherd.workers.block.questions import answer
 from envherd.workers.block.slot import Begun, Sink, Slot, Step, compile_step, store
 from envherd.workers.block.slot_states import Event
 from envherd.workers.errors import SpecError
-from envherd.workers.guests.journal import Journal, JournalFlag
 from envherd.workers.info_rows import InfoWriter
 from envherd.workers.infos import packer
 from envherd.workers.messages import CHANGES, UNGUARDS, Ask, Prepare

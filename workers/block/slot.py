@@ -15,9 +15,9 @@ import numpy as np
 from envherd.shm.layout import Name
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers.adapters.base import Adapter, StepValues
+from envherd.workers.block.journal import Journal
 from envherd.workers.block.slot_states import AFTER, NEW, OVER, Event, State
 from envherd.workers.errors import InternalError, SpecError
-from envherd.workers.guests.journal import Journal
 from envherd.workers.info_rows import InfoWriter
 from envherd.workers.messages import Prepare
 from envherd.workers.protocol import Op, pack_phase

@@ -16,7 +16,7 @@
 /* shm.layout */
 #define ALIGNMENT 128
 
-/* shm.slab, workers.guests.journal */
+/* shm.slab, workers.block.journal */
 #define KEPT_STEPS 0
 #define KEPT_EPISODE 1
 #define KEPT_SEED 2

@@ -23,8 +23,8 @@ from envherd.executor.options import Capsules
 from envherd.executor.processes.error_messages import Frame, numbering, with_sentence
 from envherd.shm.slab import input_leaves
 from envherd.shm.specs import EnvSpec, Key
+from envherd.workers.block.journal import Journal, JournalFlag
 from envherd.workers.errors import EnvherdError
-from envherd.workers.guests.journal import Journal, JournalFlag
 from envherd.workers.messages import Prepare
 from envherd.workers.sending.importing import own_folders
 from envherd.workers.sending.pickling import dumps

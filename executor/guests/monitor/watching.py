@@ -18,13 +18,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from envherd.executor.guests.monitor import nameplate
-from envherd.executor.guests.monitor.nameplate import Plate
-from envherd.executor.guests.monitor.slab_plate import LABEL, SCHEMA, namespace
 from envherd.executor.guests.monitor.statistics import WorkerStatistics, read_workers
 from envherd.executor.pools.base import WorkerFigures
+from envherd.executor.pools.slab_plate import LABEL, SCHEMA, namespace
 from envherd.executor.start.process_log import request_stacks
+from envherd.shm import nameplate
 from envherd.shm.interrupts import ignoring_refusals
+from envherd.shm.nameplate import Plate
 from envherd.shm.platforms import send_signal
 
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from envherd.executor import ParallelEnv, SerialEnv
-from envherd.executor.guests.monitor.nameplate import create_named, find
-from envherd.executor.guests.monitor.slab_plate import LABEL
 from envherd.executor.guests.monitor.statistics import quantile, read_workers
 from envherd.executor.guests.monitor.watching import Watch, plates, stack_of
+from envherd.executor.pools.slab_plate import LABEL
 from envherd.executor.show.exporting import PrometheusCollector, to_scalars
 from envherd.executor.start import process_log
+from envherd.shm.nameplate import create_named, find
 from envherd.shm.segment import Segment
 from envherd.shm.slab import NUM_BINS, WORDS, bin_of
 from envherd.workers.testing import CountingEnv

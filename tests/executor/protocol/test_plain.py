@@ -13,9 +13,10 @@ import tensordict
 import torch
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv, doctor
-from envherd.executor.guests.monitor import nameplate, slab_plate
 from envherd.executor.guests.monitor.watching import plates
+from envherd.executor.pools import slab_plate
 from envherd.executor.protocol import plain
+from envherd.shm import nameplate
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers import native
 from envherd.workers.block.block import Block

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from envherd.executor.guests.monitor import nameplate
+from envherd.shm import nameplate
 from envherd.shm.interrupts import ignoring_refusals
 from envherd.shm.slab import SlabPlan
 
