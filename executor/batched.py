@@ -15,20 +15,21 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from envherd.executor.assembly import recycle
 from envherd.executor.batches.actions import reset_mask
 from envherd.executor.batches.arguments import as_count, need_batch, need_bools, wrong_rows
 from envherd.executor.batches.fast_tensordict import get_leaf, set_next
-from envherd.executor.guests import saving
-from envherd.executor.guests.monitor.statistics import Statistics
 from envherd.executor.keywords import names_right_keyword, no_attribute
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
+from envherd.executor.pools.replies import crossed
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.exchange import ENV_IDS, Exchange, set_ids
 from envherd.executor.protocol.fast_exchange import compile_exchange
@@ -38,6 +39,9 @@ from envherd.executor.rollouts.rollout import Policy, RolloutRunner
 from envherd.shm.finalizer import Finalizer
 from envherd.shm.specs import EnvSpec, LeafSpec, OneForEach
 from envherd.workers.protocol import Op
+
+if TYPE_CHECKING:
+    from envherd.executor.guests.monitor.statistics import Statistics
 
 
 class Parts(NamedTuple):
@@ -82,6 +86,7 @@ class BatchedEnv:
         self._pool = pool
         self._finalizer = Finalizer(self, _close_pool, pool, os.getpid())
         self._engine: Engine = parts.engine(pool, seed=seed, device=device, copy=copy, options=options)
+        recycle(self._engine)
         self._guard = self._engine.guard
         # At the interpreter's exit it runs before the pool is closed, so a thread that is in a call gets `Closed`.
         self._guard.shut_with(self)
@@ -510,6 +515,12 @@ class BatchedEnv:
             )
         return pictures
 
+    @property
+    def _saving(self) -> ModuleType:
+        from envherd.executor.guests import saving
+
+        return saving
+
     def save(self, env_ids: Any = None) -> list[dict[str, Any]]:
         """Return the states of envs now, from which `restore` continues bit for bit.
 
@@ -529,7 +540,7 @@ class BatchedEnv:
             Busy: one of the envs was sent and not received.
         """
         with self._guard:
-            return saving.save(self._engine, self._exchange.as_ids(env_ids))
+            return self._saving.save(self._engine, self._exchange.as_ids(env_ids))
 
     def restore(self, states: Sequence[Mapping[str, Any]], env_ids: Any = None) -> None:
         """Restore states from `save`, in the same envs or in others that equal factory calls built.
@@ -549,7 +560,7 @@ class BatchedEnv:
             Busy: one of the envs was sent and not received, or a rollout is in progress.
         """
         with self._guard:
-            saving.restore(self._engine, self._exchange.as_ids(env_ids), states)
+            self._saving.restore(self._engine, self._exchange.as_ids(env_ids), states)
 
     def state_dict(self, *, with_envs: bool | None = None) -> dict[str, Any]:
         """Return the state for a checkpoint: the envs' states and roots, and the seeds of their next episodes.
@@ -570,7 +581,7 @@ class BatchedEnv:
             Busy: an env was sent and not received.
         """
         with self._guard:
-            return saving.state_dict(self._engine, with_envs=with_envs)
+            return self._saving.state_dict(self._engine, with_envs=with_envs)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`, of this executor or of another one with the same number of envs.
@@ -587,7 +598,7 @@ class BatchedEnv:
             Busy: an env was sent and not received, or a rollout is in progress.
         """
         with self._guard:
-            saving.load_state_dict(self._engine, state)
+            self._saving.load_state_dict(self._engine, state)
         self.is_resumed = "roots" in state.get("executor", ())
 
     def infos(self, section: Literal["next", "root"] = "next") -> list[dict[str, Any]]:
@@ -615,7 +626,10 @@ class BatchedEnv:
     def statistics(self) -> Statistics:
         """Return the counts so far, each worker's load and memory, and which calls run in C."""
         self._guard.check()
-        return self._engine.statistics()
+        from envherd.executor.guests.monitor.statistics import count
+
+        engine = self._engine
+        return count(engine.pool, engine.memory, engine.ready_at, **engine.counts())
 
     def worker_output(self, worker_id: int) -> str:
         """Return the part of a worker's output that is kept (empty unless output is captured)."""
@@ -656,7 +670,7 @@ class BatchedEnv:
     def _ask(self, what: str, env_ids: Iterable[int] | None, **question: Any) -> list[Any]:
         ids = self._exchange.as_ids(env_ids).tolist()
         answers = self._engine.ask(what, ids, **question)
-        return [saving.crossed(answers[i]) for i in ids]
+        return [crossed(answers[i]) for i in ids]
 
 
 def _close_pool(pool: Pool, owner: int) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from envherd.executor.assembly import make_pool
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.arguments import as_count, need_bools
 from envherd.executor.batches.transfer import as_device
-from envherd.executor.guests.portable import make_pool
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.blueprint import (
@@ -111,13 +111,15 @@ class ParallelEnv(BatchedEnv):
             Busy: one of these envs was sent and not received.
             WorkerLost, WorkerTimeout: the source is lost, or a copy; then the targets need a reset.
         """
+        from envherd.executor.guests.branching import branch
+
         need_bools("branch", reseed=reseed)
         as_count("branch", "source_id", source_id, least=0)
         with self._guard:
             (source,), targets = self._exchange.as_ids(source_id).tolist(), self._exchange.as_ids(target_ids)
             self._check_branch(source, targets.tolist())
             if len(targets):
-                self._engine.branch(source, targets, reseed=reseed, fork=self._branch_pool.branch)
+                branch(self._engine, source, targets, reseed=reseed, fork=self._branch_pool.branch)
 
     def _check_branch(self, source: int, targets: list[int]) -> None:
         """Refuse a branch between envs that cannot take each other's place."""

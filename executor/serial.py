@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from envherd.executor.assembly import watch
 from envherd.executor.batched import BatchedEnv, Parts
 from envherd.executor.batches.transfer import as_device
-from envherd.executor.guests.simulator.engine import SimulatorEngine, SimulatorExchange, is_simulator
-from envherd.executor.guests.simulator.rollout import SimulatorRun
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.serial_pool import SerialPool
@@ -22,10 +21,8 @@ from envherd.executor.sending.blueprint import (
     counted,
     serial_blueprint,
 )
+from envherd.shm.specs import DONE_KEYS
 from envherd.workers.build import Factory
-
-#: What runs one torch simulator in this process.
-SIMULATOR = Parts(SimulatorEngine, SimulatorExchange, SimulatorRun)
 
 
 class SerialEnv(BatchedEnv):
@@ -66,14 +63,24 @@ class SerialEnv(BatchedEnv):
             )
         blueprint = serial_blueprint(factories, env_kwargs, seed)
         pool = self._pool_class(factories, blueprint, options)
+        watch(pool, options)
         try:
             pool.start()
             check_agreement(pool.specs, factories, blueprint.env_kwargs)
-            parts = SIMULATOR if is_simulator(pool) else Parts()
-            if parts is SIMULATOR:
+            parts = Parts()
+            if is_simulator(pool):
+                from envherd.executor.guests.simulator.engine import SimulatorEngine, SimulatorExchange
+                from envherd.executor.guests.simulator.rollout import SimulatorRun
+
+                parts = Parts(SimulatorEngine, SimulatorExchange, SimulatorRun)
                 options.refuse_capsules("SerialEnv of a torch simulator")
                 options.refuse_interrupts("SerialEnv of a torch simulator")
             super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options, parts=parts)
         except BaseException:
             pool.close()
             raise
+
+
+def is_simulator(pool: SerialPool) -> bool:
+    """Return whether a pool has one torch simulator, and nothing else."""
+    return pool.num_envs == 1 and pool.adapters[0].takes_tensors and len(pool.specs[0].done) == len(DONE_KEYS)

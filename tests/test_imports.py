@@ -67,10 +67,8 @@ ORDER = {
         *("segment", "nameplate", "slab", "__init__"),
     ),
     "workers": (
-        *("state_tables", "__init__", "errors", "plain", "options", "current"),
-        "sending",
+        *("state_tables", "__init__", "errors", "plain", "options", "current", "guest", "sending"),
         *("infos", "messages", "protocol", "reply", "seeding", "random_values", "processes", "writers"),
-        *("guests.interpreters", "guests.saving", "guests.portable.socket_bells"),
         *("adapters.base", "adapters.registry", "adapters.common"),
         *("adapters.gymnasium", "adapters.gymnasium_vector", "adapters.envpool", "adapters.dm_env"),
         *("adapters.meltingpot", "adapters.pettingzoo", "adapters.torchrl", "adapters.simulators"),
@@ -78,14 +76,21 @@ ORDER = {
         *("wrappers", "native", "info_rows", "block", "build", "process", "guests", "testing"),
     ),
     "executor": (
-        *("keywords", "progress", "options", "machine"),
-        *("batches", "guests.interpreters", "sending", "start", "processes", "guests.capsules", "pools"),
-        *("guests.monitor", "guests.recycling", "protocol", "guests.saving", "rollouts", "guests.simulator"),
-        *("batched", "guests.collectors", "serial", "guests.portable", "sizing"),
-        *("parallel", "testing", "show", "__init__"),
-        *("doctor", "facades", "cluster", "guests", "cli"),
+        *("keywords", "progress", "options", "machine", "guests.interpreters", "sending", "start", "processes"),
+        *("batches", "pools", "protocol", "rollouts"),
+        *("guests.portable", "guests.capsules", "guests.recycling", "guests.monitor", "guests.branching"),
+        *("guests.saving", "guests.simulator", "guests", "assembly", "batched", "guests.collectors", "serial"),
+        *("sizing", "parallel", "testing", "show", "__init__"),
+        *("doctor", "facades", "cluster", "cli"),
     ),
 }
+#: What somebody must know to change a step, a reset or a loss. It imports no guest.
+KERNEL = (
+    "shm/*",
+    *("workers/[!g]*.py", "workers/block/*", "workers/native/*", "workers/process/*", "workers/wrappers/*"),
+    *("executor/options.py", "executor/batches/*", "executor/pools/*", "executor/processes/*", "executor/protocol/*"),
+    *("executor/rollouts/*", "executor/start/*"),
+)
 #: Packages that only the adapter of their family imports, when there is an env of it.
 HEAVY = {
     "dm_control",
@@ -183,6 +188,18 @@ ORDERED = [module for module in MODULES if part_of(module)[0] in ORDER]
 
 def test_the_parts_of_a_layer_import_one_way():
     assert set().union(*map(against_order, ORDERED)) == set()
+
+
+def is_kernel(module: str) -> bool:
+    file = MODULES[module].relative_to(ROOT).as_posix()
+    return ".guests" not in module and any(fnmatch(file, pattern) for pattern in KERNEL)
+
+
+def test_the_kernel_imports_no_guest():
+    kernel = [module for module in MODULES if is_kernel(module)]
+    assert len(kernel) > 80
+    found = {module: {name for name in imported_modules(module) if ".guests" in name} for module in kernel}
+    assert {module: guests for module, guests in found.items() if guests} == {}
 
 
 def test_no_modules_import_each_other_in_a_circle():

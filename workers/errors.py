@@ -111,3 +111,7 @@ def closest(name: str, known: list[str]) -> str:
     """Return ` Did you mean ...?` for a misspelt name, or an empty string."""
     matches = difflib.get_close_matches(name, known, n=3)
     return f" Did you mean {', '.join(matches)}?" if matches else ""
+
+
+class Unsaveable(NotImplementedError):
+    """An env that holds an object whose state cannot be read."""

@@ -66,25 +66,6 @@ platforms.register_at_fork(
 )
 
 
-def make_pool(blueprint: Blueprint, options: ExecutorOptions) -> WorkerPool:
-    """Return the pool for a start method on this system.
-
-    Raises:
-        ValueError: the options need what the portable pool does not have.
-    """
-    if not is_portable(options):
-        return WorkerPool(blueprint, options)
-    if options.start_method != "portable":
-        _log_lack(platforms.missing())
-    _refuse(blueprint, options)
-    return PortablePool(blueprint, options)
-
-
-def is_portable(options: ExecutorOptions) -> bool:
-    """Return whether the portable pool runs the workers on this system."""
-    return options.start_method == "portable" or bool(platforms.missing())
-
-
 @functools.cache
 def _log_lack(lacks: tuple[str, ...]) -> None:
     log.warning("workers run in the portable pool, because this system lacks: %s", ", ".join(lacks))
@@ -288,12 +269,22 @@ class PortableCrew(Crew):
 
 
 class PortablePool(WorkerPool):
-    """Worker processes on any platform; see the module and `WorkerPool`."""
+    """Worker processes on any platform; see the module and `WorkerPool`.
+
+    Raises:
+        ValueError: the options need what it does not have.
+    """
 
     _create_segment = staticmethod(Segment.create_with_name)
     _lends = can_fork = False
 
     crew: PortableCrew
+
+    def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
+        if options.start_method != "portable":
+            _log_lack(platforms.missing())
+        _refuse(blueprint, options)
+        super().__init__(blueprint, options)
 
     def _make_crew(self) -> Crew:
         self.why_python = ["the pool is portable"]

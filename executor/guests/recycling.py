@@ -15,14 +15,10 @@ from functools import partial
 
 import numpy as np
 
-from envherd.executor.guests.monitor.statistics import MemoryLog
-from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.base import Pool
+from envherd.executor.protocol.engine import Engine
+from envherd.executor.protocol.flight import Renew
 from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.side_data import SideData
-
-#: `(env_ids [k], columns [k] of their steps, replace)`: calls `replace` and resets the envs.
-Renew = Callable[[np.ndarray, np.ndarray, Callable[[], None]], None]
 
 
 @contextlib.contextmanager
@@ -54,32 +50,19 @@ def keeping_steps(positions: Positions, side: SideData, env_ids: np.ndarray, col
 class Recycler:
     """Replaces the workers of an engine that are due according to the options, when that interrupts no episode."""
 
-    def __init__(
-        self, pool: Pool, positions: Positions, side: SideData, options: ExecutorOptions, memory: MemoryLog
-    ) -> None:
-        self._positions, self._side, self._options, self._memory = positions, side, options, memory
-        self._pool = pool
+    def __init__(self, engine: Engine) -> None:
+        self._pool, self._options, self._memory = engine.pool, engine.options, engine.memory
+        self._positions, self._side = engine.positions, engine.side
 
     def before_resets(self, env_ids: np.ndarray, lose: Callable[[np.ndarray], None]) -> None:
-        """Replace due workers all of whose envs are about to be reset.
-
-        Args:
-            env_ids: int `[k]`, which will be reset.
-            lose: marks envs, int `[k]`, as in need of a reset, because an interrupt may come before it.
-        """
+        """Replace due workers all of whose envs are about to be reset; see `Renewal`."""
         for worker_id in self._whole_workers(env_ids):
             if self._is_due(worker_id, num_begun=0) and self._are_reset_whole(worker_id):
                 lose(np.array(self._pool.blueprint.blocks[worker_id]))
                 self._pool.recycle(worker_id, is_anew=False)
 
     def after_steps(self, env_ids: np.ndarray, columns: np.ndarray, renew: Renew) -> None:
-        """Replace due workers all of whose envs were just reset by the steps that ended them.
-
-        Args:
-            env_ids: int `[k]`, which were reset.
-            columns: int `[k]`, where their steps are.
-            renew: makes envs in new instances begin their episodes again.
-        """
+        """Replace due workers all of whose envs were just reset by the steps that ended them; see `Renewal`."""
         column_of = dict(zip(env_ids.tolist(), columns.tolist(), strict=True))
         with keeping_steps(self._positions, self._side, env_ids, columns):
             for worker_id in self._whole_workers(env_ids):

@@ -8,7 +8,6 @@ be restored need a reset, and all others continue.
 from __future__ import annotations
 
 import logging
-import pickle
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from envherd.executor.pools.replies import crossed
 from envherd.executor.protocol.env_batches import check_root
 from envherd.workers import seeding
 from envherd.workers.errors import EnvError
@@ -222,10 +222,3 @@ def _refusal(call: str, expected: str, got: Any, place: str) -> ValueError:
     except Exception:  # an integer of too many digits
         shown = f"a {type(got).__name__}"
     return ValueError(f"{call} failed: expected {expected}, got {shown} ({place}). Nothing was restored.")
-
-
-def crossed(answer: Mapping[str, Any]) -> Any:
-    """Return the value of an answer from a worker."""
-    if "pickled" in answer:
-        return pickle.loads(answer["pickled"])  # only with infos="pickle"
-    return answer["plain"]

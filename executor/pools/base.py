@@ -12,15 +12,15 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from envherd.executor.guests.capsules.writer import CapsuleWriter
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.fast_commands import exchange_natively
 from envherd.executor.pools.replies import Outcome
+from envherd.executor.processes.error_messages import Frame
 from envherd.executor.sending.blueprint import Blueprint
 from envherd.shm.private_view import PrivateView
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan
-from envherd.shm.specs import EnvSpec
+from envherd.shm.specs import EnvSpec, Key
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError
 from envherd.workers.info_rows import Schema
@@ -59,6 +59,28 @@ def refuse_batches(specs: Sequence[EnvSpec], options: ExecutorOptions) -> None:
         options.refuse_interrupts(f"making envs that are batches of rows ({batched.batch_shape})")
 
 
+class Watcher(Protocol):
+    """Is asked about the commands and failures of a pool; nothing that it does raises.
+
+    Attributes:
+        latest_root: returns an env's present root by key; the engine sets it.
+    """
+
+    latest_root: Callable[[int], Mapping[Key, np.ndarray]] | None
+
+    def note(self, message: messages.Prepare) -> None:
+        """Take notice of the extras of an env's next command."""
+
+    def add_to(self, error: EnvherdError, worker_id: int, fault: Frame | None = None) -> EnvherdError:
+        """Take notice of a failure in a step or reset; return the error, with what there is to add.
+
+        Args:
+            error: the loss of a worker, or what envs have raised.
+            worker_id: of the pool.
+            fault: of the env; None for a loss.
+        """
+
+
 class StorageMemory(Protocol):
     """Memory of a rollout storage."""
 
@@ -90,7 +112,7 @@ class Pool:
         num_losses, num_recycled: workers that were lost, and that were replaced between episodes, ever.
         holds_storages: whether the pool keeps the memory of a rollout storage until that is detached.
         lendable: a private view of the slab's lendable frames; None for none.
-        capsules: writes crash capsules; None if the options ask for none.
+        watcher: of commands and failures; None for none.
         resets_before_start: of a recyclable pool: resets of an env of each worker before its present process was
             started, int64 `[workers]`.
     """
@@ -114,7 +136,7 @@ class Pool:
     num_losses = num_recycled = 0
     holds_storages = False
     lendable: PrivateView | None = None
-    capsules: CapsuleWriter | None = None
+    watcher: Watcher | None = None
     _caller: Any = None  # gives commands and waits in C; None if Python must do it
 
     @property

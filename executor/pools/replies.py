@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -78,3 +81,10 @@ class Outcome:
             self.schemas[schema.id] = schema
         else:
             log_notice(frame)
+
+
+def crossed(answer: Mapping[str, Any]) -> Any:
+    """Return the value of an answer from a worker."""
+    if "pickled" in answer:
+        return pickle.loads(answer["pickled"])  # only with infos="pickle"
+    return answer["plain"]

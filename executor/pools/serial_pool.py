@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from envherd.executor.guests.capsules.writer import CapsuleWriter
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool, WorkerFigures, refuse_batches
 from envherd.executor.pools.command_words import CommandWords
@@ -98,7 +97,6 @@ class SerialPool(Pool):
             has_infos=self.options.info_policy != "drop",
         )
         self.slab = Slab(self.plan, self._make_memory())
-        self.capsules = None if rules is None else CapsuleWriter(rules, self)
         self._block = Block(
             0,
             self.adapters,
@@ -208,8 +206,8 @@ class SerialPool(Pool):
 
     def prepare(self, message: messages.Prepare) -> None:
         """Keep the extras of an env's next command."""
-        if self.capsules is not None:
-            self.capsules.note(message)
+        if self.watcher is not None:
+            self.watcher.note(message)
         self._block.prepare(message)
         self._note_change()
 

@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from envherd.executor.guests.capsules.writer import CapsuleWriter
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool, WorkerFigures, refuse_batches
 from envherd.executor.pools.command_words import CommandWords
@@ -125,7 +124,6 @@ class WorkerPool(Pool):
         buffer = segment.array()
         self.lendable = segment.private_view(ring_nbytes) if self.plan.num_lendable else None
         self.slab = Slab(self.plan, buffer)
-        self.capsules = None if rules is None else CapsuleWriter(rules, self)
         self._tally = Tally(self.slab.words)
         self._go, self._done = self._make_bells(buffer)
         self._rings = [bell.ring for bell in self._go]
@@ -350,8 +348,8 @@ class WorkerPool(Pool):
         """Send the extras of an env's next command ahead of it."""
         worker_id = int(self.worker_of[message.env_id])
         self.supervisor.revive([worker_id])
-        if self.capsules is not None:
-            self.capsules.note(message)
+        if self.watcher is not None:
+            self.watcher.note(message)
         self.crew.mail(worker_id, message)
 
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:

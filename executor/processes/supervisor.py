@@ -122,8 +122,8 @@ class Supervisor:
         """Take a worker out of service; the parent now owns its words."""
         is_raised = self._options.on_worker_loss == "raise"
         error = with_sentence(error, RESTART) if is_raised else error
-        if self._pool.capsules is not None:
-            error = self._pool.capsules.add_to(error, worker_id)
+        if self._pool.watcher is not None:
+            error = self._pool.watcher.add_to(error, worker_id)
         self.num_losses += 1
         self._lost_at = now = time.monotonic()
         self.absent[worker_id] = Absence(Condition.LOST, now, error)  # 1

@@ -13,9 +13,9 @@ import torch
 
 from envherd.executor.batches.memory import Leaves
 from envherd.executor.batches.random_actions import ActionSampler
-from envherd.executor.guests.monitor.statistics import MemoryLog
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
+from envherd.executor.processes.memory_log import MemoryLog
 from envherd.executor.protocol.env_states import EnvStates, Event
 from envherd.shm.interrupts import uninterrupted
 from envherd.shm.specs import EnvSpec

@@ -21,14 +21,12 @@ from envherd.executor.batches.arguments import wrong_rows
 from envherd.executor.batches.memory import make_loans
 from envherd.executor.batches.step_data import Draft, PlainIntake, StepBatches
 from envherd.executor.batches.transfer import Mover
-from envherd.executor.guests.monitor.statistics import Statistics, count
-from envherd.executor.guests.recycling import Recycler
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.protocol.calls import Calls
 from envherd.executor.protocol.env_batches import EnvBatches
-from envherd.executor.protocol.env_states import NEXT, Event, State
+from envherd.executor.protocol.env_states import NEXT, Event
 from envherd.executor.protocol.flight import Flight, Flights
 from envherd.executor.protocol.info_reader import InfoReader
 from envherd.executor.protocol.plain import what_is_plain
@@ -36,13 +34,8 @@ from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.side_data import SideData
 from envherd.executor.protocol.stale_roots import StaleRoots
 from envherd.workers import messages
-from envherd.workers.block.journal import FLAGS, STEPS, JournalFlag
-from envherd.workers.errors import EnvherdError, ResetNeeded
+from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import Op
-from envherd.workers.seeding import branch_seed
-
-#: `(source, targets, seeds, give_up)`: see `WorkerPool.branch`.
-Fork = Callable[[int, np.ndarray, Sequence[int | None], Callable[[], None]], None]
 
 _NO_EXTRAS: Mapping[int, messages.Prepare] = {}
 
@@ -77,17 +70,14 @@ class Engine(Calls):
         lends = copy and mover is None and not options.poison
         loans = make_loans(pool.slab, pool.lendable) if lends else None
         self.positions = Positions(pool.slab, self.side, options, mover=mover, loans=loans)
-        if pool.capsules is not None:
-            pool.capsules.latest_root = self.positions.latest_root
+        if pool.watcher is not None:
+            pool.watcher.latest_root = self.positions.latest_root
         self.batches = EnvBatches(self.positions, self.side, device, mover=mover, is_copy=copy)
         self.intakes = [self._make_intake(group) for group in range(len(pool.slab.groups))]
         self.write_inputs: Callable[..., None] = self._write_unlike_inputs
         if len(self.intakes) == 1 and not self.intakes[0].side_leaves:  # one group: rows are ids
             self.write_inputs = self.intakes[0].put
-        recycler = None
-        if options.recycles and pool.is_recyclable:
-            recycler = Recycler(pool, self.positions, self.side, options, self.memory)
-        self.flights = Flights(pool, self.positions, self.side, options, recycler)
+        self.flights = Flights(pool, self.positions, self.side, options)
         self.states = self.flights.states
         if loans is not None:
             loans.is_written = self.flights.is_written
@@ -254,55 +244,6 @@ class Engine(Calls):
         """
         self.flights.begin(Op.RESET, env_ids, extras=extras).land()
 
-    def branch(self, source: int, targets: np.ndarray, *, reseed: bool, fork: Fork) -> None:
-        """Replace envs by copies of another; see `ParallelEnv.branch`.
-
-        Args:
-            source: env id.
-            targets: env ids, int64 `[k]`, without `source`.
-            reseed: whether the copies' generators are seeded anew.
-            fork: see `WorkerPool.branch`.
-        """
-        self.guard.refuse_rolling()
-        self.refuse_under_way(np.append(targets, source))
-        states = self.states
-        if states.values[source] == State.NEEDS_RESET:
-            raise ResetNeeded(
-                f"branch failed: expected an env that was reset, got env {source}, which has no episode. Reset it "
-                f"first.",
-                env_ids=(source,),
-            )
-        has_ended, number, first = bool(states.needs_reset[source]), self.num_branches, self.options.first_env_id
-        seeds = [branch_seed(self.seed, first + i, number) if reseed else None for i in targets.tolist()]
-
-        def give_up() -> None:
-            self.num_branches, self.received = number + 1, None  # not before: a refused branch changes nothing
-            self.flights.losses.lose(targets)
-
-        try:
-            fork(source, targets, seeds, give_up)
-        except EnvherdError:
-            self.flights.losses.accept()
-            raise
-        episodes = self.pool.slab.words["episode"]
-        episodes[targets] = episodes[source]
-        self._copy_journals(source, targets, is_changed=reseed)
-        self.positions.copy_root(source, targets)
-        states.restore(targets, np.full(len(targets), has_ended))
-
-    def _copy_journals(self, source: int, targets: np.ndarray, *, is_changed: bool) -> None:
-        """Make the inputs of an env's episode also those of its copies; see `workers.block.journal`."""
-        group, row = self.positions.places.pairs[source]
-        journal, rows = dict(self.pool.slab.groups[group].journal), self.positions.places.row_of[targets]
-        if not journal:
-            return
-        facts = journal.pop(("facts",))
-        facts[rows] = facts[row]
-        if is_changed:
-            facts[rows, FLAGS] |= JournalFlag.CHANGED
-        for inputs in journal.values():
-            inputs[rows, : facts[row, STEPS]] = inputs[row, : facts[row, STEPS]]  # the rest takes no memory yet
-
     def allow_steps(self) -> None:
         """Allow steps of envs that were never reset, for facades that leave this check to the envs."""
         self.ask("allow_steps", self.all_ids.tolist())
@@ -360,9 +301,11 @@ class Engine(Calls):
             if target is not None:
                 target[...] = True if mask is None else mask[list(group.plan.env_ids)].reshape(target.shape)
 
-    def statistics(self) -> Statistics:
-        """Return the statistics so far."""
-        flights, loans = self.flights, self.positions.loans
-        lent = 0 if loans is None else loans.num_lent
-        known = {"interrupted": flights.losses.num_interrupted}
-        return count(self.pool, self.memory, self.ready_at, **known, frames_lent=lent, path=str(self.plain))
+    def counts(self) -> dict[str, Any]:
+        """Return the part of `Statistics` that the pool does not know."""
+        loans = self.positions.loans
+        return {
+            "interrupted": self.flights.losses.num_interrupted,
+            "frames_lent": 0 if loans is None else loans.num_lent,
+            "path": str(self.plain),
+        }

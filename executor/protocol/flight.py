@@ -36,11 +36,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from envherd.executor.guests.recycling import Recycler
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.pools.replies import Outcome
@@ -54,6 +53,9 @@ from envherd.executor.start.waiting import DeadlinePassed
 from envherd.workers.errors import EnvherdError, InternalError, ResetNeeded
 from envherd.workers.messages import Prepare
 from envherd.workers.protocol import RESET, STEP, STEP_RESET, Flag, Op
+
+#: `(env_ids [k], columns [k] of their steps, replace)`: calls `replace` and resets the envs.
+Renew = Callable[[np.ndarray, np.ndarray, Callable[[], None]], None]
 
 _NOBODY = np.zeros(0, np.int64)
 _NOTHING: Mapping[int, Prepare] = {}
@@ -132,6 +134,27 @@ class Flight:
         return self
 
 
+class Renewal(Protocol):
+    """Replaces workers of which all envs are between episodes."""
+
+    def before_resets(self, env_ids: np.ndarray, lose: Callable[[np.ndarray], None]) -> None:
+        """Replace workers all of whose envs are about to be reset.
+
+        Args:
+            env_ids: int64 `[k]`, which will be reset.
+            lose: marks envs, int64 `[j]`, as in need of a reset, because an interrupt may come before it.
+        """
+
+    def after_steps(self, env_ids: np.ndarray, columns: np.ndarray, renew: Renew) -> None:
+        """Replace workers all of whose envs were just reset by the steps that ended them.
+
+        Args:
+            env_ids: int64 `[k]`, which were reset.
+            columns: int64 `[k]`, where their steps are.
+            renew: makes envs in new instances begin their episodes again.
+        """
+
+
 class Flights:
     """All commands of one executor; see the module.
 
@@ -139,6 +162,7 @@ class Flights:
         pool, positions, side, states: of the executor.
         current: the flight that the current call begins or lands; None between calls.
         losses: of workers, and exceptions of envs.
+        renewal: replaces workers between episodes; None if nothing does.
         native: gives commands to all envs in C, and notes their rows; None if Python must. `begin` and `_note_rows` are
             its specification.
         ended: int64 `[N]`, where C writes which envs have ended.
@@ -146,15 +170,13 @@ class Flights:
 
     native: Any = None
 
-    def __init__(
-        self, pool: Pool, positions: Positions, side: SideData, options: ExecutorOptions, recycler: Recycler | None
-    ) -> None:
+    def __init__(self, pool: Pool, positions: Positions, side: SideData, options: ExecutorOptions) -> None:
         self.pool, self.positions, self.side, self._options = pool, positions, side, options
         self.all_ids = np.arange(pool.num_envs)
         self.states = EnvStates(pool.num_envs)
         self.current: Flight | None = None
         self.ended = np.empty(pool.num_envs, np.int64)
-        self._recycler = recycler
+        self.renewal: Renewal | None = None
         self.losses = Losses(pool, positions, self.states, options)
         self._num_settled = 0  # number of the pool's losses handled while envs were sent
 
@@ -195,8 +217,8 @@ class Flights:
         is_whole = ids is None and op != RESET and cut is None
         if not (is_whole and resets is None and self.states.are_running()):
             self._check(op, concerned, resets, cut)
-        if op == RESET and self._recycler is not None:
-            self._recycler.before_resets(concerned, self.losses.lose)
+        if op == RESET and self.renewal is not None:
+            self.renewal.before_resets(concerned, self.losses.lose)
         self.pool.await_workers(concerned)
         if write_inputs is not None:
             write_inputs()
@@ -291,7 +313,7 @@ class Flights:
                 raise ResetNeeded(f"{call_name()} failed: its step or reset was interrupted. Reset the envs.")
             flight.is_parked, flight.outer, self.current = False, self.current, flight
         self._wait(flight, timeout_s)
-        if self.pool.outcome or self._recycler is not None:
+        if self.pool.outcome or self.renewal is not None:
             self._land_unusual(flight)
         else:
             self._note_usual(flight)
@@ -488,10 +510,10 @@ class Flights:
 
     def _recycle(self, flight: Flight) -> None:
         """Replace workers that are due and all of whose envs a step has just reset."""
-        if self._recycler is not None and flight.ended is not None:
+        if self.renewal is not None and flight.ended is not None:
             alive = flight.ended[~np.isin(flight.ended, flight.dead)]
             alive = alive[self.states.ops[alive] == STEP_RESET]
-            self._recycler.after_steps(alive, self.states.columns[alive], self._renew)
+            self.renewal.after_steps(alive, self.states.columns[alive], self._renew)
 
     def _renew(self, env_ids: np.ndarray, columns: np.ndarray, replace: Callable[[], None]) -> None:
         """Reset envs, which steps at `columns` have reset, again in new instances, which `replace` begins to build."""
@@ -631,10 +653,10 @@ class Flights:
             return InternalError(frames[0]["message"], env_ids=tuple(sorted(faults)))
         pid, gpu = self.pool.pid_of(worker_id), self.pool.gpu_of(worker_id)
         error: EnvherdError = env_error(frames, worker_id, pid, gpu, is_interrupted=is_interrupted)
-        capsules = self.pool.capsules
-        if capsules is not None:
+        watcher = self.pool.watcher
+        if watcher is not None:
             for frame in frames:
-                error = capsules.add_to(error, int(self.pool.worker_of[frame["env_id"]]), frame)
+                error = watcher.add_to(error, int(self.pool.worker_of[frame["env_id"]]), frame)
         return error
 
     # ---- after an interrupt ------------------------------------------------------------------

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from tensordict import TensorDictBase
 
+from envherd.executor.assembly import is_portable, make_pool
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.guests.portable import is_portable, make_pool
 from envherd.executor.machine.machine import usable_cores
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.blueprint import as_factories, draw

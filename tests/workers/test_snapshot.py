@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from envherd.workers import plain
+from envherd.workers.errors import Unsaveable
 from envherd.workers.guests.saving import snapshot
-from envherd.workers.guests.saving.env_values import Unsaveable
 from tests.extras import needs
 
 

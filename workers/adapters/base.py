@@ -24,8 +24,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from envherd.shm.specs import EnvSpec, Key
-from envherd.workers.guests.saving import snapshot
-from envherd.workers.guests.saving.env_values import Unsaveable
+from envherd.workers.errors import Unsaveable
+from envherd.workers.guest import guest
 
 #: What `reset` takes besides a seed; see `Adapter.reset`.
 Options = Mapping[str, Any] | None
@@ -150,7 +150,7 @@ class Adapter(ABC):
         if not self.is_its_attributes:
             raise self._without_state(f"its family ({self.family}) has no way to read it")
         try:
-            return snapshot.save(self.env)
+            return guest("saving").save(self.env)
         except Unsaveable as error:
             raise self._without_state(str(error)) from None
 
@@ -170,7 +170,8 @@ class Adapter(ABC):
         """
         if not self.is_its_attributes:
             return functools.partial(self.load_state_dict, state)
-        return snapshot.read(self.env, state)
+        restore: Callable[[], None] = guest("saving").read(self.env, state)
+        return restore
 
     def _without_state(self, why: str) -> NotImplementedError:
         innermost = getattr(self.env, "unwrapped", self.env)

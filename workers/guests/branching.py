@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from envherd.workers import seeding
@@ -35,8 +35,26 @@ _DEVICES = ("/dev/nvidia", "/dev/dri", "/dev/kfd")
 _CONTEXTS = {"libEGL.so": "eglGetCurrentContext", "libGLX.so": "glXGetCurrentContext"}
 
 
-class Branched(BaseException):
-    """Raised in the copy, to leave the loop of the worker that it was forked from."""
+def branch(own: socket.socket, fds: Sequence[int], log_fd: int, become: Callable[[int], None]) -> tuple[int, list[str]]:
+    """Fork this worker; return 0 in the copy. Return the copy's pid here, or why there is none, in words for users.
+
+    Args:
+        own: the socket to the owner.
+        fds: the copy's descriptors of its socket and of its log. They are closed here, and are the copy's there.
+        log_fd: of this worker's log.
+        become: is called in the copy with its socket, to leave everything of this worker. If it raises, the copy ends.
+    """
+    sock_fd, copys_log_fd = fds
+    pid, why = -1, reasons_against(own, sock_fd)
+    if not why:
+        pid, why = fork_orphan()
+    if pid == 0:
+        end_on_error(functools.partial(take_log, log_fd, copys_log_fd))
+        end_on_error(functools.partial(become, sock_fd))
+        return 0, []
+    for fd in fds:
+        os.close(fd)
+    return pid, why
 
 
 def reasons_against(own: socket.socket, given: int) -> list[str]:

@@ -28,6 +28,7 @@ from envherd.workers.block.block import Block, Report
 from envherd.workers.block.slot import Slot
 from envherd.workers.messages import PER_ENV, Ask
 from envherd.workers.options import BlockOptions
+from envherd.workers.process.entry import Calls
 from envherd.workers.process.loop import TIDY_EVERY, Loop
 from envherd.workers.protocol import Flag, describe_phase
 
@@ -36,7 +37,7 @@ _EACH = Flag.EACH << 4
 _STACK_BYTES = 1 << 21
 
 
-class EnvThreads:
+class EnvThreads(Calls):
     """One thread for each of some envs."""
 
     def __init__(self, env_ids: Iterable[int]) -> None:
@@ -87,6 +88,14 @@ class EnvThreads:
         for future in [self.begin(env_id, call) for env_id in self._calls]:
             future.result()
 
+    def make_block(self, *arguments: Any) -> Block:
+        """Return the block of the envs."""
+        return ThreadedBlock(*arguments, threads=self)
+
+    def loop_type(self, *, is_native: bool) -> type[Loop]:  # noqa: ARG002
+        """Return the class of the loop, which is in Python in any case."""
+        return ThreadedLoop
+
 
 class _Phases:
     """The worker's words `phase` and `since_ns`: of the env whose call has lasted longest.
@@ -126,6 +135,7 @@ class ThreadedBlock(Block):
         root_seed: int,
         report: Report,
         options: BlockOptions,
+        *,
         threads: EnvThreads,
     ) -> None:
         super().__init__(worker_id, adapters, root_seed, report, options)

@@ -36,8 +36,7 @@ from envherd.workers.adapters.registry import install_import_hooks
 from envherd.workers.block.block import Block
 from envherd.workers.build import Builder
 from envherd.workers.current import WorkerInfo
-from envherd.workers.guests import branching
-from envherd.workers.guests.env_threads import EnvThreads, ThreadedBlock, ThreadedLoop
+from envherd.workers.guest import guest
 from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
 from envherd.workers.reply import Fault
@@ -115,6 +114,30 @@ def _apply(config: dict[str, Any]) -> None:
         os.sched_setaffinity(0, affinity)
 
 
+class LoopLeft(BaseException):
+    """Raised by a message's handler, to leave the loop and wait for messages."""
+
+
+class Calls:
+    """How a worker calls its envs: directly. A guest may call them otherwise."""
+
+    def run(self, env_id: int, call: Callable[[], Any]) -> Any:  # noqa: ARG002
+        """Make a call of an env; return what it returns."""
+        return call()
+
+    def run_all(self, call: Callable[[], Any]) -> None:
+        """Make a call where every env is called, when no env is in a call."""
+        call()
+
+    def make_block(self, *arguments: Any) -> Block:
+        """Return the block of the envs; see `Block`."""
+        return Block(*arguments)
+
+    def loop_type(self, *, is_native: bool) -> type[Loop]:
+        """Return the class of the loop; `is_native` if its doorbells are in the slab."""
+        return loop_class() if is_native else Loop
+
+
 class Worker:
     """One worker: a block of envs, its memory, and the socket to the parent."""
 
@@ -133,7 +156,7 @@ class Worker:
         self._builder = Builder()
         self._slab: Slab | None = None
         self._loop: Loop | None = None
-        self._threads: EnvThreads | None = None
+        self._calls = Calls()
         self._handlers: dict[type, Callable[[Any], None]] = {
             messages.Register: self._on_register,
             messages.Build: self._on_build,
@@ -152,18 +175,13 @@ class Worker:
             while self._loop is None:
                 if self._read_mail() is None:
                     return
-            with contextlib.suppress(branching.Branched):
+            with contextlib.suppress(LoopLeft):
                 self._loop.run()
                 return
 
-    def _on_thread(self, env_id: int, call: Callable[[], Any]) -> Any:
-        """Call an env on the thread of that env."""
-        return call() if self._threads is None else self._threads.run(env_id, call)
-
     def _await_envs(self) -> None:
         """Wait until no env is in a call."""
-        if self._threads is not None:
-            self._threads.run_all(lambda: None)
+        self._calls.run_all(lambda: None)
 
     def _read_mail(self) -> int | None:
         """Handle one message; return its number, or None to exit."""
@@ -188,19 +206,16 @@ class Worker:
         adapters = {}
         env_ids, first = message.worker.env_ids, message.block.first_env_id
         self._enter(message.worker)
-        self._threads = EnvThreads(env_ids) if message.block.env_threads else None
+        self._calls = guest("env_threads").EnvThreads(env_ids) if message.block.env_threads else Calls()
         for env_id in env_ids:
             seeding.seed_globals(seeding.build_seed(message.root_seed, first + env_id))
             try:
-                adapters[env_id] = self._on_thread(env_id, functools.partial(self._build_env, env_id))
+                adapters[env_id] = self._calls.run(env_id, functools.partial(self._build_env, env_id))
             except BaseException as error:  # a factory may raise anything; the parent decides
                 self._channel.send_plain(Fault.from_exception(env_id, "build", error).to_plain())
                 return
         parts = message.worker.worker_id, adapters, message.root_seed, self._channel.send_plain, message.block
-        if self._threads is not None:
-            self._block = ThreadedBlock(*parts, self._threads)
-        else:
-            self._block = Block(*parts)
+        self._block = self._calls.make_block(*parts)
         self._block.build_again = self._build_again
         listen_for_stack_requests(self._log_fd)  # an imported package may have replaced the handler
         specs = {str(env_id): adapter.spec.to_plain() for env_id, adapter in adapters.items()}
@@ -237,8 +252,7 @@ class Worker:
         self._block.attach(self._slab)
         self._slab.words["pid"][self._block.worker_id] = os.getpid()
         self._slab.words["starts"][self._block.worker_id] += 1
-        kind = loop_class() if self._bells is None else Loop
-        kind = ThreadedLoop if self._threads is not None else kind
+        kind = self._calls.loop_type(is_native=self._bells is None)
         bells = self._bells or (
             Doorbell.attach(buffer, message.plan.go_offset(self._block.worker_id)),
             Doorbell.attach(buffer, message.plan.bells_offset),
@@ -273,21 +287,17 @@ class Worker:
 
     def _on_branch(self, message: messages.Branch) -> None:
         fds, self._fds = self._fds, []
-        pid, why = -1, branching.reasons_against(self._channel.sock, fds[0])
-        if not why:
-            pid, why = branching.fork_orphan()
+        pid, why = guest("branching").branch(
+            self._channel.sock, fds, self._log_fd, functools.partial(self._become, message)
+        )
         if pid == 0:
-            branching.end_on_error(functools.partial(self._become, message, *fds))
-            raise branching.Branched
-        for fd in fds:
-            os.close(fd)
+            raise LoopLeft
         self._channel.send_plain({"kind": "branched", "pid": pid, "why": why, "number": message.number})
 
-    def _become(self, message: messages.Branch, sock_fd: int, log_fd: int) -> None:
+    def _become(self, message: messages.Branch, sock_fd: int) -> None:
         """In the copy, leave everything of the worker that was forked, and wait for the slab as another one."""
         assert self._block is not None
         self._lifeline_fd = _arm_lifeline(self._lifeline_fd)
-        branching.take_log(self._log_fd, log_fd)
         self._channel.move_to(socket.socket(fileno=_out_of_the_way(sock_fd)))
         current.mark_copy()
         _apply(message.config)
@@ -310,7 +320,7 @@ class Worker:
         for env_id, slot in self._block.slots.items():
             try:
                 if slot.is_built:
-                    self._on_thread(env_id, slot.adapter.close)
+                    self._calls.run(env_id, slot.adapter.close)
             except BaseException as error:  # an env that cannot close must not keep the others open
                 self._channel.send_plain(Fault.from_exception(env_id, "close", error).to_plain())
 

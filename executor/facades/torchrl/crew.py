@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from envherd.executor.assembly import make_pool, recycle
 from envherd.executor.facades.torchrl.crossing import dumps, loads
 from envherd.executor.facades.torchrl.worker import GuestFactory
-from envherd.executor.guests.portable import make_pool
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.processes.error_messages import Frame, env_error
@@ -92,6 +92,7 @@ class Crew:
         pool.start()
         try:
             self._engine = Engine(pool, seed=blueprint.root_seed, device=None, copy=True, options=options)
+            recycle(self._engine)
             self._engine.guard.shut_with(self)  # at exit before the pool: see `BatchedEnv`
         except BaseException:
             self.close()

@@ -23,7 +23,6 @@ from envherd.executor.batches.actions import has_true
 from envherd.executor.batches.arguments import wrong_rows
 from envherd.executor.batches.fast_tensordict import set_leaf, set_next
 from envherd.executor.batches.memory import Leaves
-from envherd.executor.guests.monitor.statistics import Statistics, count
 from envherd.executor.guests.simulator.actions import TensorIntake
 from envherd.executor.guests.simulator.rows import Row, Rows
 from envherd.executor.options import ExecutorOptions
@@ -38,7 +37,6 @@ from envherd.executor.protocol.plain import Plain
 from envherd.executor.protocol.side_data import SideData
 from envherd.executor.protocol.stale_roots import StaleRoots
 from envherd.shm.slab import bin_of
-from envherd.shm.specs import DONE_KEYS
 from envherd.workers.errors import EnvError, SpecError
 from envherd.workers.infos import packer
 from envherd.workers.messages import Prepare
@@ -351,10 +349,9 @@ class SimulatorEngine(Calls):
         """Send the simulator a request other than a step; see `Pool.ask`. A step that was sent is made already."""
         return self.pool.ask(what, env_ids, **question)
 
-    def statistics(self) -> Statistics:
-        """Return the statistics so far."""
-        known = {"interrupted": 0, "path": str(self.plain)}
-        return count(self.pool, self.memory, self.ready_at, **known)
+    def counts(self) -> dict[str, Any]:
+        """Return the part of `Statistics` that the pool does not know."""
+        return {"interrupted": 0, "path": str(self.plain)}
 
 
 class SimulatorExchange(Exchange):
@@ -376,8 +373,3 @@ class SimulatorExchange(Exchange):
 
     def _take(self, ready: np.ndarray, *, with_root: bool) -> TensorDictBase:
         return set_ids(self._engine.take_sent(with_root=with_root), ready)
-
-
-def is_simulator(pool: SerialPool) -> bool:
-    """Return whether a pool has one torch simulator, and nothing else."""
-    return pool.num_envs == 1 and pool.adapters[0].takes_tensors and len(pool.specs[0].done) == len(DONE_KEYS)

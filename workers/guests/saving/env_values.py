@@ -30,6 +30,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from envherd.workers import seeding
+from envherd.workers.errors import Unsaveable
 from envherd.workers.guests.saving.env_graph import (
     Graph,
     bounds,
@@ -46,10 +47,6 @@ _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 #: Names of dtypes whose values are numbers, text, times or bools, as `dtype.str` gives them.
 _DTYPE = re.compile(r"[<>|=][biufcSUmM]\d+(\[\d*[a-zA-Z]+\])?")
 _MAX_SEED_WORDS = 64
-
-
-class Unsaveable(NotImplementedError):
-    """An env that holds an object whose state cannot be read."""
 
 
 def words_for(value: Any) -> str:

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from envherd.workers import plain, seeding
+from envherd.workers.errors import Unsaveable
 from envherd.workers.guests.saving.env_graph import Graph, is_picture, simulator_of
-from envherd.workers.guests.saving.env_values import Reader, Unsaveable, Writer, pack, unpack, words_for
+from envherd.workers.guests.saving.env_values import Reader, Writer, pack, unpack, words_for
 
 #: Of states; those of another version are refused.
 VERSION = 2

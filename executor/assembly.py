@@ -1,0 +1,58 @@
+"""Where features that the kernel does not know are joined to it.
+
+The kernel gives commands and waits for rows (`pools`, `processes`, `start`, `protocol`, `batches`, `rollouts`, and in a
+worker `block` and `process`). It imports no module of `guests`, and works without them. This module, `batched`,
+`parallel` and `serial` import a guest when an option or a call asks for it.
+"""
+
+from __future__ import annotations
+
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.base import Pool
+from envherd.executor.pools.worker_pool import WorkerPool
+from envherd.executor.protocol.engine import Engine
+from envherd.executor.sending.blueprint import Blueprint
+from envherd.shm import platforms
+
+
+def is_portable(options: ExecutorOptions) -> bool:
+    """Return whether the portable pool runs the workers on this system."""
+    return options.start_method == "portable" or bool(platforms.missing())
+
+
+def make_pool(blueprint: Blueprint, options: ExecutorOptions) -> WorkerPool:
+    """Return the pool for a start method on this system.
+
+    Raises:
+        ValueError: the options need what the portable pool does not have.
+        OSError: the folder for capsules cannot be made.
+    """
+    kind = WorkerPool
+    if is_portable(options):
+        from envherd.executor.guests.portable import PortablePool
+
+        kind = PortablePool
+    pool = kind(blueprint, options)
+    watch(pool, options)
+    return pool
+
+
+def watch(pool: Pool, options: ExecutorOptions) -> None:
+    """Let a pool that has not started write capsules, if the options ask for it.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    rules = options.capsule_rules
+    if rules is not None:
+        from envherd.executor.guests.capsules.writer import CapsuleWriter
+
+        pool.watcher = CapsuleWriter(rules, pool)
+
+
+def recycle(engine: Engine) -> None:
+    """Let an engine replace workers between episodes, if the options ask for it and the pool can."""
+    if engine.options.recycles and engine.pool.is_recyclable:
+        from envherd.executor.guests.recycling import Recycler
+
+        engine.flights.renewal = Recycler(engine)

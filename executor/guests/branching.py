@@ -1,0 +1,67 @@
+"""Replace envs by copies of another env, whose worker forks itself; see `ParallelEnv.branch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from envherd.executor.protocol.engine import Engine
+from envherd.executor.protocol.env_states import State
+from envherd.workers.block.journal import FLAGS, STEPS, JournalFlag
+from envherd.workers.errors import EnvherdError, ResetNeeded
+from envherd.workers.seeding import branch_seed
+
+#: `(source, targets, seeds, give_up)`: see `WorkerPool.branch`.
+Fork = Callable[[int, np.ndarray, Sequence[int | None], Callable[[], None]], None]
+
+
+def branch(engine: Engine, source: int, targets: np.ndarray, *, reseed: bool, fork: Fork) -> None:
+    """Replace envs by copies of another; see `ParallelEnv.branch`.
+
+    Args:
+        engine: of the executor.
+        source: env id.
+        targets: env ids, int64 `[k]`, without `source`.
+        reseed: whether the copies' generators are seeded anew.
+        fork: see `WorkerPool.branch`.
+    """
+    engine.guard.refuse_rolling()
+    engine.refuse_under_way(np.append(targets, source))
+    states = engine.states
+    if states.values[source] == State.NEEDS_RESET:
+        raise ResetNeeded(
+            f"branch failed: expected an env that was reset, got env {source}, which has no episode. Reset it first.",
+            env_ids=(source,),
+        )
+    has_ended, number, first = bool(states.needs_reset[source]), engine.num_branches, engine.options.first_env_id
+    seeds = [branch_seed(engine.seed, first + i, number) if reseed else None for i in targets.tolist()]
+
+    def give_up() -> None:
+        engine.num_branches, engine.received = number + 1, None  # not before: a refused branch changes nothing
+        engine.flights.losses.lose(targets)
+
+    try:
+        fork(source, targets, seeds, give_up)
+    except EnvherdError:
+        engine.flights.losses.accept()
+        raise
+    episodes = engine.pool.slab.words["episode"]
+    episodes[targets] = episodes[source]
+    _copy_journals(engine, source, targets, is_changed=reseed)
+    engine.positions.copy_root(source, targets)
+    states.restore(targets, np.full(len(targets), has_ended))
+
+
+def _copy_journals(engine: Engine, source: int, targets: np.ndarray, *, is_changed: bool) -> None:
+    """Make the inputs of an env's episode also those of its copies; see `workers.block.journal`."""
+    group, row = engine.positions.places.pairs[source]
+    journal, rows = dict(engine.pool.slab.groups[group].journal), engine.positions.places.row_of[targets]
+    if not journal:
+        return
+    facts = journal.pop(("facts",))
+    facts[rows] = facts[row]
+    if is_changed:
+        facts[rows, FLAGS] |= JournalFlag.CHANGED
+    for inputs in journal.values():
+        inputs[rows, : facts[row, STEPS]] = inputs[row, : facts[row, STEPS]]  # the rest takes no memory yet

@@ -1,0 +1,18 @@
+"""Features that a worker imports by name when it is asked for them: the kernel imports no guest."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+#: What a worker can be asked for -> the module that does it.
+GUESTS = {
+    "branching": "envherd.workers.guests.branching",
+    "env_threads": "envherd.workers.guests.env_threads",
+    "saving": "envherd.workers.guests.saving.snapshot",
+}
+
+
+def guest(name: str) -> Any:
+    """Return the module of `GUESTS`."""
+    return importlib.import_module(GUESTS[name])
