@@ -24,9 +24,14 @@ def make_pool(blueprint: Blueprint, options: ExecutorOptions) -> WorkerPool:
     """Return the pool for a start method on this system.
 
     Raises:
+        FactoryError: an interpreter cannot run workers.
         ValueError: the options need what the portable pool does not have.
         OSError: the folder for capsules cannot be made.
     """
+    if any(blueprint.interpreters):
+        from envherd.executor.guests.interpreters import in_interpreters
+
+        blueprint = in_interpreters(blueprint)
     kind = WorkerPool
     if is_portable(options):
         from envherd.executor.guests.portable import PortablePool

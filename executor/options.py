@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from envherd.executor.keywords import names_right_keyword
 from envherd.shm.platforms import usable_cpus
+from envherd.workers.info_keys import check_keys
 from envherd.workers.options import BlockOptions, EnvType, InfoKeys, InfoPolicy, Infos
-from envherd.workers.wrappers.info_leaves import check_keys
 
 StartMethod = Literal["zygote", "spawn", "portable"]
 LossPolicy = Literal["raise", "restart"]

@@ -68,7 +68,7 @@ ORDER = {
     ),
     "workers": (
         *("state_tables", "__init__", "errors", "plain", "options", "current", "guest", "sending"),
-        *("infos", "messages", "protocol", "reply", "seeding", "random_values", "processes", "writers"),
+        *("infos", "info_keys", "messages", "protocol", "reply", "seeding", "random_values", "processes", "writers"),
         *("adapters.base", "adapters.registry", "adapters.common"),
         *("adapters.gymnasium", "adapters.gymnasium_vector", "adapters.envpool", "adapters.dm_env"),
         *("adapters.meltingpot", "adapters.pettingzoo", "adapters.torchrl", "adapters.simulators"),
@@ -76,10 +76,9 @@ ORDER = {
         *("wrappers", "native", "info_rows", "block", "build", "process", "guests", "testing"),
     ),
     "executor": (
-        *("keywords", "progress", "options", "machine", "guests.interpreters", "sending", "start", "processes"),
+        *("keywords", "progress", "options", "machine", "sending", "start", "processes"),
         *("batches", "pools", "protocol", "rollouts"),
-        *("guests.portable", "guests.capsules", "guests.recycling", "guests.monitor", "guests.branching"),
-        *("guests.saving", "guests.simulator", "guests", "assembly", "batched", "guests.collectors", "serial"),
+        *("guests.monitor", "guests.simulator", "guests", "assembly", "batched", "guests.collectors", "serial"),
         *("sizing", "parallel", "testing", "show", "__init__"),
         *("doctor", "facades", "cluster", "cli"),
     ),
@@ -87,7 +86,7 @@ ORDER = {
 #: What somebody must know to change a step, a reset or a loss. It imports no guest.
 KERNEL = (
     "shm/*",
-    *("workers/[!g]*.py", "workers/block/*", "workers/native/*", "workers/process/*", "workers/wrappers/*"),
+    "workers/*",
     *("executor/options.py", "executor/batches/*", "executor/pools/*", "executor/processes/*", "executor/protocol/*"),
     *("executor/rollouts/*", "executor/start/*"),
 )

@@ -48,68 +48,62 @@ class Box(NamedTuple):
 
 #: Label -> box, in the order of the table: from the public API down to the memory.
 BOXES = {
-    "executor/cli/": Box(("executor/cli/*",), "the commands, a file each", 19, (1, 3)),
-    "executor/doctor.py": Box(("executor/doctor.py",), "checks of the installation", 18, (3, 3)),
-    "executor/show/": Box(("executor/show/*",), "evaluation, films, loggers", 18, (2, 2)),
-    "executor/facades/": Box(("executor/facades/*",), "classes of other libraries", 18, (4, 4)),
-    "executor/testing/": Box(("executor/testing/*",), "contract tests for any env", 18, (0, 0)),
-    "executor/cluster/": Box(("executor/cluster/*",), "rollouts on the nodes of Ray", 18, (1, 1)),
-    "executor/parallel.py": Box(
-        ("executor/parallel.py", "executor/__init__.py"), 'ParallelEnv, with "auto"', 17, (3, 3)
-    ),
-    "executor/sizing/": Box(("executor/sizing/*",), "how many envs and workers", 16, (1, 1)),
-    "executor/{*collector,policy}.py": Box(
+    "executor/cli/": Box(("executor/cli/*",), "the commands, a file each", 10, (1, 2)),
+    "executor/doctor.py": Box(("executor/doctor.py",), "checks of the installation", 9, (4, 4)),
+    "executor/show/": Box(("executor/show/*",), "evaluation, films, loggers", 9, (1, 1)),
+    "executor/facades/": Box(("executor/facades/*",), "classes of other libraries", 9, (3, 3)),
+    "executor/testing/": Box(("executor/testing/*",), "contract tests for any env", 9, (0, 0)),
+    "executor/cluster/": Box(("executor/cluster/*",), "rollouts on the nodes of Ray", 9, (2, 2)),
+    "executor/*.py": Box(
         (
-            "executor/guests/collectors/collector.py",
-            "executor/guests/collectors/async_collector.py",
-            "executor/guests/collectors/policy.py",
+            *("executor/__init__.py", "executor/assembly.py", "executor/batched.py"),
+            *("executor/parallel.py", "executor/serial.py", "executor/sizing/*", "executor/guests/collectors/*"),
         ),
-        "training loops",
-        16,
-        (2, 3),
-    ),
-    "executor/{batched,serial}.py": Box(
-        ("executor/batched.py", "executor/serial.py"),
-        "what users call: reset, step, send",
-        15,
-        (1, 3),
-    ),
-    "executor/simulator/": Box(("executor/simulator/*",), "one torch simulator in this process", 14, (2, 2)),
-    "executor/rollouts/": Box(("executor/rollouts/*",), "rollouts and their memory", 13, (2, 2)),
-    "executor/protocol/": Box(("executor/protocol/*",), "env states, flights, losses", 12, (2, 2)),
-    "executor/monitor/": Box(("executor/monitor/*",), "what workers are doing", 11, (2, 2)),
-    "executor/pools/": Box(
-        ("executor/pools/*",), "worker processes, or this one, that run the envs: commands, waiting, losses", 10, (0, 2)
-    ),
-    "executor/batches/": Box(("executor/batches/*",), "actions to rows, rows to TensorDicts", 9, (1, 1)),
-    "executor/machine/": Box(("executor/machine/*",), "processors and memory to use", 9, (0, 0)),
-    "executor/{options,keywords,progress}.py": Box(
-        ("executor/options.py", "executor/keywords.py", "executor/progress.py"),
-        "options, arguments, bars",
+        "what users call: ParallelEnv, SerialEnv, collectors, sizing; here guests join the kernel",
         8,
-        (1, 1),
+        (0, 4),
     ),
-    "workers/process/": Box(("workers/process/*",), "helper process, start, loop", 7, (2, 2)),
-    "workers/testing/": Box(("workers/testing/*",), "envs for tests", 6, (3, 3)),
-    "workers/build.py": Box(("workers/build.py",), "from a factory to an adapter", 5, (2, 4)),
-    "workers/block/": Box(
-        ("workers/block/*",), "the envs of one worker: commands carried out, rows written", 4, (1, 2)
+    "executor/guests/": Box(
+        ("executor/guests/*",),
+        "what the kernel does not know: capsules, recycling, save, branch, InPython, the portable pool, ...",
+        7,
+        (0, 4),
     ),
-    "workers/adapters/{base,registry,common}": Box(
-        ("workers/adapters/base.py", "workers/adapters/registry.py", "workers/adapters/common/*"),
-        "the Adapter class, and which env has which",
-        2,
-        (1, 2),
+    "executor/{protocol,rollouts}/": Box(
+        ("executor/protocol/*", "executor/rollouts/*"), "env states, flights, losses, rollouts", 6, (1, 2)
     ),
-    "workers/adapters/": Box(("workers/adapters/*",), "a folder or file per env family", 3, (1, 2)),
-    "workers/*.py": Box(("workers/*",), "commands as tables, messages, errors, seeds, writers of rows", 1, (1, 2)),
+    "executor/pools/": Box(("executor/pools/*",), "commands and answers of envs", 5, (1, 1)),
+    "executor/batches/": Box(("executor/batches/*",), "actions to rows, rows to TensorDicts", 5, (2, 2)),
+    "executor/{options,machine,sending,start,processes}": Box(
+        (
+            *("executor/options.py", "executor/keywords.py", "executor/progress.py", "executor/machine/*"),
+            *("executor/sending/*", "executor/start/*", "executor/processes/*"),
+        ),
+        "options; worker processes: what they get, how they start, how they are watched",
+        4,
+        (0, 4),
+    ),
+    "workers/{block,process,guests}/": Box(
+        (
+            *("workers/block/*", "workers/process/*", "workers/wrappers/*", "workers/build.py"),
+            *("workers/native/*", "workers/info_rows.py", "workers/guests/*"),
+        ),
+        "one worker: its envs, its loop, its start; and its halves of guests",
+        3,
+        (0, 2),
+    ),
+    "workers/testing/": Box(("workers/testing/*",), "envs for tests", 3, (3, 3)),
+    "workers/adapters/": Box(("workers/adapters/*",), "a folder or file per env family", 2, (1, 2)),
+    "workers/*.py": Box(
+        ("workers/*",), "commands as tables, messages, errors, seeds, writers of rows, what is sent", 1, (1, 2)
+    ),
     "shm/": Box(("shm/*",), "specs, layout of bytes, segment, slab, doorbells", 0, (0, 4)),
 }
 #: Layer -> its rows in the picture, the colour of its area, and the colour of its boxes.
 LAYERS = {
     "shm": ((0, 0), "#fdf1dc", "#f6cf8b"),
-    "workers": ((1, 7), "#e6f2e6", "#b5dbb5"),
-    "executor": ((8, 19), "#e6eef8", "#b4cfec"),
+    "workers": ((1, 3), "#e6f2e6", "#b5dbb5"),
+    "executor": ((4, 10), "#e6eef8", "#b4cfec"),
 }
 
 

@@ -10,13 +10,15 @@ import re
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from envherd.executor.sending.blueprint import Blueprint
 from envherd.workers.errors import FactoryError
 from envherd.workers.guests.interpreters import OLDEST
 from envherd.workers.sending import surroundings
@@ -117,15 +119,18 @@ def environment_for(environ: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in _OURS}
 
 
-def starts_of(interpreters: Sequence[str | None]) -> tuple[Callable[[dict[str, Any]], None] | None, ...]:
-    """Return for each env what changes the settings of its worker, or None for this interpreter.
+def in_interpreters(blueprint: Blueprint) -> Blueprint:
+    """Return a blueprint whose workers execute the interpreters of their envs.
 
     Raises:
         FactoryError: see `check_interpreter`.
+        ValueError: see `spread_apart`.
     """
-    for python in {one for one in interpreters if one is not None}:
+    pythons = blueprint.interpreters
+    for python in {one for one in pythons if one is not None}:
         check_interpreter(python)
-    return tuple(None if python is None else partial(start_in, python) for python in interpreters)
+    starts = tuple(None if python is None else partial(start_in, python) for python in pythons)
+    return replace(blueprint, blocks=spread_apart(pythons, len(blueprint.blocks)), starts=starts)
 
 
 def spread_apart(interpreters: Sequence[str | None], num_workers: int) -> tuple[tuple[int, ...], ...]:

@@ -76,7 +76,7 @@ def _refuse(blueprint: Blueprint, options: ExecutorOptions) -> None:
     refused = {
         "affinity": options.affinity is not None and not platforms.can_pin(),
         "max_worker_memory": options.max_worker_memory is not None and "/proc" in platforms.missing(),
-        "InPython": any(blueprint.starts),
+        "InPython": any(blueprint.interpreters),
     }
     for name, is_set in refused.items():
         if is_set:

@@ -53,6 +53,7 @@ class Blueprint:
         blocks: env ids of each worker: contiguous, ascending, none empty.
         root_seed: see `workers.seeding`.
         preload: modules for the zygote to import.
+        interpreters: of each env, None for this one.
         starts: of each env, what changes the settings of its worker, or None; empty if nothing does. Those of a worker
             do the same.
         references: what names the factory of each env, see `named.reference_of`.
@@ -63,6 +64,7 @@ class Blueprint:
     blocks: tuple[tuple[int, ...], ...]
     root_seed: int
     preload: tuple[str, ...] = ()
+    interpreters: tuple[str | None, ...] = ()
     starts: tuple[Callable[[dict[str, Any]], None] | None, ...] = ()
     references: tuple[dict[str, Any], ...] = ()
 
@@ -207,14 +209,6 @@ def draw(
     require_room(num_workers=num_workers)
     kwargs = as_kwargs(len(factories), env_kwargs)
     _check_kwargs(kwargs)
-    starts: tuple[Any, ...] = ()
-    blocks = spread(len(factories), num_workers)
-    interpreters = [interpreter_of(factory) for factory in factories]
-    if any(interpreters):
-        from envherd.executor.guests.interpreters import spread_apart, starts_of
-
-        starts = starts_of(interpreters)
-        blocks = spread_apart(interpreters, num_workers)
     different = {id(factory): factory for factory in factories}
     pickled = {key: pickle_factory(factory) for key, factory in different.items()}
     preload = options.preload
@@ -226,10 +220,10 @@ def draw(
     return Blueprint(
         factories=tuple(pickled[id(factory)] for factory in factories),
         env_kwargs=kwargs,
-        blocks=blocks,
+        blocks=spread(len(factories), num_workers),
         root_seed=as_root_seed(seed),
         preload=preload,
-        starts=starts,
+        interpreters=tuple(map(interpreter_of, factories)),
         references=() if options.capsules is None else tuple(map(reference_of, factories)),
     )
 

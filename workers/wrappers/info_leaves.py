@@ -27,12 +27,11 @@ import numpy as np
 from envherd.shm.specs import Binary, Discrete, EnvSpec, LeafSpec, Unbounded
 from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.errors import SpecError
+from envherd.workers.info_keys import Path, as_array, as_path
 from envherd.workers.infos import explain
 from envherd.workers.random_values import draw
 from envherd.workers.wrappers.wrapping import Wrapping
 from envherd.workers.writers import coerce
-
-Path = tuple[str, ...]
 
 _ROOT = "info"
 _DEEPEST = 6
@@ -98,7 +97,7 @@ class InfoLeaves(Wrapping):
             found, holder = _look_up(info, field.path)
             if found is None:
                 return self._nothing(field)
-            value = coerce(field.leaf, _as_array(found))
+            value = coerce(field.leaf, as_array(found))
             mask = np.ones(self._batch_shape, bool)
             if self._batch_shape and f"_{field.path[-1]}" in holder:  # a vector env's mask of the rows that returned it
                 mask = np.asarray(holder[f"_{field.path[-1]}"], bool).reshape(self._batch_shape)
@@ -117,8 +116,8 @@ def declared_fields(keys: Mapping[str | Path, Any], spec: EnvSpec) -> list[Field
     """Return the fields of declared entries; declarations describe one row of an env that is itself a batch."""
     fields = []
     for name, like in keys.items():
-        value = _like(name, like)
-        fields.append(_field(_as_path(name), np.broadcast_to(value, (*spec.batch_shape, *value.shape)), spec))
+        value = like(name, like)
+        fields.append(_field(as_path(name), np.broadcast_to(value, (*spec.batch_shape, *value.shape)), spec))
     return fields
 
 
@@ -143,7 +142,7 @@ def find_fields(adapter: Adapter, keys: Literal["all"] | Sequence[str | Path]) -
         return [_field(path, array, adapter.spec) for path, array in found.items()]
     fields: dict[Path, Field] = {}
     for name in keys:
-        wanted = _as_path(name)
+        wanted = as_path(name)
         matching = {path: array for path, array in found.items() if path[: len(wanted)] == wanted}
         if not matching:
             kind = type(_look_up(adapter.info, wanted)[0]).__name__
@@ -158,52 +157,6 @@ def _input(leaf: LeafSpec, rng: np.random.Generator) -> Any:
     """Draw a value in the form that adapters take."""
     value = draw(leaf, rng)
     return int(value) if isinstance(leaf.domain, Discrete) and leaf.shape == () else value
-
-
-def check_keys(keys: Any) -> None:
-    """Refuse anything but `InfoKeys`.
-
-    Raises:
-        ValueError: says what was expected.
-    """
-    if keys == "all":
-        return
-    problem = None
-    if isinstance(keys, str) or not isinstance(keys, (Sequence, Mapping)):
-        problem = f"{keys!r}." + (f" Write ({keys!r},)." if isinstance(keys, str) else "")
-    else:
-        bad = [name for name in keys if not _is_path(_as_path(name))]
-        problem = f"the name {bad[0]!r}." if bad else None
-    if problem is not None:
-        raise ValueError(
-            f'ExecutorOptions failed: expected infos to be "drop", "plain", "pickle", "all", names, or a dict of names '
-            f"and values like theirs, got {problem}"
-        )
-    if isinstance(keys, Mapping):
-        for name, like in keys.items():
-            try:
-                _like(name, like)
-            except SpecError as error:
-                raise ValueError(f"ExecutorOptions failed: {error}") from None
-
-
-def _is_path(path: Path) -> bool:
-    return bool(path) and all(isinstance(part, str) and part for part in path)
-
-
-def _like(name: str | Path, like: Any) -> np.ndarray:
-    """Return an array of the declared shape and dtype; a declaration is a value, a type, or a numpy dtype."""
-    try:
-        is_type = isinstance(like, (type, np.dtype))
-        array = np.zeros((), like) if is_type else _as_array(like)
-    except Exception as error:
-        raise SpecError(f"infos[{name!r}]: {explain(error)}.") from None
-    if array.dtype.kind not in "biufc":
-        raise SpecError(
-            f"infos[{name!r}]: expected a number, an array of numbers, or int, float, bool or a numpy dtype, "
-            f"got {type(like).__name__}."
-        )
-    return array
 
 
 def _field(path: Path, array: np.ndarray, spec: EnvSpec) -> Field:
@@ -240,16 +193,10 @@ def _number(value: Any) -> np.ndarray | None:
     if isinstance(value, (str, bytes)) or value is None:
         return None
     try:
-        array = _as_array(value)
+        array = as_array(value)
     except Exception:  # ragged, or an object's own code
         return None
     return array if array.dtype.kind in "biufc" and array.size else None
-
-
-def _as_array(value: Any) -> np.ndarray:
-    if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
-        value = value.detach().cpu()
-    return np.asarray(value)
 
 
 def _look_up(info: Any, path: Path) -> tuple[Any, Any]:
@@ -257,10 +204,6 @@ def _look_up(info: Any, path: Path) -> tuple[Any, Any]:
     for name in path[:-1]:
         info = info.get(name) if isinstance(info, Mapping) else None
     return (info.get(path[-1]), info) if isinstance(info, Mapping) else (None, {})
-
-
-def _as_path(name: Any) -> Path:
-    return tuple(name) if isinstance(name, (tuple, list)) else (name,)
 
 
 def _show(path: Path) -> str:
