@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,6 +91,12 @@ KERNEL = (
     "workers/*",
     *("executor/options.py", "executor/batches/*", "executor/pools/*", "executor/processes/*", "executor/protocol/*"),
     *("executor/rollouts/*", "executor/start/*"),
+)
+#: Tests of the kernel that need no guest.
+OF_THE_KERNEL = (
+    *("tests/shm/test_slab.py", "tests/workers/test_slot.py", "tests/workers/test_loop.py"),
+    *("tests/executor/batches/test_intake.py", "tests/executor/pools/test_command_words.py"),
+    *("tests/executor/protocol/test_losses.py::TestReplacing", "tests/executor/protocol/test_losses.py::TestDeadlines"),
 )
 #: Packages that only the adapter of their family imports, when there is an env of it.
 HEAVY = {
@@ -199,6 +207,20 @@ def test_the_kernel_imports_no_guest():
     assert len(kernel) > 80
     found = {module: {name for name in imported_modules(module) if ".guests" in name} for module in kernel}
     assert {module: guests for module, guests in found.items() if guests} == {}
+
+
+@pytest.mark.slow
+def test_the_kernel_works_without_any_guest(tmp_path):
+    for folder in ("envherd", "shm", "workers", "executor", "tests"):
+        guests = shutil.ignore_patterns("__pycache__", "guests", "golden")
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=guests)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [*command, *OF_THE_KERNEL], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_no_modules_import_each_other_in_a_circle():

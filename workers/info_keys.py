@@ -35,7 +35,7 @@ def check_keys(keys: Any) -> None:
     if isinstance(keys, Mapping):
         for name, like in keys.items():
             try:
-                like(name, like)
+                example_of(name, like)
             except SpecError as error:
                 raise ValueError(f"ExecutorOptions failed: {error}") from None
 
@@ -44,7 +44,7 @@ def _is_path(path: Path) -> bool:
     return bool(path) and all(isinstance(part, str) and part for part in path)
 
 
-def like(name: str | Path, like: Any) -> np.ndarray:
+def example_of(name: str | Path, like: Any) -> np.ndarray:
     """Return an array of the declared shape and dtype; a declaration is a value, a type, or a numpy dtype."""
     try:
         is_type = isinstance(like, (type, np.dtype))

@@ -47,7 +47,7 @@ def only(env: Any, *env_ids: int) -> TensorDict:
 
 def kill(env: Any, worker_id: int) -> None:
     """Kill a worker, and wait until it has ended."""
-    pid = env.statistics().workers[worker_id].pid
+    pid = env.engine.pool.pid_of(worker_id)
     os.kill(pid, signal.SIGKILL)
     await_death(pid)
 

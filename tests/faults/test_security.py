@@ -48,7 +48,7 @@ UNPICKLES = {
     "workers/sending/pickling.py": "the script's definitions, which came with such a message",
     "executor/facades/sb3/factory.py": "the same",
     "executor/facades/torchrl/worker.py": "the same",
-    "executor/guests/saving.py": "answers of workers, with options.infos='pickle'",
+    "executor/pools/replies.py": "answers of workers, with options.infos='pickle'",
     "workers/infos.py": "infos of workers, with options.infos='pickle' (facades of Gymnasium and SB3)",
     "executor/facades/gymnasium/worker.py": "values of spaces that are no arrays (facade of Gymnasium)",
     "executor/cli/rerun.py": "the factory in a crash capsule, with --trust",

@@ -27,7 +27,7 @@ import numpy as np
 from envherd.shm.specs import Binary, Discrete, EnvSpec, LeafSpec, Unbounded
 from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.errors import SpecError
-from envherd.workers.info_keys import Path, as_array, as_path
+from envherd.workers.info_keys import Path, as_array, as_path, example_of
 from envherd.workers.infos import explain
 from envherd.workers.random_values import draw
 from envherd.workers.wrappers.wrapping import Wrapping
@@ -116,7 +116,7 @@ def declared_fields(keys: Mapping[str | Path, Any], spec: EnvSpec) -> list[Field
     """Return the fields of declared entries; declarations describe one row of an env that is itself a batch."""
     fields = []
     for name, like in keys.items():
-        value = like(name, like)
+        value = example_of(name, like)
         fields.append(_field(as_path(name), np.broadcast_to(value, (*spec.batch_shape, *value.shape)), spec))
     return fields
 

@@ -95,7 +95,7 @@ def _options(folder, **options):
 
 def test_nothing_is_planned_without_the_option():
     with SerialEnv(2, CountingEnv) as env:
-        assert env._pool.capsules is None
+        assert env._pool.watcher is None
         assert env._pool.plan.sparse_nbytes == 0
         assert not env._pool.slab.groups[0].journal
 
@@ -322,7 +322,7 @@ def test_an_env_whose_rows_were_reset_one_by_one_is_not_run_again(tmp_path):
         random_steps(env, 60)
         assert journal_of(env).facts[FLAGS] & JournalFlag.IN_PARTS
         fault = {"env_id": 0, "phase": "step", "type_name": "ValueError", "message": "", "traceback": ""}
-        path = Path(env._pool.capsules.add_to(EnvError("it failed."), 0, fault).context["capsule"])
+        path = Path(env._pool.watcher.add_to(EnvError("it failed."), 0, fault).context["capsule"])
     again = replay(path)
     assert again.exit_code == 2
     assert "lacks the resets of single rows of the env" in again.stderr
@@ -623,9 +623,9 @@ def test_the_episodes_of_all_families_are_run_again(tmp_path, family):
             before = {key: array.copy() for key, array in env._engine.positions.latest_root(1).items()}
             _, root = env.step_and_maybe_reset(env.rand_action(root))
         # as if the latest step had failed
-        env._pool.capsules.latest_root = lambda _env_id: before
+        env._pool.watcher.latest_root = lambda _env_id: before
         fault = {"env_id": 1, "phase": "step", "type_name": "ValueError", "message": "", "traceback": ""}
-        path = Path(env._pool.capsules.add_to(EnvError("it failed."), 0, fault).context["capsule"])
+        path = Path(env._pool.watcher.add_to(EnvError("it failed."), 0, fault).context["capsule"])
     capsule = load_capsule(path)
     assert capsule.facts["env"] == name
     trust = ["--trust"] if family == "pettingzoo" else []

@@ -425,6 +425,7 @@ class Strike(Interrupt):
         signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO")  # freed at the end of a `with`
 @pytest.mark.timeout(280)
 def test_an_interrupt_leaves_targets_unchanged_copied_or_to_be_reset():
     with walks(3, isolate_rng=True) as env:
