@@ -17,9 +17,9 @@ import time
 import traceback
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSet, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from envherd.executor.batches.arguments import as_count, need_bools, need_callab
 from envherd.executor.batches.fast_tensordict import get_leaf
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.transfer import Lane, as_array, as_device, take_rows, to_device
+from envherd.executor.guests.collectors.collector import BatchIterator
 from envherd.executor.guests.collectors.policy import Placed, Policy, try_copy
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.progress import showing
@@ -110,7 +111,7 @@ class AsyncStatistics:
         return sum(size * count for size, count in self.batch_sizes.items()) / num_calls if num_calls else 0.0
 
 
-class AsyncCollector:
+class AsyncCollector(BatchIterator):
     """Iterates batches of `frames_per_batch` transitions: `[B, T]`, rows of T contiguous steps of one env, or `[B]`.
 
     Fast envs give more rows than slow ones. An episode that ends within a row is followed by the next one. Besides the
@@ -194,9 +195,8 @@ class AsyncCollector:
         self._is_flat = layout == "flat"
         self.env = env
         self.num_rows = math.ceil(frames_per_batch / self._num_steps)
-        self.frames_per_batch = self.num_rows * self._num_steps
-        self.total_frames = total_frames
-        self.num_frames = self.version = 0
+        super().__init__(self.num_rows * self._num_steps, total_frames)
+        self.version = 0
         policy_device = as_device(policy_device, "AsyncCollector", "policy_device as a device")
         self._storing_device = as_device(storing_device, "AsyncCollector", "storing_device as a device")
         self._postproc, self._closes_env, self._original = postproc, close_env, policy
@@ -220,32 +220,6 @@ class AsyncCollector:
         self._background = _Background(self._collect_and_drop, in_background, dependents) if in_background else None
 
     # ---- what users call ---------------------------------------------------------------------
-
-    @property
-    def policy(self) -> Any:
-        """The callable in use: the policy itself, or its copy; None for random actions."""
-        return None if self._placed is None else self._placed.policy
-
-    def __iter__(self) -> Iterator[TensorDictBase]:
-        """Collect until `total_frames` are reached; a second loop continues where the first was left."""
-        with showing("frames collected", self.total_frames, done=self.num_frames) as shown:
-            while self.total_frames < 0 or self.num_frames < self.total_frames:
-                yield self.collect()  # nothing in between: an interrupt there would lose the batch
-                shown.update(self.frames_per_batch)
-
-    def __len__(self) -> int:
-        """Return the number of batches in all, which progress bars show.
-
-        Raises:
-            TypeError: it never stops (`total_frames=-1`).
-        """
-        if self.total_frames < 0:
-            raise TypeError("len failed: expected an AsyncCollector with total_frames, got one that never stops.")
-        return math.ceil(self.total_frames / self.frames_per_batch)
-
-    def __bool__(self) -> bool:
-        """Return True, for any number of batches."""
-        return True
 
     def collect(self) -> TensorDictBase:
         """Return the next batch, `[B, T]` with time last or `[B]`; the caller owns its memory.
@@ -363,14 +337,6 @@ class AsyncCollector:
 
     shutdown = close
     """The same under TorchRL's name."""
-
-    def __enter__(self) -> Self:
-        """Return the collector; it is closed at the end of the `with`."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()
 
     # ---- collecting --------------------------------------------------------------------------
 

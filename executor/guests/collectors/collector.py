@@ -49,7 +49,61 @@ class Rolls(Protocol):
         """Close it."""
 
 
-class Collector:
+class BatchIterator:
+    """What collectors have in common: their batches are iterated, and a `with` closes them.
+
+    Args:
+        frames_per_batch: of each batch.
+        total_frames: end of the iteration; -1 for none.
+
+    Attributes:
+        num_frames: collected so far.
+    """
+
+    _placed: Placed | None
+    collect: Any
+    close: Any
+
+    def __init__(self, frames_per_batch: int, total_frames: int) -> None:
+        self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
+        self.num_frames = 0
+
+    @property
+    def policy(self) -> Any:
+        """The callable in use: the policy itself, or its copy; None for random actions."""
+        return None if self._placed is None else self._placed.policy
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Collect until `total_frames` are reached; a second loop continues where the first was left."""
+        with showing("frames collected", self.total_frames, done=self.num_frames) as shown:
+            while self.total_frames < 0 or self.num_frames < self.total_frames:
+                yield self.collect()  # nothing in between: an interrupt there would lose the batch
+                shown.update(self.frames_per_batch)
+
+    def __len__(self) -> int:
+        """Return the number of batches in all, which progress bars show.
+
+        Raises:
+            TypeError: it never stops (`total_frames=-1`).
+        """
+        if self.total_frames < 0:
+            raise TypeError("len failed: expected a collector with total_frames, got one that never stops.")
+        return math.ceil(self.total_frames / self.frames_per_batch)
+
+    def __bool__(self) -> bool:
+        """Return True, for any number of batches."""
+        return True
+
+    def __enter__(self) -> Self:
+        """Return the collector; it is closed at the end of the `with`."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+
+class Collector(BatchIterator):
     """Iterates batches `[N, T]` of `frames_per_batch` transitions (N envs, T = `frames_per_batch` / N).
 
     The first batch begins with a reset of all envs, unless `env.load_state_dict` has loaded their state.
@@ -111,10 +165,8 @@ class Collector:
         if policy is not None and policy_factory is not None:
             raise ValueError("Collector failed: expected a policy or a policy_factory, got both. Leave one out.")
         self.env = env
-        self.total_frames = total_frames
         self.num_steps = math.ceil(frames_per_batch / env.num_envs)
-        self.frames_per_batch = self.num_steps * env.num_envs
-        self.num_frames = 0
+        super().__init__(self.num_steps * env.num_envs, total_frames)
         self._policy_factory = policy_factory
         self._policy_device = policy_device
         self._placed = None if policy is None else Placed(policy, policy_device)
@@ -142,33 +194,6 @@ class Collector:
             )
         if roundings:
             _log.warning("%s: rounded up.", " and ".join(roundings))
-
-    @property
-    def policy(self) -> Any:
-        """The callable in use: the policy itself, or its copy; None for random actions."""
-        return None if self._placed is None else self._placed.policy
-
-    def __iter__(self) -> Iterator[TensorDictBase]:
-        """Collect until `total_frames` are reached; a second loop continues where the first was left."""
-        with showing("frames collected", self.total_frames, done=self.num_frames) as shown:
-            while self.total_frames < 0 or self.num_frames < self.total_frames:
-                data = self.collect()
-                shown.update(self.frames_per_batch)
-                yield data
-
-    def __len__(self) -> int:
-        """Return the number of batches in all, which progress bars show.
-
-        Raises:
-            TypeError: it never stops (`total_frames=-1`).
-        """
-        if self.total_frames < 0:
-            raise TypeError("len failed: expected a Collector with total_frames, got one that never stops.")
-        return math.ceil(self.total_frames / self.frames_per_batch)
-
-    def __bool__(self) -> bool:
-        """Return True, for any number of batches."""
-        return True
 
     def collect(self) -> TensorDictBase:
         """Return the next batch `[N, T]`; the caller owns its memory.
@@ -231,11 +256,3 @@ class Collector:
 
     shutdown = close
     """The same under TorchRL's name."""
-
-    def __enter__(self) -> Self:
-        """Return the collector; it is closed at the end of the `with`."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()
