@@ -1,7 +1,5 @@
 """Every example runs like a user's script, in an empty folder."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

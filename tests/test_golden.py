@@ -1,7 +1,5 @@
 """The golden traces of envs whose data are the same on every machine; `make golden` compares all of them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

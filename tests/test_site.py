@@ -1,7 +1,5 @@
 """The documentation site is built without a warning, and is complete."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """When a slot is valid: decisions on recorded numbers."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """Scripts rewrite their own parts of pages; and the summary's tables."""
 
-from __future__ import annotations
-
 from tests.extras import skip_without
 
 skip_without("cli")

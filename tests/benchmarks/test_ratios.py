@@ -1,7 +1,5 @@
 """Statistics of measured numbers, on numbers with known results."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

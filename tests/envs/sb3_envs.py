@@ -1,7 +1,5 @@
 """Gymnasium envs for the tests of the SB3 facade; imported by workers, so without Stable-Baselines3."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal

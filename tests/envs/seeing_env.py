@@ -1,7 +1,5 @@
 """An env that reports on its process; this module imports little, because workers import it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Envs with known costs."""
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import os

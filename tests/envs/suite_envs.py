@@ -1,7 +1,5 @@
 """Tasks of a suite, for tests of `evaluate`; imported by workers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """A team of players in one env, whose observations, rewards and pictures identify the player; imported by workers."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec

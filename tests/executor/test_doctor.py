@@ -1,7 +1,5 @@
 """The doctor: every finding has a level, and a fix where it is needed."""
 
-from __future__ import annotations
-
 import ctypes.util
 import json
 from dataclasses import replace

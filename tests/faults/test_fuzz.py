@@ -1,7 +1,5 @@
 """A short run of the fuzzers with fixed seeds (`make fuzz` is the long one); errors of an executor are detected."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.oracles.fuzz_envs import Kind, Life

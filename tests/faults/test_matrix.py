@@ -3,8 +3,6 @@
 `make faults` (or ENVHERD_FULL=1) drives the whole table; an ordinary run a part of it.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from envherd.workers.testing.faults import BAD_OBSERVATIONS, EXCEPTIONS

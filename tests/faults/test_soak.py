@@ -1,7 +1,5 @@
 """A short soak: nothing grows, no row is wrong; leaks are detected."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.scale import scaled

@@ -1,7 +1,5 @@
 """Which worker rings, and when."""
 
-from __future__ import annotations
-
 import multiprocessing
 from multiprocessing import shared_memory
 

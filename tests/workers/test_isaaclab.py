@@ -1,7 +1,5 @@
 """IsaacLab's own env classes in the executor, over stubs of only the simulator's modules."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """`SmallPictures`: pixels are the means of those that they replace, in the worker."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -5,8 +5,6 @@ TensorFlow (6 s and 400 MB in every process, 2-core x86, 2026-11) unless the mod
 none. TensorBoard's writers work without it. A process that has TensorFlow already keeps it.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 

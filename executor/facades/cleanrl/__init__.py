@@ -1,7 +1,5 @@
 """CleanRL's scripts on the executor and on Gymnasium 1: `from envherd.cleanrl import gym`."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from envherd.executor.facades import lazy_names

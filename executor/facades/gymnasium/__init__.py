@@ -1,7 +1,5 @@
 """Gymnasium's vector envs on the executor: `AsyncVectorEnv`, `SyncVectorEnv`, `make_vec`, `installed`."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from envherd.executor.facades import lazy_names

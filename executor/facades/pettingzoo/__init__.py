@@ -1,7 +1,5 @@
 """Batches of PettingZoo parallel envs on the executor: dicts by agent, or one row for each agent."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from envherd.executor.facades import lazy_names

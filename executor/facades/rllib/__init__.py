@@ -1,7 +1,5 @@
 """RLlib's env runners with envs in worker processes: `config.env_runners(env_runner_cls=SingleAgentEnvRunner)`."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from envherd.executor.facades import lazy_names

@@ -1,7 +1,5 @@
 """SB3's vectorised envs on the executor: `SubprocVecEnv`, `DummyVecEnv`, `installed`."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from envherd.executor.facades import lazy_names

@@ -1,7 +1,5 @@
 """TorchRL's `ParallelEnv` on the executor; `SerialEnv` is TorchRL's own."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from envherd.executor.facades import lazy_names

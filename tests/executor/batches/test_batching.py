@@ -1,7 +1,5 @@
 """Batches of groups: frames of any size."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

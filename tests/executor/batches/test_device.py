@@ -4,8 +4,6 @@ Without a GPU, the meta device (shapes, dtypes, number of transfers) and the CPU
 tested; marked tests need a GPU.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

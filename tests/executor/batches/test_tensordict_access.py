@@ -1,7 +1,5 @@
 """The shortcuts through TensorDict have the results of the public functions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict

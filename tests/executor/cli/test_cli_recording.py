@@ -1,7 +1,5 @@
 """Films and `envherd replay`; `--max-steps`; `top` in a narrow terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import shlex

@@ -1,7 +1,5 @@
 """`Collector`: batches without gaps, unchanged policies, and unchanged policy state."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import re

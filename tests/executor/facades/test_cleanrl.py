@@ -1,7 +1,5 @@
 """`gym` for scripts of Gymnasium 0.29: they get the same data as from Gymnasium's own vector env."""
 
-from __future__ import annotations
-
 import pickle
 
 from tests.extras import needs, skip_without

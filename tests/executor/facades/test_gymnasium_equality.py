@@ -1,7 +1,5 @@
 """The facade's transitions are Gymnasium's own, bit for bit, in every autoreset mode."""
 
-from __future__ import annotations
-
 import functools
 
 import gymnasium

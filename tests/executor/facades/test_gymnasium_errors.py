@@ -1,7 +1,5 @@
 """Errors of the Gymnasium facade: their types are Gymnasium's and ours, and the env is usable afterwards."""
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Spaces, calls, `make_vec` and wrappers of the Gymnasium facade."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

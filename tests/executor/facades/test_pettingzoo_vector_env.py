@@ -1,7 +1,5 @@
 """Batches of PettingZoo envs, as dicts by agent and rows by agent, with the envs' own values."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

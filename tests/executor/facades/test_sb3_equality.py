@@ -1,7 +1,5 @@
 """The SB3 facade returns the transitions of SB3's own `DummyVecEnv`, bit for bit, and invents none."""
 
-from __future__ import annotations
-
 import functools
 
 from tests.extras import skip_without

@@ -1,7 +1,5 @@
 """Features that SB3's users build on a vec env: action masks for sb3-contrib, `VecNormalize`, callbacks."""
 
-from __future__ import annotations
-
 import functools
 
 from tests.extras import needs, skip_without

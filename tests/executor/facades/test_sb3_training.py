@@ -1,7 +1,5 @@
 """SB3 trains on the facade, through its wrappers and with agents as rows."""
 
-from __future__ import annotations
-
 import functools
 
 from tests.extras import needs, skip_without

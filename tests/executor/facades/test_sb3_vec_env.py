@@ -1,7 +1,5 @@
 """The SB3 facade's guarantees other than transitions: seeds, options, attributes, pictures, faults, ownership."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import replace

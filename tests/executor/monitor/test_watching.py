@@ -1,7 +1,5 @@
 """Running executors are found and read from other processes; statistics are exported to monitoring tools."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

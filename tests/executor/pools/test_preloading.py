@@ -1,7 +1,5 @@
 """One helper for several executors: they start from it, leave nothing behind, and do not affect each other."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

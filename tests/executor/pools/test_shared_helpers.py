@@ -1,7 +1,5 @@
 """Executors of a program share a helper that imports the same; it is kept for the next one, and never longer."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -3,8 +3,6 @@
 Bad infos of every kind do not make a step fail.
 """
 
-from __future__ import annotations
-
 import functools
 import signal
 import threading

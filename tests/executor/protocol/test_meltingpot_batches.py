@@ -1,7 +1,5 @@
 """Melting Pot in workers: different substrates in one executor, custom roles, selected observations, scenarios."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.extras import skip_without

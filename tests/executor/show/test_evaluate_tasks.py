@@ -1,7 +1,5 @@
 """`evaluate` over tasks: a fixed set of episodes, failures, continuing a run, memory, films, and the command."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

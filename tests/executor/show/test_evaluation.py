@@ -1,7 +1,5 @@
 """`evaluate`: whole episodes of each env's share, focal and background players, measures and their intervals."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """`PerPlayer`: policies by player and role, one call for each, their keys and their state in the batch."""
 
-from __future__ import annotations
-
 import functools
 import re
 

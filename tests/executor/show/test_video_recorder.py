@@ -1,7 +1,5 @@
 """`VideoRecorder`: which episodes and pictures are in its films, in rollouts, collectors and loops of steps."""
 
-from __future__ import annotations
-
 import functools
 
 from tests.extras import needs, skip_without

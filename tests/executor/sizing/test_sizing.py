@@ -1,7 +1,5 @@
 """Sizing: the probe measures, and survives failing envs; `envherd size` and "auto" end to end."""
 
-from __future__ import annotations
-
 import json
 
 from tests.extras import skip_without

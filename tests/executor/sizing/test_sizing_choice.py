@@ -1,7 +1,5 @@
 """Sizing's decision as a table, without processes: which settings are run, which is chosen, and what is reported."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sizing on real executors: the choice for envs with known costs, and failing envs."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
