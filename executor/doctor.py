@@ -117,7 +117,10 @@ def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding
         ("rendering", _rendering),
         ("egl", _egl),
         ("shared memory", _shared_memory),
-        *((f"start method {name}", _starter(name)) for name in _start_methods()),
+        *(
+            (f"start method {name}", _starter(name))
+            for name in (("portable",) if platforms.missing() else get_args(StartMethod))
+        ),
         *([] if make_env is None else [(f"steps of {name}", lambda: steps_of(name, make_env))]),
         ("cores", lambda: cores(machine)),
         ("torch threads", lambda: torch_threads(machine)),
@@ -256,10 +259,6 @@ def _shared_memory() -> Iterator[Finding]:
         segment.array()[:] = 1
         kind = "with a name" if segment.name else "memfd, sealed"
         yield Finding("shared memory", "ok", f"{kind}; {segment.nbytes // _MIB} MiB written")
-
-
-def _start_methods() -> tuple[str, ...]:
-    return ("portable",) if platforms.missing() else get_args(StartMethod)
 
 
 def _starter(name: Any) -> Callable[[], Iterator[Finding]]:

@@ -33,7 +33,7 @@ class ActionSampler:
         self._kinds = [specs.index(spec) for spec in specs]
         self._is_uniform = not any(self._kinds)
         self._draws = {
-            kind: [(leaf, _drawer(leaf), mask_key(specs[kind], leaf)) for leaf in specs[kind].action]
+            kind: [(leaf, drawer(leaf) or _refuser(leaf), mask_key(specs[kind], leaf)) for leaf in specs[kind].action]
             for kind in set(self._kinds)
         }
 
@@ -90,12 +90,9 @@ class ActionSampler:
             td.set(leaf.key, torch.from_numpy(np.asarray(drawn)))
 
 
-def _drawer(leaf: LeafSpec) -> Draw:
-    """Return the function that draws a leaf's values; it raises ValueError if the leaf has no uniform distribution."""
-    return drawer(leaf) or _refuser(leaf)
-
-
 def _refuser(leaf: LeafSpec) -> Draw:
+    """Return what refuses to draw the values of a leaf without a uniform distribution."""
+
     def refuse(_rng: np.random.Generator, _shape: tuple[int, ...]) -> np.ndarray:
         raise ValueError(
             f"rand_action failed: expected an action of a fixed shape, got {'/'.join(leaf.key)} without one (a text, a "

@@ -215,7 +215,8 @@ def draw(
     if preload is None and options.differ_by_worker:
         preload = ()  # a module may read the variables when it is imported, as MuJoCo's renderers do
     if preload is None:
-        named = dict.fromkeys(m for f in factories for m in modules_of(f) if _is_worth_preloading(m))
+        # The helper does not import the executor's own side, which needs torch.
+        named = dict.fromkeys(m for f in factories for m in modules_of(f) if not m.startswith("envherd.executor"))
         preload = tuple(dict.fromkeys([*named, *(_BROUGHT_IN[m] for m in named if _is_brought_in(m))]))
     return Blueprint(
         factories=tuple(pickled[id(factory)] for factory in factories),
@@ -274,8 +275,3 @@ def _check_kwargs(kwargs: tuple[dict[str, Any], ...]) -> None:
 def _is_brought_in(module: str) -> bool:
     other = _BROUGHT_IN.get(module)
     return other is not None and importlib.util.find_spec(other.partition(".")[0]) is not None
-
-
-def _is_worth_preloading(module: str) -> bool:
-    """Return whether the helper should import a module: not the executor's own side, which needs torch."""
-    return not module.startswith("envherd.executor")

@@ -155,21 +155,19 @@ class Confirmation:
 
         rate_of = speeds([{setting: rate(turns[setting]) for setting in alive} for turns in rounds])
         runs = []
-        for setting in self._refusals:
+        for setting, refusal in self._refusals.items():
             turns = [one[setting] for one in rounds] if setting in rate_of else []
-            runs.append(self._run_of(setting, turns, rate_of.get(setting, 0.0)))
+            run = Run(
+                setting=setting,
+                steps_per_s=rate_of.get(setting, 0.0),
+                busy_share=sum(turn.busy_share for turn in turns) / max(1, len(turns)),
+                rounds=len(turns),
+                memory_bytes=self._limits.memory_bytes(setting),
+                start_s=self._limits.start_s(setting),
+                refusal=refusal,
+            )
+            runs.append(run)
         return runs
-
-    def _run_of(self, setting: Setting, turns: Sequence[Turn], steps_per_s: float) -> Run:
-        return Run(
-            setting=setting,
-            steps_per_s=steps_per_s,
-            busy_share=sum(turn.busy_share for turn in turns) / max(1, len(turns)),
-            rounds=len(turns),
-            memory_bytes=self._limits.memory_bytes(setting),
-            start_s=self._limits.start_s(setting),
-            refusal=self._refusals[setting],
-        )
 
 
 def speeds(rounds: Sequence[Mapping[Setting, float]]) -> dict[Setting, float]:

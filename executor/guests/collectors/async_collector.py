@@ -203,7 +203,8 @@ class AsyncCollector(BatchIterator):
         self._primer = None if primer is None else primer.to("cpu")
         self._placed = _place(policy, policy_device, is_apart=in_background > 0)
         self._policy_lock = threading.RLock()  # reentrant: the policy may call `update_policy_`
-        self._lane = _make_lane(env, self._placed, is_apart=in_background > 0)
+        acting_on = env.device if self._placed is None else self._placed.device
+        self._lane = Lane(acting_on if in_background else None)  # the stream of a thread; without one, the caller's
         self._rows = ContiguousRows(
             num_envs, self._num_steps, self.num_rows + num_envs, [leaf.key for leaf in env.specs[0].done]
         )
@@ -680,11 +681,6 @@ def _place(policy: Policy | None, device: torch.device | str | None, *, is_apart
             f"Collect with in_background=0."
         )
     return Placed(copied, device)
-
-
-def _make_lane(env: BatchedEnv, placed: Placed | None, *, is_apart: bool) -> Lane:
-    """Return the CUDA stream of the collecting thread; without a thread, the caller's."""
-    return Lane((env.device if placed is None else placed.device) if is_apart else None)
 
 
 def _padded(root: TensorDictBase, size: int) -> TensorDictBase:
