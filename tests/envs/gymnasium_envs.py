@@ -79,7 +79,7 @@ class Precise(gymnasium.Env):
     """Its reward is its action, and its info describes the action."""
 
     observation_space = Box(-9, 9, (1,), np.float32)
-    action_space = Box(-1, 1, (1,), np.float32)
+    action_space: gymnasium.Space = Box(-1, 1, (1,), np.float32)
 
     def reset(self, *, seed=None, options=None):
         return np.zeros(1, np.float32), {}

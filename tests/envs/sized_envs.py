@@ -135,19 +135,6 @@ class HangingEnv(CountingEnv):
         return super().step(action)
 
 
-class TailedEnv(CountingEnv):
-    """Waits 30 ms in one of twelve steps, and little in the others; its episodes last 1,000 steps."""
-
-    def __init__(self):
-        super().__init__(1000)
-        self.num_steps = 0
-        self.random = np.random.default_rng()
-
-    def step(self, action):
-        time.sleep(0.03 if self.random.random() < 1 / 12 else 0.0002)
-        return super().step(action)
-
-
 class LonelyEnv(CountingEnv):
     """Cannot be built in two processes of one helper at the same time."""
 

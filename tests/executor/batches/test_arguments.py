@@ -24,6 +24,7 @@ from envherd import (
     progress,
 )
 from envherd.workers.testing import CountingEnv
+from tests.envs.gymnasium_envs import Precise
 from tests.extras import needs
 
 
@@ -329,15 +330,8 @@ def test_actions_of_another_shape_come_with_advice(shape, advice):
             env.step(td.set("action", torch.tensor([0, 7])))
 
 
-class Cut(gymnasium.Env):
-    observation_space = gymnasium.spaces.Box(-1, 1, (1,))
+class Cut(Precise):
     action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        return np.zeros(1, np.float32), 0.0, False, False, {}
 
 
 def test_a_collector_knows_how_many_batches_it_has(env):

@@ -13,7 +13,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 
 from envherd.executor import EnvError, ExecutorOptions, ResetNeeded, WorkerLost, WorkerTimeout
 from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv
-from tests.envs.gymnasium_envs import ERRORS, Failing, Odd, Slow
+from tests.envs.gymnasium_envs import ERRORS, Failing, Odd, Precise, Slow
 from tests.gates import alarm
 
 ACTIONS = np.zeros(3, np.int64)
@@ -102,15 +102,11 @@ def test_what_envs_raise_is_reported_once_and_nothing_else():
     envs.close()
 
 
-class Flagging(gymnasium.Env):
+class Flagging(Precise):
     """Returns its action's flag as `terminated`, and as `truncated` the first one."""
 
-    observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(8)
     flags = (0, 1, np.int8(1), 0.0, np.array(1), np.array([1]), 2, None)
-
-    def reset(self, *, seed=None, options=None):
-        return np.zeros(1, np.float32), {}
 
     def step(self, action):
         return np.zeros(1, np.float32), 0.0, self.flags[action], self.flags[0], {}

@@ -21,6 +21,7 @@ from envherd.executor.facades.sb3.spaces import num_agents
 from envherd.workers.adapters.named import NamedFactory
 from envherd.workers.errors import ActionError, ResetNeeded, SpecError
 from tests.envs.counting_envs import AgentsEnv
+from tests.envs.gymnasium_envs import Precise
 from tests.envs.sb3_envs import (
     DyingEnv,
     FailingEnv,
@@ -153,18 +154,10 @@ def test_fractions_are_no_discrete_actions():
     env.close()
 
 
-class CountsEnv(gymnasium.Env):
+class CountsEnv(Precise):
     """Takes int32, so int64 values of SB3 or a script may not fit."""
 
-    observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
     action_space = gymnasium.spaces.Box(-100, 100, (1,), np.int32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        return np.zeros(1, np.float32), float(action[0]), False, False, {}
 
 
 def test_integers_that_do_not_fit_are_refused_and_do_not_wrap_around():

@@ -8,13 +8,13 @@ from tests.extras import skip_without
 
 skip_without("sb3", "all")
 
-import gymnasium
 import numpy as np
 import pytest
 from stable_baselines3.common.vec_env import VecMonitor, VecVideoRecorder
 from tqdm import tqdm
 
 from envherd.executor.facades.sb3 import DummyVecEnv, SubprocVecEnv
+from tests.envs.gymnasium_envs import Horizon
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,26 +27,15 @@ NUM_FRAMES = 8
 FPS = 5
 
 
-class Brighter(gymnasium.Env):
+class Brighter(Horizon):
     """Draws a square that becomes brighter with every step; a second one identifies the env."""
 
     render_mode = "rgb_array"
-    observation_space = gymnasium.spaces.Box(0, 1, (1,))
-    action_space = gymnasium.spaces.Discrete(2)
 
     def __init__(self, env_id: int) -> None:
         self.metadata = {"render_modes": ["rgb_array"], "render_fps": FPS}
         self.env_id = env_id
         self.count = 0
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count = 0
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        self.count += 1
-        return np.zeros(1, np.float32), 0.0, False, False, {}
 
     def render(self):
         return np.full((32, 32, 3), 10 + 12 * self.count + 100 * self.env_id, np.uint8)

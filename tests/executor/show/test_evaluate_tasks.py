@@ -33,7 +33,7 @@ from envherd.executor.show.results import Evaluation, Evaluations, interval_of, 
 from envherd.workers.seeding import episode_seed
 from tests.envs.suite_envs import Task, broken
 from tests.envs.team_env import Team, film_into, pictured
-from tests.executor.show.test_per_player import Always, Counting
+from tests.executor.show.test_per_player import Always
 from tests.extras import needs
 
 SEEDS = [episode_seed(0, number, 0) for number in range(8)]
@@ -248,13 +248,6 @@ def test_tasks_with_players_and_without_in_one_suite():
         num_workers=1,
     )
     assert again["team"].returns.tolist() == [[1.5, 3.0, 3.0]] * 2
-
-
-def test_an_executor_plays_with_the_policy_for_its_ready_envs():
-    with ParallelEnv(3, Team, num_workers=2, seed=1) as env:
-        policy = PerPlayer({"hunter": Always(1), "*": Counting()}, env.spec)
-        found = evaluate(policy, env, 5, primer={"count": torch.zeros(2)})
-        assert found.returns.tolist() == [[1.5, 3.0, 3.0]] * 5
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -613,21 +606,13 @@ def test_failures_of_envs_are_recorded_with_batched_policies():
     assert sorted(one.episode for one in found["bad"].failures) == [1, 2, 3, 4]
 
 
-def test_an_interrupt_in_a_batched_call_ends_the_evaluation(tmp_path):
-    policy = Slow()
-
-    def interrupted(td):
-        if len(policy.sizes) > 8:
-            raise KeyboardInterrupt
-        return policy(td)
-
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(interrupted, suite(), 5, num_workers=2, max_batch=4, out=tmp_path / "out.json", label="a")
-    again = functools.partial(evaluate, policy, suite(), 5, num_workers=2, out=tmp_path / "out.json", label="a")
+def test_a_file_keeps_the_size_of_batches(tmp_path):
+    run = functools.partial(evaluate, Slow(), Task, num_workers=2, out=tmp_path / "out.json", label="a")
+    for episodes in (1, 5):
+        assert run(episodes, max_batch=4).num_failed == 0
     for other in (None, 5):
         with pytest.raises(ValueError, match="max_batch"):
-            again(max_batch=other)
-    assert again(max_batch=4).num_failed == 0
+            run(5, max_batch=other)
 
 
 def test_wrong_batches_are_refused():

@@ -1,7 +1,5 @@
 """Sizing on real executors: the choice for envs with known costs, and failing envs."""
 
-import os
-
 import pytest
 
 from envherd.executor import ParallelEnv
@@ -15,23 +13,10 @@ from tests.envs import sized_envs
 from tests.extras import needs
 
 pytestmark = pytest.mark.slow
-CORES = len(os.sched_getaffinity(0))
 
 
 def sized(make_env, budget_s=30.0, progress=lambda _text, _share: None, **goal):
     return recommend(make_env, goal=Goal(**goal), budget_s=budget_s, progress=progress)
-
-
-def test_envs_that_wait_get_more_workers_than_cores():
-    done = sized(sized_envs.SleepingEnv, budget_s=12.0, num_envs=8 * CORES, workers_only=True)
-    assert done.setting.num_workers > CORES
-    assert {one.setting.mode for one in done.runs} == {"sync"}
-
-
-def test_heavy_tailed_envs_get_first_k():
-    done = sized(sized_envs.TailedEnv, budget_s=12.0, num_envs=8, num_workers=8)
-    assert done.setting.mode == "first-k"
-    assert any("recv(min_envs=num_envs // 2)" in line for line in done.why)
 
 
 def test_a_budget_is_kept():
@@ -43,15 +28,6 @@ def test_a_budget_is_kept():
     assert {one.rounds for one in ran} == {1}
     assert len({one.setting.num_workers for one in ran}) == 1
     assert {one.refusal.kind for one in done.runs if one.refusal is not None} <= {"budget"}
-
-
-def test_an_interrupt_leaves_nothing_behind():
-    def press(text, _share):
-        if text.startswith("round 1"):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        sized(CountingEnv, budget_s=10.0, num_envs=4, progress=press)
 
 
 @pytest.mark.broken_pool
