@@ -107,6 +107,7 @@ def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding
         make_env: its factory; None for no env.
     """
     machine = read_machine()
+    methods = ("portable",) if platforms.missing() else get_args(StartMethod)
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("python", _python),
         ("packages", _packages),
@@ -117,10 +118,7 @@ def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding
         ("rendering", _rendering),
         ("egl", _egl),
         ("shared memory", _shared_memory),
-        *(
-            (f"start method {name}", _starter(name))
-            for name in (("portable",) if platforms.missing() else get_args(StartMethod))
-        ),
+        *((f"start method {method}", _starter(method)) for method in methods),
         *([] if make_env is None else [(f"steps of {name}", lambda: steps_of(name, make_env))]),
         ("cores", lambda: cores(machine)),
         ("torch threads", lambda: torch_threads(machine)),
