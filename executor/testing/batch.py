@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,46 +24,14 @@ Row = dict[Key, Any]
 MakeEnv = Callable[[], Any]
 
 
-class Batch(Protocol):
-    """N envs under test, wherever they run.
-
-    Attributes:
-        specs: one for each env.
-    """
-
-    specs: Sequence[EnvSpec]
-
-    def seed(self, root_seed: int) -> None:
-        """Use a new root seed: the next reset of every env begins its episode 0."""
-
-    def reset(self, mask: np.ndarray | None) -> list[Row]:
-        """Reset the envs in `mask` (bool `[N, *batch_shape, 1]`; None for all); return the roots of ALL envs."""
-
-    def step(self, actions: list[list[Any]], *, resets_ended: bool) -> tuple[list[Row], list[Row]]:
-        """Step all envs; return `(next rows, root rows)`: the roots after the step (and reset)."""
-
-    def save(self) -> list[Any] | None:
-        """Return the states of all envs, or None if they cannot be saved."""
-
-    def restore(self, states: list[Any]) -> None:
-        """Put all envs back into the states that `save` has returned."""
-
-    def count_calls(self) -> tuple[int, int] | None:
-        """Return how often the native envs were stepped and reset so far; None if that cannot be counted."""
-
-    def close(self) -> None:
-        """Close the envs."""
-
-
-#: `(make_env, num_envs, num_workers, root seed) -> Batch`
-MakeBatch = Callable[[MakeEnv, int, int, int], Batch]
-
-
 class ExecutorBatch:
-    """The envs of an executor; its own counts stand for calls of the native envs, unless these are counted.
+    """The envs under test; the executor's counts stand for calls of the native envs, unless these are counted.
 
     Args:
         env: the executor.
+
+    Attributes:
+        specs: one for each env.
     """
 
     def __init__(self, env: BatchedEnv) -> None:
@@ -71,13 +39,16 @@ class ExecutorBatch:
         self.specs: Sequence[EnvSpec] = env.specs
 
     def seed(self, root_seed: int) -> None:
+        """Use a new root seed: the next reset of every env begins its episode 0."""
         self.env.set_seed(root_seed)
 
     def reset(self, mask: np.ndarray | None) -> list[Row]:
+        """Reset the envs in `mask` (bool `[N, *batch_shape, 1]`; None for all); return the roots of ALL envs."""
         td = None if mask is None else TensorDict({"_reset": torch.from_numpy(mask)}, self.env.batch_size)
         return self._rows(self.env.reset(td), "root")
 
     def step(self, actions: list[list[Any]], *, resets_ended: bool) -> tuple[list[Row], list[Row]]:
+        """Step all envs; return `(next rows, root rows)`: the roots after the step (and reset)."""
         td: TensorDictBase = TensorDict({}, self.env.batch_size)
         for index, leaf in enumerate((*self.specs[0].action, *self.specs[0].state)):
             td.set(leaf.key, _stacked(leaf, [action[index] for action in actions]))
@@ -88,6 +59,7 @@ class ExecutorBatch:
         return self._rows(td["next"], "next"), self._rows(root, "root")
 
     def save(self) -> list[Any] | None:
+        """Return the states of all envs, or None if they cannot be saved."""
         try:
             return self.env.save()
         except EnvError as error:
@@ -96,19 +68,26 @@ class ExecutorBatch:
             return None
 
     def restore(self, states: list[Any]) -> None:
+        """Put all envs back into the states that `save` has returned."""
         self.env.restore(states)
 
     def count_calls(self) -> tuple[int, int] | None:
+        """Return how often the native envs were stepped and reset so far; None if that cannot be counted."""
         pool = self.env.engine.pool
         if isinstance(pool, _CountingPool):
             return pool.totals()
         return int(pool.slab.words["env_steps"].sum()), int(pool.slab.words["resets"].sum())
 
     def close(self) -> None:
+        """Close the envs."""
         self.env.close()
 
     def _rows(self, td: TensorDictBase, section: str) -> list[Row]:
         return [_row(td[i], spec, section) for i, spec in enumerate(self.specs)]
+
+
+#: `(make_env, num_envs, num_workers, root seed) -> batch`
+MakeBatch = Callable[[MakeEnv, int, int, int], ExecutorBatch]
 
 
 def in_this_process(make_env: MakeEnv, num_envs: int, num_workers: int, root_seed: int) -> ExecutorBatch:  # noqa: ARG001  # there are no workers

@@ -27,6 +27,7 @@ on two workers; with additional resets of one env) and compares them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,7 +35,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from envherd.executor.testing.batch import Batch, MakeBatch, MakeEnv, Row, in_this_process, in_workers
+from envherd.executor.testing.batch import ExecutorBatch, MakeBatch, MakeEnv, Row, in_this_process, in_workers
 from envherd.executor.testing.compare import (
     ContractViolation,
     check_done,
@@ -165,10 +166,15 @@ class Contract:
 
     # ---- traces ------------------------------------------------------------------------------
 
+    def _opened(self, *, num_workers: int) -> contextlib.closing[ExecutorBatch]:
+        """Return a batch that is closed at the end of a `with`."""
+        make = self.make_batch or (in_this_process if num_workers == 1 else in_workers)
+        return contextlib.closing(make(self.make_env, NUM_ENVS, num_workers, self.seed))
+
     @cached_property
     def _pair(self) -> tuple[Trace, Trace]:
         """The same episodes twice, in the same envs: reset within the step, and by hand."""
-        with _Opened(self, num_workers=1) as batch:
+        with self._opened(num_workers=1) as batch:
             within = self._take(batch, fused)
             batch.seed(self.seed)
             by_hand = self._take(batch, separate)
@@ -178,7 +184,7 @@ class Contract:
     @cached_property
     def _spread(self) -> tuple[Trace, Trace]:
         """The same episodes in new envs over two workers; then with env 0 reset again and again."""
-        with _Opened(self, num_workers=2) as batch:
+        with self._opened(num_workers=2) as batch:
             anew = self._take(batch, fused)
             batch.seed(self.seed)
             return anew, self._take(batch, disturbed)
@@ -187,7 +193,7 @@ class Contract:
     def _saving(self) -> tuple[list[Row], list[Row]] | None:
         """The rows of the same steps twice, from the same state; None if the envs cannot be saved."""
         rng = np.random.default_rng(self.seed)
-        with _Opened(self, num_workers=1) as batch:
+        with self._opened(num_workers=1) as batch:
             roots = batch.reset(None)
             for _ in range(self.num_steps // 3):
                 _, roots = batch.step(self._draw_actions(batch, rng, roots), resets_ended=True)
@@ -209,10 +215,10 @@ class Contract:
                 f"{NUM_ENVS} envs. Nothing was proved: make more steps, cap the episodes, or give better actions."
             )
 
-    def _take(self, batch: Batch, advance: Advance) -> Trace:
+    def _take(self, batch: ExecutorBatch, advance: Advance) -> Trace:
         return take_trace(batch, advance, self.actions, self.num_steps, self.seed)
 
-    def _draw_actions(self, batch: Batch, rng: np.random.Generator, roots: list[Row]) -> list[list[Any]]:
+    def _draw_actions(self, batch: ExecutorBatch, rng: np.random.Generator, roots: list[Row]) -> list[list[Any]]:
         return draw_actions(self.actions, batch.specs, [rng] * NUM_ENVS, roots)
 
     # ---- rules -------------------------------------------------------------------------------
@@ -248,7 +254,7 @@ class Contract:
             _check_that_ends_differ(within)
 
     def _check_refusal(self) -> None:
-        with _Opened(self, num_workers=1) as batch:
+        with self._opened(num_workers=1) as batch:
             self._demand_ends(self._take(batch, refused))
 
     def _check_flags(self) -> None:
@@ -301,21 +307,6 @@ class Contract:
             seed=self.seed,
             draw_action=self.actions,
         )
-
-
-class _Opened:
-    """A batch that is closed at the end."""
-
-    def __init__(self, contract: Contract, *, num_workers: int) -> None:
-        of_executor = in_this_process if num_workers == 1 else in_workers
-        make = contract.make_batch or of_executor
-        self._batch = make(contract.make_env, NUM_ENVS, num_workers, contract.seed)
-
-    def __enter__(self) -> Batch:
-        return self._batch
-
-    def __exit__(self, *_: object) -> None:
-        self._batch.close()
 
 
 def _check_root(event: Event) -> None:

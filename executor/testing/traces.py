@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from envherd.executor.testing.batch import Batch, Row
+from envherd.executor.testing.batch import ExecutorBatch, Row
 from envherd.executor.testing.compare import ContractViolation, demand, has_ended
 from envherd.shm.specs import EnvSpec
 from envherd.workers.errors import ResetNeeded
@@ -17,7 +17,7 @@ from envherd.workers.random_values import draw, draw_masked, mask_key
 #: `(spec, rng) -> values aligned with spec.action and then spec.state`
 DrawAction = Callable[[EnvSpec, np.random.Generator], list[Any]]
 #: `(batch, actions, step) -> (next rows, root rows)`
-Advance = Callable[[Batch, list[list[Any]], int], tuple[list[Row], list[Row]]]
+Advance = Callable[[ExecutorBatch, list[list[Any]], int], tuple[list[Row], list[Row]]]
 
 NUM_ENVS = 2
 
@@ -91,7 +91,7 @@ def _legal_values(spec: EnvSpec, rng: np.random.Generator, root: Row) -> list[An
     ]
 
 
-def take_trace(batch: Batch, advance: Advance, drawn_by: DrawAction | None, num_steps: int, seed: int) -> Trace:
+def take_trace(batch: ExecutorBatch, advance: Advance, drawn_by: DrawAction | None, num_steps: int, seed: int) -> Trace:
     """Reset a batch and step it `num_steps` times, with actions that depend on seed, env, step and masks."""
     before = batch.count_calls() or (0, 0)
     rngs = [np.random.default_rng([seed, env_id]) for env_id in range(NUM_ENVS)]
@@ -106,13 +106,13 @@ def take_trace(batch: Batch, advance: Advance, drawn_by: DrawAction | None, num_
     return Trace(list(batch.specs), first, events, calls)
 
 
-def fused(batch: Batch, actions: list[list[Any]], step: int) -> tuple[list[Row], list[Row]]:
+def fused(batch: ExecutorBatch, actions: list[list[Any]], step: int) -> tuple[list[Row], list[Row]]:
     """Step, and reset within the same command."""
     del step
     return batch.step(actions, resets_ended=True)
 
 
-def separate(batch: Batch, actions: list[list[Any]], step: int) -> tuple[list[Row], list[Row]]:
+def separate(batch: ExecutorBatch, actions: list[list[Any]], step: int) -> tuple[list[Row], list[Row]]:
     """Step, then reset what ended."""
     del step
     nexts, roots = batch.step(actions, resets_ended=False)
@@ -121,7 +121,7 @@ def separate(batch: Batch, actions: list[list[Any]], step: int) -> tuple[list[Ro
     return nexts, roots
 
 
-def disturbed(batch: Batch, actions: list[list[Any]], step: int) -> tuple[list[Row], list[Row]]:
+def disturbed(batch: ExecutorBatch, actions: list[list[Any]], step: int) -> tuple[list[Row], list[Row]]:
     """Step and reset ended envs; every third time also reset no env, then env 0, and check the other rows."""
     nexts, roots = separate(batch, actions, step)
     if step % 3 != 0:
@@ -143,7 +143,7 @@ def disturbed(batch: Batch, actions: list[list[Any]], step: int) -> tuple[list[R
     return nexts, roots
 
 
-def refused(batch: Batch, actions: list[list[Any]], step: int) -> tuple[list[Row], list[Row]]:
+def refused(batch: ExecutorBatch, actions: list[list[Any]], step: int) -> tuple[list[Row], list[Row]]:
     """Step; where an env has ended, require that the next step is refused, and reset what ended."""
     nexts, roots = batch.step(actions, resets_ended=False)
     if ended := tuple(i for i, row in enumerate(nexts) if has_ended(row)):
@@ -152,7 +152,7 @@ def refused(batch: Batch, actions: list[list[Any]], step: int) -> tuple[list[Row
     return nexts, roots
 
 
-def _check_refusal(batch: Batch, actions: list[Any], ended: tuple[int, ...], where: str) -> None:
+def _check_refusal(batch: ExecutorBatch, actions: list[Any], ended: tuple[int, ...], where: str) -> None:
     calls = batch.count_calls()
     try:
         batch.step(actions, resets_ended=False)
