@@ -34,7 +34,6 @@ from envherd.executor.batches.transfer import Lane, as_array, as_device, take_ro
 from envherd.executor.guests.collectors.collector import BatchIterator
 from envherd.executor.guests.collectors.policy import Placed, Policy, try_copy
 from envherd.executor.keywords import names_right_keyword
-from envherd.executor.progress import showing
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
 from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
 from envherd.executor.start.waiting import DeadlinePassed

@@ -125,7 +125,7 @@ class TestReplacing:
             assert counters(td["next"]) == [1, 1, 2, 2]
             assert counters(root) == [0, 0, 2, 2]
             assert len(set(env.call("pid"))) == 2
-            assert env.statistics().worker_losses == 1
+            assert env.engine.pool.num_losses == 1
 
     def test_a_send_that_is_broken_off_does_not_take_over_the_flags_of_an_earlier_loss(self, monkeypatch):
         with ParallelEnv(2, ENDLESS, num_workers=2, seed=0, options=RESTART) as env:
@@ -427,7 +427,7 @@ class TestDeadlines:
             env.send(act(env))
             received = {i: cut for td in (env.recv(1), env.recv(1)) for i, cut in zip(*cuts(td), strict=True)}
             assert received == {0: True, 1: False}
-            assert env.statistics().worker_losses == 1
+            assert env.engine.pool.num_losses == 1
 
     @pytest.mark.parametrize("call", ["step", "sent"])
     def test_a_time_in_which_all_processes_are_stopped_does_not_count(self, tmp_path, call):
