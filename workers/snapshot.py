@@ -166,7 +166,11 @@ def _read_mujoco(data: Any, saved: Any) -> Callable[[], None]:
 
 
 def _lent_by_mujoco(data: Any) -> dict[str, np.ndarray]:
-    return {**_arrays(data), **{f"model.{name}": array for name, array in _arrays(data.model).items()}}
+    # MuJoCo 2 had no model there: its states cannot be saved
+    return {
+        **_arrays(data),
+        **{f"model.{name}": array for name, array in _arrays(getattr(data, "model", None)).items()},
+    }
 
 
 def _copy(saved: Mapping[str, np.ndarray], to: Any) -> None:

@@ -285,6 +285,12 @@ def test_a_state_makes_objects_that_the_env_does_not_hold_now():
     assert of(other.unwrapped) == of(env.unwrapped)
 
 
+def test_a_simulation_without_its_model_cannot_be_saved():  # as in MuJoCo 2
+    held = collections.UserDict(data=type("MjData", (), {"__module__": "mujoco._structs"})())
+    with pytest.raises(Unsaveable):
+        snapshot.save(held)
+
+
 @needs("mujoco")
 def test_views_of_a_simulation_follow_it_again():
     one, other = (gymnasium.make("InvertedPendulum-v5") for _ in range(2))
