@@ -162,8 +162,8 @@ class Pool:
         self.words.complete(env_ids)
         self.submit(env_ids, op, target, columns, flags)
 
-    def prepare(self, message: messages.Prepare) -> None:
-        """Send the extras of an env's next command (side inputs, or a seed and options) ahead of it.
+    def prepare(self, message: messages.Prepare, *, waits: bool = True) -> None:
+        """Send the extras of an env's next command (side inputs, or a seed and options) ahead of it; see `Crew.mail`.
 
         Raises:
             WorkerLost, WorkerTimeout: its worker is lost and not replaced.
@@ -313,9 +313,9 @@ class Pool:
 
     # ---- workers that the engine replaces between episodes: of a recyclable pool -------------
 
-    def is_serving(self, worker_id: int) -> bool:
+    def is_serving(self, worker_id: int) -> bool:  # noqa: ARG002
         """Return whether a worker is neither lost nor being replaced."""
-        raise NotImplementedError
+        return True
 
     def memory_of(self, worker_id: int) -> int:
         """Return the bytes of private memory of a worker and its descendants."""

@@ -177,6 +177,8 @@ def draw(
         preload=preload,
         interpreters=tuple(interpreters),
         references=() if options.capsules is None else tuple(map(reference_of, factories)),
+        callables=tuple(factories),
+        draw=lambda others, kwargs: draw(others, kwargs, len(others), 0, options),
     )
 
 
@@ -184,7 +186,15 @@ def serial_blueprint(factories: list[Factory], env_kwargs: EnvKwargs, seed: int 
     """Return the blueprint of a serial pool: nothing is pickled."""
     kwargs = tuple(copy.copy(one) for one in as_kwargs(len(factories), env_kwargs))
     references = tuple(map(reference_of, factories))
-    return Blueprint((), kwargs, spread(len(factories), 1), as_root_seed(seed), references=references)
+    return Blueprint(
+        factories=tuple(factories),
+        env_kwargs=kwargs,
+        blocks=spread(len(factories), 1),
+        root_seed=as_root_seed(seed),
+        references=references,
+        callables=tuple(factories),
+        draw=lambda others, others_kwargs: serial_blueprint(others, others_kwargs, 0),
+    )
 
 
 def check_agreement(specs: Sequence[EnvSpec], factories: Sequence[Factory], kwargs: Sequence[dict[str, Any]]) -> None:

@@ -14,7 +14,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,31 +50,47 @@ from envherd.workers.current import WorkerInfo
 _ROW_KINDS = ("side", "infos", "schema", "notice", "left_out")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Blueprint:
-    """The description of a pool.
+    """The description of a pool. The pool and its crew have the same object, which only `become` changes.
 
     Attributes:
-        factories: one pickled factory per env.
+        factories: one per env, pickled; in a serial pool, itself.
         env_kwargs: keyword arguments of each call.
         blocks: env ids of each worker: contiguous, ascending, none empty.
         root_seed: see `workers.seeding`.
         preload: modules for the zygote to import.
         interpreters: of each env, None for this one; empty if all are of this one. Those of a worker are equal.
         references: what names the factory of each env, see `named.reference_of`.
+        callables: the factory of each env itself.
+        draw: `(factories, env_kwargs)`: returns the blueprint of such a pool for others.
     """
 
-    factories: tuple[bytes, ...]
+    factories: tuple[Any, ...]
     env_kwargs: tuple[dict[str, Any], ...]
     blocks: tuple[tuple[int, ...], ...]
     root_seed: int
     preload: tuple[str, ...] = ()
     interpreters: tuple[str | None, ...] = ()
     references: tuple[dict[str, Any], ...] = ()
+    callables: tuple[Any, ...] = ()
+    draw: Any = None
 
     def envs_of(self, worker_ids: Iterable[int]) -> np.ndarray:
         """Return the ids of all envs of some workers, int64 `[k]`, ascending."""
         return np.array(sorted(i for w in worker_ids for i in self.blocks[w]), np.int64)
+
+    def with_calls(self, env_ids: Sequence[int], other: Blueprint) -> Blueprint:
+        """Return this with the factory calls of another one for some envs, in that order."""
+        calls: dict[str, Any] = {}
+        for name in ("factories", "env_kwargs", "references", "callables"):
+            new = dict(zip(env_ids, getattr(other, name), strict=False))
+            calls[name] = tuple(new.get(i, one) for i, one in enumerate(getattr(self, name)))
+        return replace(self, **calls)
+
+    def become(self, other: Blueprint) -> None:
+        """Take the place of another one: successors of workers build by its factory calls."""
+        vars(self).update(vars(other))
 
     def equal_call_before(self, env_id: int, worker_id: int) -> int | None:
         """Return an env of a worker that an equal call built before this one, or None."""
@@ -317,13 +333,16 @@ class Crew:
 
     # ---- messages ----------------------------------------------------------------------------
 
-    def mail(self, worker_id: int, message: messages.Message, fds: Sequence[int] = ()) -> None:
-        """Send a message to a worker that serves commands; it reads the message before any later command."""
+    def mail(self, worker_id: int, message: messages.Message, fds: Sequence[int] = (), *, waits: bool = True) -> None:
+        """Send a message to a worker that serves commands; it reads the message before any later command.
+
+        Without `waits`, what its socket has no room for is sent while waiting for answers.
+        """
         worker = self.workers[worker_id]
         worker.channel.queue_message(message, fds)
         self._wake_worker(worker_id)  # before everything is sent, because the worker reads only announced messages
         with contextlib.suppress(ConnectionError):  # waits for answers notice the death
-            while not worker.channel.flush_nowait() and not worker.has_exited():
+            while not worker.channel.flush_nowait() and waits and not worker.has_exited():
                 worker.wait_for_any([worker])
                 self.drain(worker_id)  # the worker may be blocked in a write until this process reads
 

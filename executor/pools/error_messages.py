@@ -180,7 +180,7 @@ def lacks_arguments(type_name: str, message: str) -> str:
 
 def env_error(
     faults: Sequence[Frame], worker_id: int, pid: int, gpu: str | None = None, *, is_interrupted: bool = False
-) -> EnvError:
+) -> EnvherdError:
     """Return the error for exceptions of envs: about the first env (run by `worker_id`), naming the others.
 
     Args:
@@ -197,13 +197,14 @@ def env_error(
     also = f" Envs {others} raised too." if others else ""
     phase, what = fault["phase"], f"the env raised {raised(fault['type_name'], fault['message'])}"
     is_without_state = phase in ("save", "restore") and fault["type_name"] == "NotImplementedError"
-    if is_without_state:
-        what = fault["message"]  # of the adapter
-    is_over = phase in ("step", "reset") or (phase == "restore" and not is_without_state)
+    kind = EnvError if phase != "rebuild" else SpecError if fault["type_name"] == SpecError.__name__ else FactoryError
+    if is_without_state or kind is SpecError:
+        what = fault["message"]  # of the adapter, or of the block
+    is_over = phase in ("step", "reset", "rebuild") or (phase == "restore" and not is_without_state)
     again = "reset these to use them again" if others else "reset this one to use it again"
     advice = f"The other envs go on; {again}." if is_over else "Its episode goes on."
     advice = "All envs go on: the rows count as interrupted." if is_interrupted else advice
-    return EnvError(
+    return kind(
         f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_gpu(gpu)}{_place()}).{also} {advice}",
         remote_traceback=without_own_frames(fault["traceback"]),
         env_ids=(env_id, *others),

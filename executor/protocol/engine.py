@@ -24,6 +24,7 @@ from envherd.executor.batches.transfer import Mover
 from envherd.executor.monitor.statistics import Statistics, count
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
+from envherd.executor.pools.crew import Blueprint
 from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.protocol.calls import Calls
 from envherd.executor.protocol.env_batches import EnvBatches
@@ -35,6 +36,7 @@ from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.recycling import Recycler
 from envherd.executor.protocol.side_data import SideData
 from envherd.executor.protocol.stale_roots import StaleRoots
+from envherd.shm.interrupts import uninterrupted
 from envherd.workers import messages
 from envherd.workers.block.journal import FLAGS, STEPS, JournalFlag
 from envherd.workers.errors import EnvherdError, ResetNeeded
@@ -93,7 +95,6 @@ class Engine(Calls):
             loans.is_written = self.flights.is_written
         self.positions.mark_lost(self.all_ids)  # they need a reset, and their roots show it
         self.guard = CallGuard(self)
-        self._was_lost_elsewhere = np.zeros(self.num_envs, bool)
         self.side_inputs: dict[int, list[Any]] = {}
         self.use_seed(seed)
         self.stale_roots = StaleRoots.of(self.specs)
@@ -266,7 +267,7 @@ class Engine(Calls):
         self.guard.refuse_rolling()
         self.refuse_under_way(np.append(targets, source))
         states = self.states
-        if states.values[source] == State.NEEDS_RESET:
+        if states.values[source] in (State.NEEDS_RESET, State.CUT):
             raise ResetNeeded(
                 f"branch failed: expected an env that was reset, got env {source}, which has no episode. Reset it "
                 f"first.",
@@ -289,6 +290,32 @@ class Engine(Calls):
         self._copy_journals(source, targets, is_changed=reseed)
         self.positions.copy_root(source, targets)
         states.restore(targets, np.full(len(targets), has_ended))
+
+    def rebuild(self, env_ids: np.ndarray, blueprint: Blueprint) -> None:
+        """Replace envs, int64 `[k]`, by those of a blueprint; see `BatchedEnv.rebuild`.
+
+        Until the pool's own becomes this one, it has the calls that count: after an error the workers get these again.
+        """
+        self.guard.refuse_rolling()
+        self.flights.end_episodes(env_ids)
+        self.received = None
+        try:
+            self._send_calls(env_ids, blueprint)
+            self.ask("rebuild", env_ids.tolist())
+            with uninterrupted():
+                self.pool.blueprint.become(blueprint)
+                self.pool.slab.words["episode"][env_ids] = 0
+        finally:
+            if self.pool.blueprint.factories is not blueprint.factories:
+                with uninterrupted():
+                    self._send_calls(env_ids, self.pool.blueprint, waits=False)
+
+    def _send_calls(self, env_ids: np.ndarray, blueprint: Blueprint, *, waits: bool = True) -> None:
+        for i in env_ids.tolist():
+            if waits or self.pool.is_serving(int(self.pool.worker_of[i])):  # the others build by the pool's blueprint
+                self.pool.prepare(
+                    messages.Prepare(env_id=i, call=(blueprint.factories[i], blueprint.env_kwargs[i])), waits=waits
+                )
 
     def _copy_journals(self, source: int, targets: np.ndarray, *, is_changed: bool) -> None:
         """Make the inputs of an env's episode also those of its copies; see `workers.block.journal`."""
@@ -318,8 +345,7 @@ class Engine(Calls):
             ended: bool `[N]`, envs whose episodes had ended.
         """
         self.restore(self.all_ids, roots, ended)
-        self.states.move(np.flatnonzero(~ended), Event.IS_LOST)
-        self._was_lost_elsewhere = ~ended
+        self.states.move(self.all_ids, Event.IS_CUT)
 
     def reset_for_rollout(self, *, auto_reset: bool) -> tuple[np.ndarray, np.ndarray | None]:
         """Reset all envs, or those that have ended.
@@ -328,9 +354,7 @@ class Engine(Calls):
             `(fresh, cut)`: bool `[N]`, envs that were reset; int64 `[k]`, envs that were running until a loss during
             this call or elsewhere (see `Flight`, `take_over`), or None for none.
         """
-        was_lost = self._was_lost_elsewhere
-        if was_lost.any():
-            self._was_lost_elsewhere = np.zeros(self.num_envs, bool)
+        was_lost = self.states.values == State.CUT
         if auto_reset:
             self.write_reset_masks(None)
             self.reset_envs(self.all_ids)
@@ -340,7 +364,7 @@ class Engine(Calls):
             return needs_reset, None
         fresh = needs_reset & ~was_lost
         positions = self.positions
-        running = np.flatnonzero(~fresh).tolist() if positions.has_interrupted else []
+        running = np.flatnonzero(~fresh).tolist() if positions.has_interrupted or was_lost.any() else []
         flags = {
             i: {leaf.key: positions.latest_root(i)[leaf.key].copy() for leaf in self.specs[i].done} for i in running
         }

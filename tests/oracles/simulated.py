@@ -214,7 +214,7 @@ class SimulatedCrew:
     def replace(self, worker_id: int) -> None:
         self.workers[worker_id] = self._launch(worker_id, self.workers[worker_id].generation + 1)
 
-    def mail(self, worker_id: int, message: messages.Message) -> None:
+    def mail(self, worker_id: int, message: messages.Message, *, waits: bool = True) -> None:
         assert isinstance(message, messages.Prepare)
         self._mail(self.workers[worker_id], lambda block: block.prepare(message))
 
