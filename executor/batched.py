@@ -397,7 +397,7 @@ class BatchedEnv:
             elif env_kwargs is None:
                 env_kwargs = [old.env_kwargs[i] for i in ids.tolist()]
             if len(ids):
-                self._engine.rebuild(ids, old.with_calls(ids.tolist(), old.draw(made, env_kwargs)))
+                self._engine.rebuild(ids, old.draw(made, env_kwargs))
 
     # ---- send and recv -----------------------------------------------------------------------
 

@@ -162,8 +162,8 @@ class Pool:
         self.words.complete(env_ids)
         self.submit(env_ids, op, target, columns, flags)
 
-    def prepare(self, message: messages.Prepare, *, waits: bool = True) -> None:
-        """Send the extras of an env's next command (side inputs, or a seed and options) ahead of it; see `Crew.mail`.
+    def prepare(self, message: messages.Prepare) -> None:
+        """Send the extras of an env's next command (side inputs, or a seed and options) ahead of it, or a factory call.
 
         Raises:
             WorkerLost, WorkerTimeout: its worker is lost and not replaced.

@@ -6,6 +6,7 @@ Also check that the envs which were built have specs that fit together.
 from __future__ import annotations
 
 import copy
+import errno
 import functools
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -22,9 +23,19 @@ from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters import is_env_like
 from envherd.workers.adapters.env_names import factory_for
 from envherd.workers.adapters.named import reference_of
-from envherd.workers.build import Factory, are_equal, check_factory, describe, modules_of, pickle_factory
+from envherd.workers.build import (
+    Factory,
+    are_equal,
+    check_factory,
+    describe,
+    kwargs_error,
+    modules_of,
+    pickle_factory,
+)
 from envherd.workers.errors import FactoryError, SpecError
 from envherd.workers.interpreters import interpreter_of
+from envherd.workers.messages import Prepare
+from envherd.workers.pickling import dumps
 from envherd.workers.seeding import as_root_seed
 
 #: A factory or a name of an env (see `env_names`), or a list of them.
@@ -231,6 +242,14 @@ def _check_kwargs(kwargs: tuple[dict[str, Any], ...]) -> None:
                     f"env_kwargs failed: expected plain arguments, got an env ({type(value).__name__}) as {name!r}. "
                     f"Build envs inside make_env."
                 )
+    try:
+        dumps([Prepare(env_id=0, call=(b"", one)) for one in kwargs], shares=True)
+    except Exception as error:
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) in (
+            *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN),  # limits of the machine
+        ):
+            raise  # no argument is to blame
+        raise kwargs_error(kwargs, error) from error
 
 
 def _is_brought_in(module: str) -> bool:

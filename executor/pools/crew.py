@@ -10,11 +10,10 @@ all; `close` is bounded by one deadline and never raises.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ from envherd.shm.segment import Segment
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages, registries, surroundings
-from envherd.workers.build import are_equal, kwargs_error
+from envherd.workers.build import are_equal
 from envherd.workers.current import WorkerInfo
 
 #: Kinds of frames that belong to the rows of a command, not to a call that waits for an answer.
@@ -52,7 +51,7 @@ _ROW_KINDS = ("side", "infos", "schema", "notice", "left_out")
 
 @dataclass
 class Blueprint:
-    """The description of a pool. The pool and its crew have the same object, which only `become` changes.
+    """The description of a pool. The pool and its crew have the same object, which only `take_calls` changes.
 
     Attributes:
         factories: one per env, pickled; in a serial pool, itself.
@@ -80,17 +79,11 @@ class Blueprint:
         """Return the ids of all envs of some workers, int64 `[k]`, ascending."""
         return np.array(sorted(i for w in worker_ids for i in self.blocks[w]), np.int64)
 
-    def with_calls(self, env_ids: Sequence[int], other: Blueprint) -> Blueprint:
-        """Return this with the factory calls of another one for some envs, in that order."""
-        calls: dict[str, Any] = {}
+    def take_calls(self, env_ids: Sequence[int], other: Blueprint) -> None:
+        """Replace the factory calls of some envs by all those of another blueprint, in that order."""
         for name in ("factories", "env_kwargs", "references", "callables"):
             new = dict(zip(env_ids, getattr(other, name), strict=False))
-            calls[name] = tuple(new.get(i, one) for i, one in enumerate(getattr(self, name)))
-        return replace(self, **calls)
-
-    def become(self, other: Blueprint) -> None:
-        """Take the place of another one: successors of workers build by its factory calls."""
-        vars(self).update(vars(other))
+            setattr(self, name, tuple(new.get(i, one) for i, one in enumerate(getattr(self, name))))
 
     def equal_call_before(self, env_id: int, worker_id: int) -> int | None:
         """Return an env of a worker that an equal call built before this one, or None."""
@@ -225,14 +218,7 @@ class Crew:
         process.root_seed = self.root_seed
         if python is None:  # another interpreter has other versions of the packages that know the names
             process.channel.queue_message(messages.Register(entries=self._registered))
-        try:
-            process.channel.queue_message(build)
-        except Exception as error:
-            if isinstance(error, MemoryError) or getattr(error, "errno", None) in (
-                *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN),  # limits of the machine
-            ):
-                raise  # no argument is to blame
-            raise kwargs_error(build.env_kwargs, error) from error
+        process.channel.queue_message(build)
         with contextlib.suppress(ConnectionError):  # the thread that waits for the worker notices its death
             process.channel.flush_nowait()  # the rest is sent while waiting for the answer
 
@@ -336,7 +322,11 @@ class Crew:
     def mail(self, worker_id: int, message: messages.Message, fds: Sequence[int] = (), *, waits: bool = True) -> None:
         """Send a message to a worker that serves commands; it reads the message before any later command.
 
-        Without `waits`, what its socket has no room for is sent while waiting for answers.
+        Args:
+            worker_id: of the worker.
+            message: any.
+            fds: descriptors for it.
+            waits: False if what its socket has no room for may be sent while the caller waits for answers.
         """
         worker = self.workers[worker_id]
         worker.channel.queue_message(message, fds)

@@ -206,7 +206,7 @@ class SerialPool(Pool):
         given: np.ndarray = self.words.reply_seq[env_ids] > since
         return given
 
-    def prepare(self, message: messages.Prepare, *, waits: bool = True) -> None:
+    def prepare(self, message: messages.Prepare) -> None:
         """Keep the extras of an env's next command."""
         if self.capsules is not None:
             self.capsules.note(message)

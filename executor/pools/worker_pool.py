@@ -346,13 +346,13 @@ class WorkerPool(Pool):
 
     # ---- mail --------------------------------------------------------------------------------
 
-    def prepare(self, message: messages.Prepare, *, waits: bool = True) -> None:
-        """Send the extras of an env's next command ahead of it."""
+    def prepare(self, message: messages.Prepare) -> None:
+        """Send the extras of an env's next command ahead of it, or a factory call without waiting for the worker."""
         worker_id = int(self.worker_of[message.env_id])
         self.supervisor.revive([worker_id])
         if self.capsules is not None:
             self.capsules.note(message)
-        self.crew.mail(worker_id, message, waits=waits)
+        self.crew.mail(worker_id, message, waits=message.call is None)
 
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
         self.supervisor.refuse_lost(self.worker_ids)
@@ -386,9 +386,13 @@ class WorkerPool(Pool):
 
     def _answer(self, worker_id: int, env_ids: list[int], what: str) -> dict[int, Any]:
         """Return a worker's answers. Those to earlier questions are dropped; a worker that dies or is late is lost."""
-        limit_s = self.options.build_timeout_s if what == "rebuild" else self.options.reset_timeout_s
         try:
-            frame = self.crew.await_frame(worker_id, what, limit_s, self._num_questions)
+            frame = self.crew.await_frame(
+                worker_id,
+                what,
+                self.options.build_timeout_s if what == "rebuild" else self.options.reset_timeout_s,
+                self._num_questions,
+            )
         except EnvherdError as error:
             self.supervisor.declare_lost(worker_id, error)
             raise

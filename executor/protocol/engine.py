@@ -96,6 +96,7 @@ class Engine(Calls):
         self.positions.mark_lost(self.all_ids)  # they need a reset, and their roots show it
         self.guard = CallGuard(self)
         self.side_inputs: dict[int, list[Any]] = {}
+        self._being_rebuilt = self.all_ids[:0]
         self.use_seed(seed)
         self.stale_roots = StaleRoots.of(self.specs)
         self.plain = what_is_plain(pool, options, device, self.plain_intake)
@@ -216,6 +217,9 @@ class Engine(Calls):
         self.is_rolling = False
         self.received = None
         self.positions.move_back()
+        old = self.pool.blueprint
+        self._send_calls(self._being_rebuilt, [(old.factories[i], old.env_kwargs[i]) for i in self._being_rebuilt])
+        self._being_rebuilt = self.all_ids[:0]  # after an interrupt before this line they are sent once more
         self.flights.recover()
         self.is_dirty = False
 
@@ -292,30 +296,28 @@ class Engine(Calls):
         states.restore(targets, np.full(len(targets), has_ended))
 
     def rebuild(self, env_ids: np.ndarray, blueprint: Blueprint) -> None:
-        """Replace envs, int64 `[k]`, by those of a blueprint; see `BatchedEnv.rebuild`.
+        """Replace envs, int64 `[k]`, by those of a blueprint of as many; see `BatchedEnv.rebuild`.
 
-        Until the pool's own becomes this one, it has the calls that count: after an error the workers get these again.
+        Until the pool's own blueprint has the new calls, the old ones count: after an error or an interrupt, the next
+        call gives them to the workers again (`recover`).
         """
         self.guard.refuse_rolling()
+        self.pool.await_workers(env_ids)
         self.flights.end_episodes(env_ids)
-        self.received = None
-        try:
-            self._send_calls(env_ids, blueprint)
-            self.ask("rebuild", env_ids.tolist())
-            with uninterrupted():
-                self.pool.blueprint.become(blueprint)
-                self.pool.slab.words["episode"][env_ids] = 0
-        finally:
-            if self.pool.blueprint.factories is not blueprint.factories:
-                with uninterrupted():
-                    self._send_calls(env_ids, self.pool.blueprint, waits=False)
+        self.received, self._being_rebuilt = None, env_ids
+        self.is_dirty = True
+        self._send_calls(env_ids, zip(blueprint.factories, blueprint.env_kwargs, strict=True))
+        self.ask("rebuild", env_ids.tolist())
+        with uninterrupted():
+            self.pool.blueprint.take_calls(env_ids.tolist(), blueprint)
+            self.pool.slab.words["episode"][env_ids] = 0
+            self._being_rebuilt = self.all_ids[:0]
+        self.is_dirty = False
 
-    def _send_calls(self, env_ids: np.ndarray, blueprint: Blueprint, *, waits: bool = True) -> None:
-        for i in env_ids.tolist():
-            if waits or self.pool.is_serving(int(self.pool.worker_of[i])):  # the others build by the pool's blueprint
-                self.pool.prepare(
-                    messages.Prepare(env_id=i, call=(blueprint.factories[i], blueprint.env_kwargs[i])), waits=waits
-                )
+    def _send_calls(self, env_ids: np.ndarray, calls: Iterable[tuple[Any, dict[str, Any]]]) -> None:
+        for env_id, call in zip(env_ids.tolist(), calls, strict=True):
+            if self.pool.is_serving(int(self.pool.worker_of[env_id])):  # successors build by the pool's blueprint
+                self.pool.prepare(messages.Prepare(env_id=env_id, call=call))
 
     def _copy_journals(self, source: int, targets: np.ndarray, *, is_changed: bool) -> None:
         """Make the inputs of an env's episode also those of its copies; see `workers.block.journal`."""

@@ -194,8 +194,7 @@ class Flights:
         concerned = self.all_ids if ids is None else ids
         is_whole = ids is None and op != RESET and cut is None
         if not (is_whole and resets is None and self.states.are_running()):
-            if is_whole:
-                cut = _some(np.flatnonzero(self.states.values == State.CUT))
+            cut = _some(np.flatnonzero(self.states.values == State.CUT)) if is_whole else cut
             self._check(op, concerned, resets, cut)
         if op == RESET and self._recycler is not None:
             self._recycler.before_resets(concerned, self.losses.lose)

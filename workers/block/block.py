@@ -221,9 +221,7 @@ class Block:
 
     def _adapter_of(self, env_id: int) -> Adapter:
         slot = self.slots[env_id]
-        if not slot.is_built:
-            self._rebuild(slot)
-        return slot.adapter
+        return slot.adapter if slot.is_built else self._rebuild(slot)
 
     def _note_restored(self, slot: Slot, saved: Mapping[str, Any]) -> None:
         slot.move(Event.RUNS)
@@ -361,8 +359,8 @@ class Block:
         observation: list[Any] = self._with_own_rng(slot, "reset", lambda: adapter.reset(seed, options, mask))
         return observation
 
-    def _rebuild(self, slot: Slot) -> None:
-        """Close an env, and build a new instance in its place. If that fails, what needs the env next tries again."""
+    def _rebuild(self, slot: Slot) -> Adapter:
+        """Close an env, and return a new instance in its place. If that fails, what needs the env next tries again."""
         self._close(slot)
         outer = seeding.caller_state()
         seeding.seed_globals(seeding.build_seed(self.root_seed, self._first_env_id + slot.env_id))
@@ -382,6 +380,7 @@ class Block:
         for sink in slot.sinks.values():
             self._compile(slot, sink)
         slot.is_built = True
+        return adapter
 
     def _close(self, slot: Slot) -> None:
         """Close an env that another instance will replace, unless it is closed already; no reference to it remains."""
