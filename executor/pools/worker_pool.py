@@ -366,9 +366,8 @@ class WorkerPool(Pool):
         for env_id in env_ids:
             by_worker.setdefault(int(self.worker_of[env_id]), []).append(env_id)
         self.supervisor.revive(by_worker)
-        lost = self.supervisor.lost
-        if gone := [worker_id for worker_id in by_worker if worker_id in lost]:
-            raise lost[gone[0]]
+        if gone := [error for worker_id, error in self.supervisor.lost.items() if worker_id in by_worker]:
+            raise gone[0]
         args = question.pop("args", ())
         self._num_questions += 1
         for worker_id, ids in by_worker.items():

@@ -326,8 +326,10 @@ def _check(env: Any, where: str) -> None:
     assert env.call("echo", 7) == [[[7], {}]] * NUM_ENVS, where  # its own answer, and not an earlier one
     if env._engine.states.under_way.any():
         td = env.recv()
-        has_stepped = td["next", "reward"][:, 0] > 0  # not a row in place of that of an env that was rebuilt
-        assert torch.equal(td["next", "observation"][:, 1], td["observation"][:, 1] + has_stepped), where
+        # The reward is 0 in a row that stands for that of an env which was rebuilt.
+        assert torch.equal(
+            td["next", "observation"][:, 1], td["observation"][:, 1] + (td["next", "reward"][:, 0] > 0)
+        ), where
     root = env.current()
     assert (root["observation"] < 2**62).all(), f"{where}: {root['observation']} is of a poisoned frame"
     for value in (2, 3):

@@ -96,7 +96,7 @@ def test_a_refused_rebuild_keeps_the_tasks(make: Any, call: Any, error: Any, mes
 
 @pytest.mark.parametrize(
     "call",
-    [{"factories": functools.partial(CountingEnv, threading.Lock())}, {"env_kwargs": {"size": threading.Lock()}}],
+    [{"factories": functools.partial(print, threading.Lock())}, {"env_kwargs": {"size": threading.Lock()}}],
 )
 def test_what_cannot_be_pickled_is_refused_before_anything_changes(call: Any) -> None:
     with TWO_WORKERS(4, env_kwargs=TASKS, **HOW) as env:
@@ -122,8 +122,8 @@ def test_facades_build_the_new_env_as_their_own(mode: str | None) -> None:
     with envs.executor:
         envs.reset()
         envs.executor.rebuild([1], factories=limited[1])
-        ends = [envs.step(np.zeros(2, int))[3 if mode else 2].tolist()[1] for _ in range(6)]
-        assert ends == [True, False, False, mode != "NextStep", mode == "NextStep", False]
+        for is_over in (True, False, False, mode != "NextStep", mode == "NextStep", False):
+            assert envs.step(np.zeros(2, int))[3 if mode else 2].tolist()[1] is is_over
 
 
 def _heavy(length: int) -> CountingEnv:
