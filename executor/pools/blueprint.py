@@ -245,11 +245,10 @@ def _check_kwargs(kwargs: tuple[dict[str, Any], ...]) -> None:
     try:
         dumps([Prepare(env_id=0, call=(b"", one)) for one in kwargs], shares=True)
     except Exception as error:
-        if isinstance(error, MemoryError) or getattr(error, "errno", None) in (
+        if not isinstance(error, MemoryError) and getattr(error, "errno", None) not in (
             *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN),  # limits of the machine
-        ):
-            raise  # no argument is to blame
-        raise kwargs_error(kwargs, error) from error
+        ):  # else no argument is to blame; the start reports it
+            raise kwargs_error(kwargs, error) from error
 
 
 def _is_brought_in(module: str) -> bool:
