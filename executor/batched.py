@@ -69,8 +69,6 @@ class BatchedEnv:
     """
 
     is_resumed = False
-    #: `(factory, env id)`: what builds the env of a user's factory; a facade sets its own.
-    hosted: Any = staticmethod(lambda factory, _env_id: factory)
 
     def __init__(
         self,
@@ -95,6 +93,8 @@ class BatchedEnv:
         self.num_envs = pool.num_envs
         self.num_workers = pool.num_workers
         self.specs: tuple[EnvSpec, ...] = tuple(pool.specs)
+        #: `(factory, env id)`: returns what builds the env of a user's factory; a facade sets its own.
+        self.hosted: Callable[[Any, int], Any] = lambda factory, _: factory
         self.compile()
 
     def compile(self) -> None:

@@ -190,7 +190,7 @@ class Block:
             slot.rng_state = seeding.globals_state()
 
     def prepare(self, message: Prepare) -> None:
-        """Keep the extras of an env's next command, or the factory call that takes the place of its own."""
+        """Keep the extras of an env's next command, or a factory call that replaces its present one."""
         slot = self.slots[message.env_id]
         if message.call is None:
             slot.prepared = message
