@@ -36,6 +36,7 @@ from envherd.executor.protocol.fast_exchange import compile_exchange
 from envherd.executor.protocol.fast_step import compile_step
 from envherd.executor.rollouts.policy_state import own_leaves
 from envherd.executor.rollouts.rollout import Policy, RolloutRunner
+from envherd.executor.sending.blueprint import EnvKwargs, MakeEnv, as_factories
 from envherd.shm.finalizer import Finalizer
 from envherd.shm.specs import EnvSpec, LeafSpec, OneForEach
 from envherd.workers.protocol import Op
@@ -97,6 +98,8 @@ class BatchedEnv:
         self.num_envs = pool.num_envs
         self.num_workers = pool.num_workers
         self.specs: tuple[EnvSpec, ...] = tuple(pool.specs)
+        #: `(factory, env id)`: returns what builds the env of a user's factory; a facade sets its own.
+        self.hosted: Callable[[Any, int], Any] = lambda factory, _: factory
         self.compile()
 
     def compile(self) -> None:
@@ -366,6 +369,40 @@ class BatchedEnv:
             raise wrong_rows("rand_action", self.num_envs, td)
         env_ids = None if ids is None else self._exchange.as_ids(ids)
         return self._engine.sampler.fill(td, self.batch_size, self.device, env_ids)
+
+    def rebuild(self, env_ids: Any = None, *, factories: MakeEnv | None = None, env_kwargs: EnvKwargs = None) -> None:
+        """Build other envs in place of some, in the same processes: another task, level or scene with an equal spec.
+
+        Each env is closed before the new one is built. Afterwards the data are those of an executor that was made with
+        these arguments: the next episode of such an env has the number 0 and its seed. See docs/custom_envs.md.
+
+        An episode that is broken off ends with a row that no step has made, as after a loss: the last observation,
+        reward 0, `truncated` (and `interrupted`, where rows have that). It is in the next step of all envs, or in what
+        `recv` returns if the env was sent. Before a `send`, such an env must be reset.
+
+        Args:
+            env_ids: the envs, as in `send`; default: all.
+            factories: one factory or name for all of them, or a list of one for each; None for those that they have.
+            env_kwargs: arguments of the factory calls: one dict for all of them, or a list. None for none; without
+                `factories`, for those that they have.
+
+        Raises:
+            SpecError: a new env has another spec; the message names the first leaf that differs.
+            FactoryError: as in the constructor. After an error from the workers, all envs of the call need a reset, and
+                are what they were before the call.
+            WorkerLost, WorkerTimeout: a worker died meanwhile, or has not built its envs within
+                `options.build_timeout_s`.
+            Busy: a rollout or a facade's step is in progress.
+        """
+        with self._guard:
+            ids, old = self._exchange.as_ids(env_ids), self._pool.blueprint
+            made = [old.callables[i] for i in ids.tolist()]
+            if factories is not None and len(ids):
+                made = [*map(self.hosted, as_factories(len(ids), factories), ids.tolist())]
+            elif env_kwargs is None:
+                env_kwargs = [old.env_kwargs[i] for i in ids.tolist()]
+            if len(ids):
+                self._engine.rebuild(ids, old.draw(made, env_kwargs))
 
     # ---- send and recv -----------------------------------------------------------------------
 

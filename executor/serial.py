@@ -62,7 +62,7 @@ class SerialEnv(BatchedEnv):
                 f"SerialEnv failed: expected one env with alone=True, got {len(factories)} in this process."
             )
         blueprint = serial_blueprint(factories, env_kwargs, seed)
-        pool = self._pool_class(factories, blueprint, options)
+        pool = self._pool_class(blueprint, options)
         watch(pool, options)
         try:
             pool.start()

@@ -29,8 +29,8 @@ tests ({machine}); an ordinary test run covers some of them.
 The faults are real: processes are killed, and the GIL is held. After each fault, `close()` left no process, no
 descriptor and no name in `/dev/shm`.
 
-Times are from the call to the exception, in one run on a busy machine. Hangs had a deadline of 0.5 s (build: 4 s, or
-12 s with `spawn`; reset and render: 2 s). A dash marks a combination that does not exist.
+Times are from the call to the exception, in one run on a busy machine. Hangs had a deadline of 0.5 s (reset and
+render: 2 s; build and rebuild: 4 s, or 12 s with `spawn`). A dash marks a combination that does not exist.
 
 Faults are named in the tables:
 

@@ -105,7 +105,8 @@ class Seed:
 class Prepare:
     """Extras for the next command of one env: explicit seed, reset keyword arguments, side inputs.
 
-    With `rebuilds`, a new instance takes the env's place before its reset.
+    With `rebuilds`, a new instance takes the env's place before its reset. With `call`, another factory call takes the
+    place of the env's own: this closes the env, and what needs it next builds it.
     """
 
     env_id: int
@@ -114,6 +115,7 @@ class Prepare:
     options: dict[str, Any] | None = None
     side: list[Any] | None = None
     rebuilds: bool = False
+    call: tuple[Any, dict[str, Any]] | None = None
 
 
 #: The values of `what` for which `args` holds one item per env.
@@ -130,7 +132,8 @@ class Ask:
 
     `what` is "call", "each" (a call with one argument, a different one for each env), "get", "has" (whether "get" would
     succeed), "set", "layers" (the classes of an env and its wrappers), "render", "save", "check" (why an env cannot
-    have a state, as text), "restore" or "allow_steps" (let envs be stepped that were never reset). The answer repeats
+    have a state, as text), "restore", "allow_steps" (let envs be stepped that were never reset) or "rebuild" (which
+    only builds the envs that are not built). The answer repeats
     `number`, so that a late answer to an interrupted request is not mistaken for the next one.
     """
 

@@ -29,7 +29,7 @@ def branch(engine: Engine, source: int, targets: np.ndarray, *, reseed: bool, fo
     engine.guard.refuse_rolling()
     engine.refuse_under_way(np.append(targets, source))
     states = engine.states
-    if states.values[source] == State.NEEDS_RESET:
+    if states.values[source] in (State.NEEDS_RESET, State.CUT):
         raise ResetNeeded(
             f"branch failed: expected an env that was reset, got env {source}, which has no episode. Reset it first.",
             env_ids=(source,),

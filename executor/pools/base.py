@@ -185,7 +185,7 @@ class Pool:
         self.submit(env_ids, op, target, columns, flags)
 
     def prepare(self, message: messages.Prepare) -> None:
-        """Send the extras of an env's next command (side inputs, or a seed and options) ahead of it.
+        """Send the extras of an env's next command (side inputs, or a seed and options) ahead of it, or a factory call.
 
         Raises:
             WorkerLost, WorkerTimeout: its worker is lost and not replaced.
@@ -335,9 +335,9 @@ class Pool:
 
     # ---- workers that the engine replaces between episodes: of a recyclable pool -------------
 
-    def is_serving(self, worker_id: int) -> bool:
+    def is_serving(self, worker_id: int) -> bool:  # noqa: ARG002
         """Return whether a worker is neither lost nor being replaced."""
-        raise NotImplementedError
+        return True
 
     def memory_of(self, worker_id: int) -> int:
         """Return the bytes of private memory of a worker and its descendants."""

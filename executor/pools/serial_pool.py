@@ -25,7 +25,7 @@ from envherd.shm.sync import Bell, Doorbell, LocalBell
 from envherd.workers import messages, native, plain, seeding
 from envherd.workers.adapters import Adapter
 from envherd.workers.block.block import Block
-from envherd.workers.build import Builder, Factory, pickle_factory
+from envherd.workers.build import Builder, pickle_factory
 from envherd.workers.current import WorkerInfo, building
 from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.process.loop import Loop
@@ -52,17 +52,16 @@ class SerialPool(Pool):
         adapters: env id -> adapter; none once it is closed.
     """
 
-    def __init__(self, factories: list[Factory], blueprint: Blueprint, options: ExecutorOptions) -> None:
+    def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
         self.blueprint = blueprint
         self.options = options
-        self.num_envs = len(factories)
+        self.num_envs = len(blueprint.factories)
         self.num_workers = 0
         self.holds_storages = True  # in the block
         self.worker_of = np.zeros(self.num_envs, np.int64)
         self.why_python = native.why_not()
         self.outcome = Outcome()
         self.lost: dict[int, EnvherdError] = {}
-        self._factories = factories
         self._segment: Segment | None = None  # only with lendable frames
         self.adapters: dict[int, Adapter] = {}
 
@@ -76,9 +75,9 @@ class SerialPool(Pool):
         env_ids = tuple(range(first, first + self.num_envs))
         self._info = WorkerInfo(worker_id=0, generation=0, num_workers=0, env_ids=env_ids)
         try:
-            for env_id, factory in enumerate(self._factories):
+            for env_id in range(self.num_envs):
                 seeding.seed_globals(seeding.build_seed(self.blueprint.root_seed, first + env_id))
-                self._build(env_id, factory)
+                self._build(env_id)
             self.specs = [self.adapters[i].spec for i in range(self.num_envs)]
             refuse_batches(self.specs, self.options)
         except BaseException:
@@ -105,7 +104,7 @@ class SerialPool(Pool):
             self.options.for_block(),
             passes=(KeyboardInterrupt,),
         )
-        self._block.build_again = self._build_again
+        self._block.build_again, self._block.forget = self._build_env, self._forget
         self.envs_in_python = self._block.why_python()
         self._block.attach(self.slab)
         self.words = CommandWords(self.slab)
@@ -153,21 +152,21 @@ class SerialPool(Pool):
         """Make the loop read the envs again, after a change other than by a command."""
         self.slab.words["mail_seq"][0] += 1
 
-    def _build_env(self, env_id: int, factory: Factory) -> Adapter:
+    def _build_env(self, env_id: int, *call: Any) -> Adapter:
         with building(self._info, self.options.first_env_id + env_id):
-            adapter = self._builder.adopt(factory, self.blueprint.env_kwargs[env_id])
+            adapter = self._builder.adopt(
+                *(call or (self.blueprint.factories[env_id], self.blueprint.env_kwargs[env_id]))
+            )
         self.adapters[env_id] = adapter
         return adapter
 
-    def _build_again(self, env_id: int, closed: Adapter) -> Adapter:
-        """Build another instance of an env; see `Block`."""
-        self.adapters.pop(env_id, None)
+    def _forget(self, closed: Adapter) -> None:
+        self.adapters = {env_id: adapter for env_id, adapter in self.adapters.items() if adapter is not closed}
         self._builder.forget(closed)
-        return self._build_env(env_id, self._factories[env_id])
 
-    def _build(self, env_id: int, factory: Factory) -> None:
+    def _build(self, env_id: int) -> None:
         try:
-            self._build_env(env_id, factory)
+            self._build_env(env_id)
         except EnvherdError:
             raise
         except Exception as error:
@@ -241,7 +240,7 @@ class SerialPool(Pool):
 
     def pickled(self, env_id: int) -> bytes:
         """Return an env's factory, pickled as for a worker."""
-        return pickle_factory(self._factories[env_id])
+        return pickle_factory(self.blueprint.factories[env_id])
 
     def figures(self) -> list[WorkerFigures]:
         """Return the figures of this process."""

@@ -345,12 +345,12 @@ class WorkerPool(Pool):
     # ---- mail --------------------------------------------------------------------------------
 
     def prepare(self, message: messages.Prepare) -> None:
-        """Send the extras of an env's next command ahead of it."""
+        """Send the extras of an env's next command ahead of it, or a factory call without waiting for the worker."""
         worker_id = int(self.worker_of[message.env_id])
         self.supervisor.revive([worker_id])
         if self.watcher is not None:
             self.watcher.note(message)
-        self.crew.mail(worker_id, message)
+        self.crew.mail(worker_id, message, waits=message.call is None)
 
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
         self.supervisor.refuse_lost(self.worker_ids)
@@ -364,9 +364,8 @@ class WorkerPool(Pool):
         for env_id in env_ids:
             by_worker.setdefault(int(self.worker_of[env_id]), []).append(env_id)
         self.supervisor.revive(by_worker)
-        lost = self.supervisor.lost
-        if gone := [worker_id for worker_id in by_worker if worker_id in lost]:
-            raise lost[gone[0]]
+        if gone := [error for worker_id, error in self.supervisor.lost.items() if worker_id in by_worker]:
+            raise gone[0]
         args = question.pop("args", ())
         self._num_questions += 1
         for worker_id, ids in by_worker.items():
@@ -385,7 +384,12 @@ class WorkerPool(Pool):
     def _answer(self, worker_id: int, env_ids: list[int], what: str) -> dict[int, Any]:
         """Return a worker's answers. Those to earlier questions are dropped; a worker that dies or is late is lost."""
         try:
-            frame = self.crew.await_frame(worker_id, what, self.options.reset_timeout_s, self._num_questions)
+            frame = self.crew.await_frame(
+                worker_id,
+                what,
+                self.options.build_timeout_s if what == "rebuild" else self.options.reset_timeout_s,
+                self._num_questions,
+            )
         except EnvherdError as error:
             self.supervisor.declare_lost(worker_id, error)
             raise

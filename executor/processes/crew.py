@@ -10,7 +10,6 @@ all; `close` is bounded by one deadline and never raises.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -40,7 +39,6 @@ from envherd.shm.segment import Segment
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
-from envherd.workers.build import kwargs_error
 from envherd.workers.current import WorkerInfo
 from envherd.workers.sending import registries
 
@@ -169,14 +167,7 @@ class Crew:
         process.root_seed = self.root_seed
         if start is None:  # another interpreter has other versions of the packages that know the names
             process.channel.queue_message(messages.Register(entries=self._registered))
-        try:
-            process.channel.queue_message(build)
-        except Exception as error:
-            if isinstance(error, MemoryError) or getattr(error, "errno", None) in (
-                *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN),  # limits of the machine
-            ):
-                raise  # no argument is to blame
-            raise kwargs_error(build.env_kwargs, error) from error
+        process.channel.queue_message(build)
         with contextlib.suppress(ConnectionError):  # the thread that waits for the worker notices its death
             process.channel.flush_nowait()  # the rest is sent while waiting for the answer
 
@@ -277,13 +268,20 @@ class Crew:
 
     # ---- messages ----------------------------------------------------------------------------
 
-    def mail(self, worker_id: int, message: messages.Message, fds: Sequence[int] = ()) -> None:
-        """Send a message to a worker that serves commands; it reads the message before any later command."""
+    def mail(self, worker_id: int, message: messages.Message, fds: Sequence[int] = (), *, waits: bool = True) -> None:
+        """Send a message to a worker that serves commands; it reads the message before any later command.
+
+        Args:
+            worker_id: of the worker.
+            message: any.
+            fds: descriptors for it.
+            waits: False if what its socket has no room for may be sent while the caller waits for answers.
+        """
         worker = self.workers[worker_id]
         worker.channel.queue_message(message, fds)
         self._wake_worker(worker_id)  # before everything is sent, because the worker reads only announced messages
         with contextlib.suppress(ConnectionError):  # waits for answers notice the death
-            while not worker.channel.flush_nowait() and not worker.has_exited():
+            while not worker.channel.flush_nowait() and waits and not worker.has_exited():
                 worker.wait_for_any([worker])
                 self.drain(worker_id)  # the worker may be blocked in a write until this process reads
 

@@ -180,7 +180,7 @@ def lacks_arguments(type_name: str, message: str) -> str:
 
 def env_error(
     faults: Sequence[Frame], worker_id: int, pid: int, gpu: str | None = None, *, is_interrupted: bool = False
-) -> EnvError:
+) -> EnvherdError:
     """Return the error for exceptions of envs: about the first env (run by `worker_id`), naming the others.
 
     Args:
@@ -195,22 +195,25 @@ def env_error(
     others = sorted(numbering.first_env_id + one["env_id"] for one in faults if one is not fault)
     worker_id += numbering.first_worker_id
     also = f" Envs {others} raised too." if others else ""
-    phase, what = fault["phase"], f"the env raised {raised(fault['type_name'], fault['message'])}"
-    is_without_state = phase in ("save", "restore") and fault["type_name"] == "NotImplementedError"
-    if is_without_state:
-        what = fault["message"]  # of the adapter
+    phase, type_name = fault["phase"], fault["type_name"]
+    kind = EnvError if phase != "rebuild" else SpecError if type_name == "SpecError" else FactoryError
+    what = f"the {'env' if kind is EnvError else 'factory'} raised {raised(type_name, fault['message'])}"
+    is_without_state = phase in ("save", "restore") and type_name == "NotImplementedError"
+    if is_without_state or (kind is not EnvError and type_name in ("FactoryError", "SpecError")):
+        what = fault["message"]  # of the adapter, the builder or the block
     is_over = phase in ("step", "reset") or (phase == "restore" and not is_without_state)
     again = "reset these to use them again" if others else "reset this one to use it again"
     advice = f"The other envs go on; {again}." if is_over else "Its episode goes on."
     advice = "All envs go on: the rows count as interrupted." if is_interrupted else advice
-    return EnvError(
+    advice = "The envs of this call keep their tasks, and need a reset." if phase == "rebuild" else advice
+    return kind(
         f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_gpu(gpu)}{_place()}).{also} {advice}",
         remote_traceback=without_own_frames(fault["traceback"]),
         env_ids=(env_id, *others),
         worker_id=worker_id,
         pid=pid,
         phase=fault["phase"],
-        type_name=fault["type_name"],
+        type_name=type_name,
         type_module=fault["type_module"],
         reason=fault["message"],
     )
@@ -224,19 +227,17 @@ def merge_answers(asked: Iterable[int], take: Callable[[int], dict[int, Any]]) -
         take: waits for the answer of one, env id -> value, or raises its error.
 
     Raises:
-        EnvherdError: after all have answered: the last loss, or without one the first error of an env.
+        EnvherdError: after all have answered: the first loss, or without one the first error of an env.
     """
     values: dict[int, Any] = {}
     errors: list[EnvherdError] = []
     for one in asked:
         try:
             values.update(take(one))
-        except EnvError as error:
-            errors.append(error)
         except EnvherdError as error:
-            errors.insert(0, error)
+            errors.append(error)
     if errors:
-        raise errors[0]
+        raise min(errors, key=lambda error: isinstance(error, (EnvError, FactoryError, SpecError)))
     return values
 
 

@@ -26,13 +26,15 @@ from envherd.executor.pools.base import Pool
 from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.protocol.calls import Calls
 from envherd.executor.protocol.env_batches import EnvBatches
-from envherd.executor.protocol.env_states import NEXT, Event
+from envherd.executor.protocol.env_states import NEXT, Event, State
 from envherd.executor.protocol.flight import Flight, Flights
 from envherd.executor.protocol.info_reader import InfoReader
 from envherd.executor.protocol.plain import what_is_plain
 from envherd.executor.protocol.positions import Positions
 from envherd.executor.protocol.side_data import SideData
 from envherd.executor.protocol.stale_roots import StaleRoots
+from envherd.executor.sending.blueprint import Blueprint
+from envherd.shm.interrupts import uninterrupted
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import Op
@@ -83,8 +85,8 @@ class Engine(Calls):
             loans.is_written = self.flights.is_written
         self.positions.mark_lost(self.all_ids)  # they need a reset, and their roots show it
         self.guard = CallGuard(self)
-        self._was_lost_elsewhere = np.zeros(self.num_envs, bool)
         self.side_inputs: dict[int, list[Any]] = {}
+        self._being_rebuilt = self.all_ids[:0]
         self.use_seed(seed)
         self.stale_roots = StaleRoots.of(self.specs)
         self.plain = what_is_plain(pool, options, device, self.plain_intake)
@@ -205,6 +207,9 @@ class Engine(Calls):
         self.is_rolling = False
         self.received = None
         self.positions.move_back()
+        old = self.pool.blueprint
+        self._send_calls(self._being_rebuilt, [(old.factories[i], old.env_kwargs[i]) for i in self._being_rebuilt])
+        self._being_rebuilt = self.all_ids[:0]  # after an interrupt before this line they are sent once more
         self.flights.recover()
         self.is_dirty = False
 
@@ -244,6 +249,30 @@ class Engine(Calls):
         """
         self.flights.begin(Op.RESET, env_ids, extras=extras).land()
 
+    def rebuild(self, env_ids: np.ndarray, blueprint: Blueprint) -> None:
+        """Replace envs, int64 `[k]`, by those of a blueprint of as many; see `BatchedEnv.rebuild`.
+
+        Until the pool's own blueprint has the new calls, the old ones count: after an error or an interrupt, the next
+        call gives them to the workers again (`recover`).
+        """
+        self.guard.refuse_rolling()
+        self.pool.await_workers(env_ids)
+        self.flights.end_episodes(env_ids)
+        self.received, self._being_rebuilt = None, env_ids
+        self.is_dirty = True
+        self._send_calls(env_ids, zip(blueprint.factories, blueprint.env_kwargs, strict=True))
+        self.ask("rebuild", env_ids.tolist())
+        with uninterrupted():
+            self.pool.blueprint.take_calls(env_ids.tolist(), blueprint)
+            self.pool.slab.words["episode"][env_ids] = 0
+            self._being_rebuilt = self.all_ids[:0]
+        self.is_dirty = False
+
+    def _send_calls(self, env_ids: np.ndarray, calls: Iterable[tuple[Any, dict[str, Any]]]) -> None:
+        for env_id, call in zip(env_ids.tolist(), calls, strict=True):
+            if self.pool.is_serving(int(self.pool.worker_of[env_id])):  # successors build by the pool's blueprint
+                self.pool.prepare(messages.Prepare(env_id=env_id, call=call))
+
     def allow_steps(self) -> None:
         """Allow steps of envs that were never reset, for facades that leave this check to the envs."""
         self.ask("allow_steps", self.all_ids.tolist())
@@ -259,8 +288,7 @@ class Engine(Calls):
             ended: bool `[N]`, envs whose episodes had ended.
         """
         self.restore(self.all_ids, roots, ended)
-        self.states.move(np.flatnonzero(~ended), Event.IS_LOST)
-        self._was_lost_elsewhere = ~ended
+        self.states.move(self.all_ids, Event.IS_CUT)
 
     def reset_for_rollout(self, *, auto_reset: bool) -> tuple[np.ndarray, np.ndarray | None]:
         """Reset all envs, or those that have ended.
@@ -269,9 +297,7 @@ class Engine(Calls):
             `(fresh, cut)`: bool `[N]`, envs that were reset; int64 `[k]`, envs that were running until a loss during
             this call or elsewhere (see `Flight`, `take_over`), or None for none.
         """
-        was_lost = self._was_lost_elsewhere
-        if was_lost.any():
-            self._was_lost_elsewhere = np.zeros(self.num_envs, bool)
+        was_lost = self.states.values == State.CUT
         if auto_reset:
             self.write_reset_masks(None)
             self.reset_envs(self.all_ids)
@@ -281,7 +307,7 @@ class Engine(Calls):
             return needs_reset, None
         fresh = needs_reset & ~was_lost
         positions = self.positions
-        running = np.flatnonzero(~fresh).tolist() if positions.has_interrupted else []
+        running = np.flatnonzero(~fresh).tolist() if positions.has_interrupted or was_lost.any() else []
         flags = {
             i: {leaf.key: positions.latest_root(i)[leaf.key].copy() for leaf in self.specs[i].done} for i in running
         }

@@ -7,6 +7,7 @@ State           Meaning
 NEEDS_RESET     it was never reset, or a loss, an exception or an interrupt has taken its episode
 RUNNING         in an episode
 ENDED           its latest row ended its episode
+CUT             its episode was ended from outside: the next step of all envs has a truncated row in its place
 STEPPING        it has a STEP; its answer is not taken yet
 STEP_RESETTING  it has a STEP_RESET, likewise
 RESETTING       it has a RESET, likewise
@@ -33,9 +34,10 @@ class State(IntEnum):
     NEEDS_RESET = 0
     RUNNING = 1
     ENDED = 2
-    STEPPING = 3
-    STEP_RESETTING = 4
-    RESETTING = 5
+    CUT = 3
+    STEPPING = 4
+    STEP_RESETTING = 5
+    RESETTING = 6
 
 
 class Event(IntEnum):
@@ -51,6 +53,7 @@ class Event(IntEnum):
     IS_ALLOWED: the caller may step it without a reset (a facade whose host leaves that check to the env; a restored
         state).
     IS_OVER: its state was restored, and its episode had ended.
+    IS_CUT: another instance takes its place, or the executor continues the batch of another one that was lost.
     """
 
     STEP = Op.STEP
@@ -64,6 +67,7 @@ class Event(IntEnum):
     IS_WITHDRAWN = 9
     IS_ALLOWED = 10
     IS_OVER = 11
+    IS_CUT = 12
 
 
 _UNDONE = {Event.FAILS: State.NEEDS_RESET, Event.IS_LOST: State.NEEDS_RESET, Event.IS_BROKEN_OFF: State.NEEDS_RESET}
@@ -76,26 +80,35 @@ _IDLE = {
 
 #: State -> event -> state.
 FOLLOWS: dict[State, dict[Event, State]] = {
-    State.NEEDS_RESET: _IDLE,
-    State.RUNNING: {Event.STEP: State.STEPPING, Event.STEP_RESET: State.STEP_RESETTING, **_IDLE},
-    State.ENDED: _IDLE,
+    State.NEEDS_RESET: {**_IDLE, Event.IS_CUT: State.NEEDS_RESET},
+    State.RUNNING: {
+        Event.STEP: State.STEPPING,
+        Event.STEP_RESET: State.STEP_RESETTING,
+        **_IDLE,
+        Event.IS_CUT: State.CUT,
+    },
+    State.ENDED: {**_IDLE, Event.IS_CUT: State.ENDED},
+    State.CUT: {**_IDLE, Event.IS_CUT: State.CUT},
     State.STEPPING: {
         Event.ANSWERED: State.RUNNING,
         Event.ENDS: State.ENDED,
         Event.IS_WITHDRAWN: State.RUNNING,
         **_UNDONE,
+        Event.IS_CUT: State.STEPPING,
     },
     State.STEP_RESETTING: {
         Event.ANSWERED: State.RUNNING,
         Event.ENDS: State.ENDED,
         Event.IS_WITHDRAWN: State.RUNNING,
         **_UNDONE,
+        Event.IS_CUT: State.STEP_RESETTING,
     },
     State.RESETTING: {
         Event.ANSWERED: State.RUNNING,
         Event.ENDS: State.ENDED,
         Event.IS_WITHDRAWN: State.NEEDS_RESET,
         **_UNDONE,
+        Event.IS_CUT: State.RESETTING,
     },
 }
 
@@ -103,6 +116,7 @@ FOLLOWS: dict[State, dict[Event, State]] = {
 REFUSED_WITH: dict[State, type[EnvherdError]] = {
     State.NEEDS_RESET: ResetNeeded,
     State.ENDED: ResetNeeded,
+    State.CUT: ResetNeeded,
     State.STEPPING: Busy,
     State.STEP_RESETTING: Busy,
     State.RESETTING: Busy,
@@ -113,7 +127,7 @@ _IMPOSSIBLE_BYTE = 255  # searching bytes takes a tenth of the time of an array,
 #: `FOLLOWS` as bytes: int8 `[event, state]`, the state that follows; -1 where nothing can.
 NEXT = state_tables.as_bytes(FOLLOWS)
 _NEXT = [bytes(row).ljust(256, bytes([_IMPOSSIBLE_BYTE])) for row in NEXT]
-_NEEDS_RESET, _RUNNING, _ENDED = int(State.NEEDS_RESET), int(State.RUNNING), int(State.ENDED)
+_NEEDS_RESET, _RUNNING = int(State.NEEDS_RESET), int(State.RUNNING)
 _FIRST_UNDER_WAY = np.int8(State.STEPPING)  # comparing it takes half the time of an int
 
 
@@ -149,8 +163,8 @@ class EnvStates:
 
     @property
     def needs_reset(self) -> np.ndarray:
-        """Envs that must be reset before a step: NEEDS_RESET or ENDED; bool `[N]`, fresh."""
-        return (self.values == _NEEDS_RESET) | (self.values == _ENDED)
+        """Envs that must be reset before a step of theirs: NEEDS_RESET, ENDED or CUT; bool `[N]`, fresh."""
+        return (self.values != _RUNNING) & (self.values < _FIRST_UNDER_WAY)
 
     @property
     def under_way(self) -> np.ndarray:

@@ -52,7 +52,7 @@ from envherd.executor.protocol.side_data import SideData
 from envherd.executor.start.waiting import DeadlinePassed
 from envherd.workers.errors import EnvherdError, InternalError, ResetNeeded
 from envherd.workers.messages import Prepare
-from envherd.workers.protocol import RESET, STEP, STEP_RESET, Flag, Op
+from envherd.workers.protocol import OP_BITS, RESET, STEP, STEP_RESET, Flag, Op
 
 #: `(env_ids [k], columns [k] of their steps, replace)`: calls `replace` and resets the envs.
 Renew = Callable[[np.ndarray, np.ndarray, Callable[[], None]], None]
@@ -216,6 +216,7 @@ class Flights:
         concerned = self.all_ids if ids is None else ids
         is_whole = ids is None and op != RESET and cut is None
         if not (is_whole and resets is None and self.states.are_running()):
+            cut = _some(np.flatnonzero(self.states.values == State.CUT)) if is_whole else cut
             self._check(op, concerned, resets, cut)
         if op == RESET and self.renewal is not None:
             self.renewal.before_resets(concerned, self.losses.lose)
@@ -230,7 +231,7 @@ class Flights:
         flight.is_parked = is_parked
         self.current = flight  # 1
         try:
-            if is_whole and self.native is not None and not (self.pool.absent or flags):
+            if is_whole and cut is None and self.native is not None and not (self.pool.absent or flags):
                 flight.resets = resets
                 self.native.give(op, resets, self.positions.where.in_c, at, self.pool.serve)
             else:
@@ -282,6 +283,7 @@ class Flights:
             states.start(cut, Op.RESET, at + positions.where.root_ahead)
         elif cut is not None:
             states.ops[cut], states.columns[cut] = int(op), at  # no worker gets it, and its row is complete
+            states.move(cut, Event.IS_LOST)
 
     def _submit(self, flight: Flight, flags: int) -> None:
         pool, op, target, ids, cut = self.pool, flight.op, self.positions.where.target, flight.ids, flight.cut
@@ -309,7 +311,8 @@ class Flights:
     def land(self, flight: Flight, timeout_s: float | None = None) -> None:
         """Wait for a flight and handle the outcome; see `Flight.land`."""
         if flight.is_parked:
-            if not self.states.under_way[flight.ids].all():
+            given = flight.ids if flight.cut is None or flight.op != STEP else np.setdiff1d(flight.ids, flight.cut)
+            if not self.states.under_way[given].all():
                 raise ResetNeeded(f"{call_name()} failed: its step or reset was interrupted. Reset the envs.")
             flight.is_parked, flight.outer, self.current = False, self.current, flight
         self._wait(flight, timeout_s)
@@ -556,6 +559,21 @@ class Flights:
     def let_finish(self, sent: np.ndarray) -> None:
         """Wait until sent envs, int64 `[k]`, have answered or their worker is lost; the answers remain for `recv`."""
         self.pool.wait_some(sent, len(sent), self._options.step_timeout_s, self._options.reset_timeout_s)
+
+    def end_episodes(self, env_ids: np.ndarray) -> None:
+        """End the episodes of envs, int64 `[k]`, whose instances will be replaced, as a loss would.
+
+        Those that were sent finish their steps first, and their answers count as lost.
+
+        Raises:
+            Busy: a parked flight, which lands its envs as one, has some of them.
+        """
+        sent = env_ids[self.states.under_way[env_ids]]
+        self.states.check(Op.RESET, sent[self.pool.words.command[sent] & (Flag.EACH << OP_BITS) == 0])
+        self.let_finish(sent)
+        self.states.move(env_ids, Event.IS_CUT)
+        self.pool.words.answers_lost[sent] = True  # 7
+        self._num_settled = -1
 
     def _settle_sent(self) -> None:
         """Handle failures of sent envs: raise, or make a successor reset lost envs."""

@@ -6,6 +6,7 @@ Also check that the envs which were built have specs that fit together.
 from __future__ import annotations
 
 import copy
+import errno
 import functools
 import importlib.util
 import itertools
@@ -28,11 +29,14 @@ from envherd.workers.build import (
     check_factory,
     describe,
     interpreter_of,
+    kwargs_error,
     modules_of,
     pickle_factory,
 )
 from envherd.workers.errors import FactoryError, SpecError
+from envherd.workers.messages import Prepare
 from envherd.workers.seeding import as_root_seed
+from envherd.workers.sending.pickling import dumps
 
 #: A factory or a name of an env (see `env_names`), or a list of them.
 MakeEnv = Factory | str | Sequence[Factory | str]
@@ -43,12 +47,12 @@ EnvKwargs = dict[str, Any] | Sequence[dict[str, Any]] | None
 _BROUGHT_IN = {"torchrl.envs.libs.gym": "stable_baselines3"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Blueprint:
-    """The description of a pool.
+    """The description of a pool. The pool and its crew have the same object, which only `take_calls` changes.
 
     Attributes:
-        factories: one pickled factory per env.
+        factories: one per env, pickled; in a serial pool, itself.
         env_kwargs: keyword arguments of each call.
         blocks: env ids of each worker: contiguous, ascending, none empty.
         root_seed: see `workers.seeding`.
@@ -57,9 +61,11 @@ class Blueprint:
         starts: of each env, what changes the settings of its worker, or None; empty if nothing does. Those of a worker
             do the same.
         references: what names the factory of each env, see `named.reference_of`.
+        callables: the factory of each env itself.
+        draw: `(factories, env_kwargs)`: returns the blueprint of such a pool for others.
     """
 
-    factories: tuple[bytes, ...]
+    factories: tuple[Any, ...]
     env_kwargs: tuple[dict[str, Any], ...]
     blocks: tuple[tuple[int, ...], ...]
     root_seed: int
@@ -67,10 +73,18 @@ class Blueprint:
     interpreters: tuple[str | None, ...] = ()
     starts: tuple[Callable[[dict[str, Any]], None] | None, ...] = ()
     references: tuple[dict[str, Any], ...] = ()
+    callables: tuple[Any, ...] = ()
+    draw: Any = None
 
     def envs_of(self, worker_ids: Iterable[int]) -> np.ndarray:
         """Return the ids of all envs of some workers, int64 `[k]`, ascending."""
         return np.array(sorted(i for w in worker_ids for i in self.blocks[w]), np.int64)
+
+    def take_calls(self, env_ids: Sequence[int], other: Blueprint) -> None:
+        """Replace the factory calls of some envs by all those of another blueprint, in that order."""
+        for name in ("factories", "env_kwargs", "references", "callables"):
+            new = dict(zip(env_ids, getattr(other, name), strict=False))
+            setattr(self, name, tuple(new.get(i, one) for i, one in enumerate(getattr(self, name))))
 
     def equal_call_before(self, env_id: int, worker_id: int) -> int | None:
         """Return an env of a worker that an equal call built before this one, or None."""
@@ -226,6 +240,8 @@ def draw(
         preload=preload,
         interpreters=tuple(map(interpreter_of, factories)),
         references=() if options.capsules is None else tuple(map(reference_of, factories)),
+        callables=tuple(factories),
+        draw=lambda others, kwargs: draw(others, kwargs, len(others), 0, options),
     )
 
 
@@ -233,7 +249,15 @@ def serial_blueprint(factories: list[Factory], env_kwargs: EnvKwargs, seed: int 
     """Return the blueprint of a serial pool: nothing is pickled."""
     kwargs = tuple(copy.copy(one) for one in as_kwargs(len(factories), env_kwargs))
     references = tuple(map(reference_of, factories))
-    return Blueprint((), kwargs, spread(len(factories), 1), as_root_seed(seed), references=references)
+    return Blueprint(
+        factories=tuple(factories),
+        env_kwargs=kwargs,
+        blocks=spread(len(factories), 1),
+        root_seed=as_root_seed(seed),
+        references=references,
+        callables=tuple(factories),
+        draw=lambda others, others_kwargs: serial_blueprint(others, others_kwargs, 0),
+    )
 
 
 def check_agreement(specs: Sequence[EnvSpec], factories: Sequence[Factory], kwargs: Sequence[dict[str, Any]]) -> None:
@@ -270,6 +294,13 @@ def _check_kwargs(kwargs: tuple[dict[str, Any], ...]) -> None:
                     f"env_kwargs failed: expected plain arguments, got an env ({type(value).__name__}) as {name!r}. "
                     f"Build envs inside make_env."
                 )
+    try:
+        dumps([Prepare(env_id=0, call=(b"", one)) for one in kwargs], shares=True)
+    except Exception as error:
+        if not isinstance(error, MemoryError) and getattr(error, "errno", None) not in (
+            *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN),  # limits of the machine
+        ):  # else no argument is to blame; the start reports it
+            raise kwargs_error(kwargs, error) from error
 
 
 def _is_brought_in(module: str) -> bool:

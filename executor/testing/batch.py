@@ -15,7 +15,6 @@ from envherd.executor.parallel import ParallelEnv
 from envherd.executor.pools.serial_pool import SerialPool
 from envherd.executor.serial import SerialEnv
 from envherd.shm.specs import EnvSpec, Key, LeafSpec
-from envherd.workers.build import Factory
 from envherd.workers.errors import EnvError
 
 #: One env's leaves: copies of arrays, and side-channel values.
@@ -105,9 +104,9 @@ def in_workers(
 class _CountingPool(SerialPool):
     """Counts the calls of `step` and `reset` of native envs whose methods can be replaced."""
 
-    def _build(self, env_id: int, factory: Factory) -> None:
+    def _build(self, env_id: int) -> None:
         self._counts = getattr(self, "_counts", {"step": 0, "reset": 0, "missed": 0})
-        super()._build(env_id, factory)
+        super()._build(env_id)
         env = self.adapters[env_id].env
         for name in ("step", "reset"):
             try:

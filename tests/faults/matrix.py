@@ -49,6 +49,7 @@ STATES: dict[str, tuple[str, str]] = {
     "sent": ("step", "between `send` and `recv`"),
     "rollout": ("step", "in a `rollout`"),
     "render": ("render", "in a request: `render`, `call`, `get`"),
+    "rebuild": ("construct", "in the new factory of a `rebuild`"),
     "close": ("close", "in `close`"),
 }
 
@@ -92,7 +93,8 @@ class Cell:
     @property
     def is_mended(self) -> bool:
         """Whether nothing is raised: the envs' rows are interrupted."""
-        return self.policy == ("interrupt" if self.kind == "raises" else "restart") and self.state != "render"
+        mending = "interrupt" if self.kind == "raises" else "restart"
+        return self.policy == mending and self.state not in ("render", "rebuild")
 
     @property
     def is_possible(self) -> bool:
@@ -135,6 +137,11 @@ QUICK = {
     Cell("kill", "step", "raise", "spawn"),
     Cell("term", "rollout"),
     Cell("kill", "render"),
+    Cell("kill", "rebuild"),
+    Cell("gil", "rebuild"),
+    Cell("value_error", "rebuild", "interrupt"),
+    Cell("segfault", "rebuild", "restart"),
+    Cell("unprintable", "rebuild", "raise", "portable"),
     Cell("gil", "build"),
     Cell("stop", "step"),
     Cell("gil", "step"),
@@ -187,7 +194,7 @@ def drive(cell: Cell, flag: Path) -> Finding:
         FaultyEnv, cell.fault, at=at, episode=1 if cell.state == "reset" else 0, flag=str(flag)
     )
     envs: list[Callable[[], Any]] = [functools.partial(CountingEnv, 1_000_000)] * NUM_ENVS
-    envs[VICTIM] = breaking if at else envs[VICTIM]
+    envs[VICTIM] = breaking if at and cell.state != "rebuild" else envs[VICTIM]
     options = ExecutorOptions(
         start_method=cell.start_method,  # type: ignore[arg-type]
         on_worker_loss="raise" if cell.policy == "interrupt" else cell.policy,  # type: ignore[arg-type]
@@ -195,7 +202,7 @@ def drive(cell: Cell, flag: Path) -> Finding:
         step_timeout_s=DEADLINE_S if cell.kind == "hangs" else 30.0,
         reset_timeout_s=DEADLINE_S * 3 if cell.kind == "hangs" else 30.0,
         build_timeout_s=(4.0 if cell.start_method == "zygote" else 12.0)
-        if (cell.kind, cell.state) == ("hangs", "build")
+        if cell.kind == "hangs" and cell.state in ("build", "rebuild")
         else 60.0,
         close_timeout_s=DEADLINE_S if cell.state == "close" else 5.0,
     )
@@ -206,7 +213,7 @@ def drive(cell: Cell, flag: Path) -> Finding:
         others = "no executor"
     else:
         with make() as env:
-            seen, seconds, others = _break_and_go_on(cell, env)
+            seen, seconds, others = _break_and_go_on(cell, env, breaking)
             began = time.monotonic()
             env.close()
             closing = time.monotonic() - began
@@ -218,7 +225,7 @@ def drive(cell: Cell, flag: Path) -> Finding:
     return Finding(_brief(seen), seconds, others, "nothing")
 
 
-def _break_and_go_on(cell: Cell, env: Any) -> tuple[Any, float, str]:
+def _break_and_go_on(cell: Cell, env: Any, breaking: Callable[[], Any]) -> tuple[Any, float, str]:
     env.reset()
     for _ in range(1 if cell.state in ("step", "idle", "sent") else 0):
         env.step_and_maybe_reset(actions())
@@ -227,7 +234,8 @@ def _break_and_go_on(cell: Cell, env: Any) -> tuple[Any, float, str]:
     pids = env.call("pid")
     if cell.state == "idle":
         os.kill(pids[VICTIM], FROM_OUTSIDE[cell.fault])
-    seen, seconds = _catch(functools.partial(CALLS[cell.state], env))
+    call = functools.partial(env.rebuild, [VICTIM], factories=breaking)
+    seen, seconds = _catch(call if cell.state == "rebuild" else functools.partial(CALLS[cell.state], env))
     _check_states(cell, env)
     if cell.is_mended:
         assert seen is None, f"expected rows marked interrupted, got {seen!r}"
@@ -241,7 +249,7 @@ def _break_and_go_on(cell: Cell, env: Any) -> tuple[Any, float, str]:
         return seen, seconds, "go on, all"
     _demand(cell, seen)
     if cell.kind == "raises":
-        assert (env.call("pid"), env.statistics().env_errors) == (pids, int(cell.state != "render"))
+        assert (env.call("pid"), env.statistics().env_errors) == (pids, int(cell.state not in ("render", "rebuild")))
     if cell.kind == "raises" or cell.policy == "restart":
         others = _step_on(env, [NEIGHBOUR, BYSTANDER] if cell.kind == "raises" else [BYSTANDER])
         env.reset()
@@ -295,6 +303,8 @@ def _check_states(cell: Cell, env: Any) -> None:
     events = {NEIGHBOUR: undisturbed if cell.kind == "raises" else broken, VICTIM: broken, BYSTANDER: undisturbed}
     if not is_given and (cell.kind == "raises" or cell.policy == "restart"):
         events = dict.fromkeys(events, undisturbed)  # the next command takes up a loss
+    if cell.state == "rebuild":
+        events[VICTIM] = [Event.IS_CUT, *events[VICTIM]]
     if cell.state in ("sent", "idle"):  # some may have answered before the loss, or were not given the command
         events = {VICTIM: broken}
     for env_id, happened in events.items():
@@ -370,13 +380,13 @@ def _catch(call: Callable[[], Any]) -> tuple[Any, float]:
 def _demand(cell: Cell, seen: Any) -> None:
     """Require the expected exception, with env, worker, pid and signal, and the rows of the other envs."""
     expected: Any = {"raises": EnvError, "ends": WorkerLost, "hangs": WorkerTimeout}[cell.kind]
-    if cell.state == "build" and cell.kind == "raises":
+    if cell.state in ("build", "rebuild") and cell.kind == "raises":
         expected = FactoryError
     assert isinstance(seen, expected), f"expected {expected.__name__}, got {seen!r}"
     is_alone = cell.kind == "raises"
     assert seen.env_ids == (VICTIM,) if is_alone else {VICTIM} <= {*seen.env_ids} <= {NEIGHBOUR, VICTIM}
     assert (seen.context["pid"] > 0, seen.context["worker_id"]) == (True, 0)
-    if cell.state in ("build", "step", "reset"):
+    if cell.state in ("build", "step", "reset", "rebuild"):
         assert seen.context["phase"] == cell.state
     if cell.state == "step":
         assert seen.partial["observation"][:, 1].tolist() == [2 if is_alone else 1, 1, 2]

@@ -241,28 +241,3 @@ def test_the_episode_is_written_to_a_capsule(make, tmp_path):
 def test_where_an_exception_ends_more_than_an_episode_is_refused(make):
     with pytest.raises(ValueError, match=r"batches of rows \(\(2,\)\) failed: expected on_env_error='raise'"):
         make(2, functools.partial(gymnasium.make_vec, "CartPole-v1", 2, vectorization_mode="sync"), options=INTERRUPT)
-
-
-class Changing(CountingEnv):
-    """Its second instance has another spec."""
-
-    num_built = 0
-
-    def __init__(self):
-        Changing.num_built += 1
-        super().__init__(size=2 * (Changing.num_built > 1))
-
-    def reset(self, seed, options=None):
-        if self.episode == 0:
-            raise ValueError("no second episode")
-        return super().reset(seed, options)
-
-
-def test_a_new_instance_must_be_like_the_one_before(monkeypatch):
-    monkeypatch.setattr(Changing, "num_built", 0)
-    with SerialEnv(1, Changing, options=INTERRUPT) as env:
-        env.reset()
-        with pytest.raises(EnvError, match=r"a new instance with the spec of the one before, got another: .*pixels"):
-            env.reset()
-        monkeypatch.setattr(Changing, "num_built", 0)
-        assert counters(env.reset()) == [0]

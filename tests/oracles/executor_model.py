@@ -1,4 +1,4 @@
-"""An explorer of the real executor over simulated workers: calls, answers, ends, faults, losses and interrupts.
+"""An explorer of the real executor over simulated workers: calls, answers, ends, faults, losses, rebuilds, interrupts.
 
 `env_model` explores the table of states; this explores what carries it out: `Flights`, `EnvStates`, `Positions`, the
 fast step, and the sends and receives in C. In each state that it meets, it makes the call (every other time: a legal
@@ -10,9 +10,9 @@ Checked after every call:
 - an instance was stepped only in an episode, and once for each row that a call returned;
 - the row of a step that was lost, or that raised, repeats the env's root before it;
 - the columns of a rollout follow from each other, and the first one from the root before it;
-- a RUNNING env is in an episode, and the executor's root of it is its instance's latest row, without a done flag; its
-  worker serves, unless it was found dead while an interrupt was got over: the next command is then answered by that
-  loss, with an interrupted row;
+- a RUNNING env is in an episode, its factory is the one that the executor names, and the executor's root of it is its
+  instance's latest row, without a done flag; its worker serves, unless it was found dead by a request or while an
+  interrupt was got over: the next command is then answered by that loss, with an interrupted row;
 - the root of an env that must be reset has a done flag;
 - an env owes an answer only if its state says so; the row of an answer that was not taken is where the command says;
 - at the end all envs run again.
@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from envherd.executor import Busy, EnvError, ResetNeeded, WorkerLost
+from envherd.executor import Busy, EnvError, FactoryError, ResetNeeded, WorkerLost
 from envherd.executor.protocol.env_states import State
 from envherd.workers.errors import InternalError
 from tests.faults.test_interrupts import Interrupt
@@ -41,7 +41,7 @@ from tests.oracles.simulated import ENDS, GOES_ON, RAISES, RESET_RAISES, Fate, S
 
 ACTIONS = (GOES_ON,) * 5 + (ENDS,) * 3 + (RAISES, RESET_RAISES)
 FATES = (Fate.PROMPT,) * 7 + (Fate.LATE,) * 2 + (Fate.DIES_BEFORE, Fate.DIES_AFTER)
-EXPECTED = (EnvError, WorkerLost, ResetNeeded, Busy, TimeoutError)
+EXPECTED = (EnvError, FactoryError, WorkerLost, ResetNeeded, Busy, TimeoutError)
 
 
 class Explorer:
@@ -108,6 +108,7 @@ class Explorer:
                 events[f"send {ids} {fused}"] = functools.partial(self._send, ids, maybe_reset=fused)
             events[f"recv {ids}"] = functools.partial(self._recv, env_ids=list(ids))
             if ids == tuple(sorted(ids)):
+                events[f"rebuild {ids}"] = functools.partial(self._rebuild, ids)
                 events[f"reset {ids}"] = functools.partial(self._env.reset, self._mask(ids))
         for least in range(1, num_envs + 1):
             events[f"recv at least {least}"] = functools.partial(self._recv, least)
@@ -141,8 +142,8 @@ class Explorer:
         data = self._env.rollout(2, self._act, auto_reset=auto_reset, break_when_any_done=break_when_any_done)
         roots, nexts = data["observation"].squeeze(-1).tolist(), data["next", "observation"].squeeze(-1).tolist()
         done = data["next", "done"].squeeze(-1).tolist()
-        interrupted = data["next"].get("interrupted", torch.zeros_like(data["next", "done"])).squeeze(-1)
-        assert not data["next", "reward"].squeeze(-1)[interrupted.bool()].any()
+        interrupted = data["next"].get("interrupted", data["next", "truncated"]).squeeze(-1)  # no env truncates itself
+        assert not data["next", "reward"].squeeze(-1)[interrupted].any()
         for env_id, known in enumerate(self._known):
             before = known and (known[0], known[1] or auto_reset)
             for t, (root, row, is_lost) in enumerate(
@@ -163,6 +164,13 @@ class Explorer:
             td = self._env.recv(min_envs, **how)
             self._received = td["env_ids"]
             self._check_rows(td, td["env_ids"].tolist())
+
+    def _rebuild(self, ids: tuple[int, ...]) -> None:
+        made = [functools.partial(Scripted, self._rng.random()) for _ in ids]
+        if self._rng.random() < 0.3:
+            made[-1] = functools.partial(Scripted)  # raises: it lacks the argument
+        self._env.rebuild(list(ids), factories=made)
+        assert not self._env._pool.slab.words["episode"][list(ids)].any()
 
     def _current(self) -> None:
         if self._received is None or self._rng.random() < 0.3:
@@ -204,7 +212,8 @@ class Explorer:
         self._trail[-1] += f" ({interrupt.where})"
         lost = set(pool.lost)
         is_over_an_interrupt = self._is_recovering or bool(interrupt.where)
-        self._unreported = lost if is_over_an_interrupt else self._unreported & lost
+        # A request that finds a loss raises it; with "restart", the envs' next command reports it once more.
+        self._unreported = lost if is_over_an_interrupt or name.startswith("rebuild") else self._unreported & lost
         self._is_recovering = bool(interrupt.where)
         self._check()
 
@@ -212,10 +221,10 @@ class Explorer:
         """Return calls that the states of the envs allow."""
         states = self._env._engine.states
         if states.under_way.any():
-            return ["recv at least 1", "recv all"]
-        if states.needs_reset.any():
+            return ["recv at least 1", "recv all", "rebuild (0,)"]
+        if (states.needs_reset & (states.values != State.CUT)).any():
             return ["reset"]
-        return ["step", "fused", "rollout that goes on", "rollout of a part"]
+        return ["step", "fused", "rollout that goes on", "rollout of a part", "rebuild (0,)"]
 
     def _state(self) -> Any:
         """Return what tells states apart, as far as that decides what a call does."""
@@ -239,7 +248,7 @@ class Explorer:
 
     def _check_rows(self, td: TensorDict, ids: Any) -> None:
         """Check the transitions of a call: those that the envs' latest steps have returned."""
-        interrupted = td["next"].get("interrupted", torch.zeros(len(td), 1)).flatten().tolist()
+        interrupted = td["next"].get("interrupted", td["next", "truncated"]).flatten().tolist()
         for i, env_id in enumerate(ids):
             env = self._env._pool.envs[env_id]
             row = td["next", "observation"][i].item()
@@ -295,8 +304,8 @@ class Explorer:
             has_row = not (is_owed or pool.words.answers_lost[env_id] or env_id in pool.outcome.faults)
             if has_row and pool.is_serving(worker_id) and not pool.words.status[env_id] and env.stepped is not None:
                 row = engine.positions.row_at(env_id, int(engine.states.columns[env_id]))
-                row_number = int(row["next", "observation"][0])
-                assert row_number == env.stepped, f"{what}: its step is {env.stepped}, the row {row_number}"
+                row_number, is_cut = int(row["next", "observation"][0]), bool(row["next", "truncated"][0])
+                assert is_cut or row_number == env.stepped, f"{what}: its step is {env.stepped}, the row {row_number}"
             return
         assert not is_owed or worker_id in pool.lost, f"{what} owes an answer"
         root = engine.positions.latest_root(env_id)
@@ -305,8 +314,9 @@ class Explorer:
         if state is State.RUNNING:
             assert pool.is_serving(worker_id) or worker_id in self._unreported, f"{what}: its worker was lost"
             assert env.is_in_episode, f"{what}: its instance is not in an episode"
+            assert (env.task,) == pool.blueprint.factories[env_id].args, f"{what}: its instance is of another task"
             assert (row, is_done) == (env.latest, False), f"{what}: at {env.latest}, the root is {row, is_done}"
-        elif state is State.ENDED or row:
+        elif state is State.ENDED or (row and state is not State.CUT):
             assert is_done, f"{what}: its root does not say so"
 
     def _check_that_all_run_again(self) -> None:

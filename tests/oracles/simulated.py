@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -19,7 +21,8 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.guests.portable import PortablePool
 from envherd.executor.pools import fast_commands, worker_pool
 from envherd.executor.pools.worker_pool import WorkerPool
-from envherd.executor.sending.blueprint import Blueprint
+from envherd.executor.processes.error_messages import worker_lost
+from envherd.executor.sending.blueprint import Blueprint, serial_blueprint
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, SlabPlan, Storage, StoragePlan
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
@@ -53,6 +56,7 @@ class Scripted(PlainEnv):
         has_ended: whether its latest row is done.
         stepped: the number of its latest step's row; None if it raised, or was handed out.
         faults: calls that it must not get, but got.
+        task: a number; its factory passes it.
     """
 
     spec = EnvSpec(observation=(LEAF,), action=(LeafSpec(("action",), (), "int64", Discrete(4)),), family="plain")
@@ -60,7 +64,8 @@ class Scripted(PlainEnv):
     #: Rows of steps after which the reset raised. The worker may have died then, and a new instance knows no step.
     unreset: ClassVar[set[int | None]] = set()
 
-    def __init__(self) -> None:
+    def __init__(self, task: float) -> None:
+        self.task = task
         self.latest: int | None = None
         self.stepped: int | None = None
         self.is_in_episode = self.has_ended = self._reset_raises = False
@@ -93,6 +98,9 @@ class Scripted(PlainEnv):
         self.stepped = self.latest
         return row, [0.0], self.has_ended, False
 
+    def close(self) -> None:
+        self.is_in_episode = False
+
 
 class _Channel:
     is_in_frame = has_unsent = False
@@ -105,6 +113,7 @@ class SimulatedWorker:
     Attributes:
         envs: env id -> env.
         is_alive: whether it has not died.
+        answers: number of a question -> the answer.
     """
 
     root_seed: int | None = None
@@ -112,18 +121,20 @@ class SimulatedWorker:
     pid = 0
     gpu: str | None = None
 
-    def __init__(self, worker_id: int, generation: int, env_ids: Sequence[int], options: ExecutorOptions) -> None:
+    def __init__(self, worker_id: int, generation: int, blueprint: Blueprint, options: ExecutorOptions) -> None:
         self.worker_id, self.generation, self.channel, self.is_alive = worker_id, generation, _Channel(), True
-        self.envs = {env_id: Scripted() for env_id in env_ids}
+        self._factories = {i: blueprint.factories[i] for i in blueprint.blocks[worker_id]}
+        self.envs = {env_id: factory() for env_id, factory in self._factories.items()}
         self.frames: deque[dict[str, Any]] = deque()
+        self.answers: dict[int, dict[str, Any]] = {}
         self.inbox: deque[Callable[[Block], None]] = deque()
         self._num_read = 0
         adapters = {env_id: PlainAdapter(env) for env_id, env in self.envs.items()}
         self._block = Block(worker_id, adapters, 0, self.frames.append, options.for_block())
-        self._block.build_again = self._build_again
+        self._block.build_again, self._block.forget = self._build_again, lambda _: None
 
-    def _build_again(self, env_id: int, _: Adapter) -> Adapter:
-        before, rebuilt = self.envs[env_id], Scripted()
+    def _build_again(self, env_id: int, *call: Any) -> Adapter:
+        before, rebuilt = self.envs[env_id], (call[0] if call else self._factories[env_id])()
         rebuilt.stepped, rebuilt.faults = before.stepped, before.faults  # the row of a step is not handed out yet
         self.envs[env_id] = rebuilt
         return PlainAdapter(rebuilt)
@@ -185,7 +196,7 @@ class SimulatedCrew:
         self.envs_in_python: list[str] = []
 
     def _launch(self, worker_id: int, generation: int) -> SimulatedWorker:
-        return SimulatedWorker(worker_id, generation, self.blueprint.blocks[worker_id], self._options)
+        return SimulatedWorker(worker_id, generation, self.blueprint, self._options)
 
     def start(self) -> list[EnvSpec]:
         return [Scripted.spec for block in self.blueprint.blocks for _ in block]
@@ -213,9 +224,18 @@ class SimulatedCrew:
     def replace(self, worker_id: int) -> None:
         self.workers[worker_id] = self._launch(worker_id, self.workers[worker_id].generation + 1)
 
-    def mail(self, worker_id: int, message: messages.Message) -> None:
-        assert isinstance(message, messages.Prepare)
-        self._mail(self.workers[worker_id], lambda block: block.prepare(message))
+    def mail(self, worker_id: int, message: Any, **_: Any) -> None:
+        worker = self.workers[worker_id]
+        if isinstance(message, messages.Prepare):
+            self._mail(worker, lambda block: block.prepare(message))
+        else:
+            self._mail(worker, lambda block: worker.answers.update({message.number: block.ask(message)}))
+
+    def await_frame(self, worker_id: int, phase: str, _: float | None, number: int) -> dict[str, Any]:
+        worker: Any = self.workers[worker_id]
+        if number not in worker.answers:
+            raise worker_lost(worker, self.blueprint.blocks[worker_id], phase)
+        return worker.answers[number]
 
     def _mail(self, worker: SimulatedWorker, deed: Callable[[Block], None]) -> None:
         worker.inbox.append(deed)
@@ -265,8 +285,8 @@ class SimulatedPool(WorkerPool):
     crew: Any
 
     def __init__(self, blocks: Sequence[Sequence[int]], options: ExecutorOptions) -> None:
-        num_envs = sum(map(len, blocks))
-        blueprint = Blueprint((b"",) * num_envs, ({},) * num_envs, tuple(map(tuple, blocks)), 0)
+        plan = serial_blueprint([partial(Scripted, 0)] * sum(map(len, blocks)), None, 0)
+        blueprint = replace(plan, blocks=tuple(map(tuple, blocks)))
         super().__init__(blueprint, options)
         bells = getattr(self.crew, "bells", None)
         self.crew = SimulatedCrew(blueprint, options, self.outcome.take)
@@ -293,6 +313,10 @@ class SimulatedPool(WorkerPool):
     def _look_around(self) -> None:
         self._run_late()
         super()._look_around()
+
+    def _answer(self, *question: Any) -> Any:
+        self._run_late()
+        return super()._answer(*question)
 
     def _after(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that makes a call, and lets workers answer it."""

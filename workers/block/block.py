@@ -59,10 +59,13 @@ class Block:
             process.
 
     Attributes:
-        build_again: `(env id, its closed adapter)`: builds an env as it was built before, and returns the new adapter.
+        build_again: `(env id, *factory call)`: builds an env by that call, or without one as at the start, and returns
+            the new adapter.
+        forget: `(adapter)`: that env is closed, and another one may take its place.
     """
 
-    build_again: Callable[[int, Adapter], Adapter]
+    build_again: Callable[..., Adapter]
+    forget: Callable[[Adapter], None]
 
     def __init__(
         self,
@@ -118,7 +121,8 @@ class Block:
         """Take these envs' rows of a rollout storage, addressed as `target` from now on."""
         for slot in self.slots.values():
             sink = slot.sinks[target] = Sink(slot, storage.of_row(*slot.place), root_follows=True)
-            self._compile(slot, sink)
+            if slot.is_built:
+                self._compile(slot, sink)
 
     def _compile(self, slot: Slot, sink: Sink) -> None:
         """Compile the step of an env to a sink; it handles the global generators only if it must."""
@@ -160,7 +164,8 @@ class Block:
         for env_id, slot in self.slots.items():
             self._words["episode"][env_id] = 0 if episodes is None else episodes[env_id]
             slot.rng_state = None
-            slot.adapter.reseeded()
+            if slot.is_built:
+                slot.adapter.reseeded()
 
     def use_root_seed(self, root_seed: int) -> None:
         """Draw the seeds of episodes from a root seed."""
@@ -185,13 +190,18 @@ class Block:
             slot.rng_state = seeding.globals_state()
 
     def prepare(self, message: Prepare) -> None:
-        """Keep the extras of an env's next command."""
-        self.slots[message.env_id].prepared = message
+        """Keep the extras of an env's next command, or a factory call that replaces its present one."""
+        slot = self.slots[message.env_id]
+        if message.call is None:
+            slot.prepared = message
+        else:
+            self._close(slot)
+            slot.call = message.call
+            slot.move(Event.IS_BROKEN_OFF)
 
     def ask(self, message: Ask) -> dict[str, Any]:
         """Do something with envs that is not a step; return the answer."""
-        adapters = {env_id: slot.adapter for env_id, slot in self.slots.items()}
-        reply = answer(message, adapters, pickles=self._pickles, passes=self._passes)
+        reply = answer(message, self._adapter_of, pickles=self._pickles, passes=self._passes)
         for position, env_id in enumerate(message.env_ids):
             slot = self.slots[env_id]
             if message.what in CHANGES and slot.journal is not None:
@@ -208,6 +218,10 @@ class Block:
             elif message.what == "restore" and reply["kind"] == "values":
                 self._note_restored(slot, message.args[position])
         return reply
+
+    def _adapter_of(self, env_id: int) -> Adapter:
+        slot = self.slots[env_id]
+        return slot.adapter if slot.is_built else self._rebuild(slot)
 
     def _note_restored(self, slot: Slot, saved: Mapping[str, Any]) -> None:
         slot.move(Event.RUNS)
@@ -246,7 +260,7 @@ class Block:
             slot.prepared = None
             slot.move(Event.IS_BROKEN_OFF)
             self._keep_step(slot, op)
-            if isinstance(error, SpecError) and slot.adapter.origin:
+            if isinstance(error, SpecError) and slot.is_built and slot.adapter.origin:
                 error = SpecError(f"{error} Built by {slot.adapter.origin}.").with_traceback(error.__traceback__)
             self._report(Fault.from_exception(env_id, slot.phase, error).to_plain())
             return _FAILED
@@ -345,24 +359,20 @@ class Block:
         observation: list[Any] = self._with_own_rng(slot, "reset", lambda: adapter.reset(seed, options, mask))
         return observation
 
-    def _rebuild(self, slot: Slot) -> None:
-        """Close an env, and build a new instance in its place. If that fails, the env's next reset tries again."""
-        if slot.is_built:
-            for sink in slot.sinks.values():
-                sink.native = None  # first: C would reset the instance that is closed
-            slot.is_built = False
-            with contextlib.suppress(Exception):
-                slot.adapter.close()
+    def _rebuild(self, slot: Slot) -> Adapter:
+        """Close an env, and return a new instance in its place. If that fails, what needs the env next tries again."""
+        self._close(slot)
         outer = seeding.caller_state()
         seeding.seed_globals(seeding.build_seed(self.root_seed, self._first_env_id + slot.env_id))
         try:
-            adapter = self.build_again(slot.env_id, slot.adapter)
+            adapter = self.build_again(slot.env_id, *slot.call)
         finally:
             seeding.restore_caller(outer)
         if adapter.spec != slot.spec:
             adapter.close()
+            self.forget(adapter)
             raise SpecError(
-                f"reset failed: expected a new instance with the spec of the one before, got another: "
+                f"expected a new instance with the spec of the one before, got another: "
                 f"{slot.spec.difference(adapter.spec)}. Make the factory build equal envs at every call."
             )
         slot.adapter, slot.rng_state = adapter, None
@@ -370,6 +380,18 @@ class Block:
         for sink in slot.sinks.values():
             self._compile(slot, sink)
         slot.is_built = True
+        return adapter
+
+    def _close(self, slot: Slot) -> None:
+        """Close an env that another instance will replace, unless it is closed already; no reference to it remains."""
+        if slot.is_built:
+            for sink in slot.sinks.values():
+                sink.native = sink.step = None  # first: C would reset the instance that is closed
+            slot.is_built = False
+            with contextlib.suppress(Exception):
+                slot.adapter.close()
+            self.forget(slot.adapter)
+            slot.adapter = None
 
     def _note_info(self, slot: Slot, section: str) -> None:
         """Keep the env's info of the step or reset just made."""

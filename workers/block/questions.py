@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 from envherd.workers import plain
@@ -15,17 +15,17 @@ from envherd.workers.sending.pickling import dumps
 Passes = tuple[type[BaseException], ...]
 
 
-def answer(message: Ask, adapters: Mapping[int, Adapter], *, pickles: bool, passes: Passes = ()) -> dict[str, Any]:
+def answer(message: Ask, adapter_of: Callable[[int], Adapter], *, pickles: bool, passes: Passes = ()) -> dict[str, Any]:
     """Return the answer: the number, and one value per env in the order of the request, or the first fault."""
-    reply = _answer(message, adapters, pickles=pickles, passes=passes)
+    reply = _answer(message, adapter_of, pickles=pickles, passes=passes)
     return {**reply, "number": message.number}
 
 
-def _answer(message: Ask, adapters: Mapping[int, Adapter], *, pickles: bool, passes: Passes) -> dict[str, Any]:
+def _answer(message: Ask, adapter_of: Callable[[int], Adapter], *, pickles: bool, passes: Passes) -> dict[str, Any]:
     values = []
     for position, env_id in enumerate(message.env_ids):
         try:
-            value = _answer_one(message, adapters[env_id], position)
+            value = _answer_one(message, adapter_of(env_id), position)
             values.append(_cross(value, message, pickles=pickles))
         except passes:
             raise
@@ -63,7 +63,7 @@ def _answer_about_state(message: Ask, adapter: Adapter, position: int) -> Any:
                 f"a part of its state ({adapter.family}). ParallelEnv.branch copies it in memory."
             )
         return adapter.state_dict()
-    if message.what == "allow_steps":
+    if message.what in ("allow_steps", "rebuild"):
         return None
     if message.what == "check":
         return _why_not(adapter, message.args[position]["env"])

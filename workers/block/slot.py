@@ -54,7 +54,7 @@ class Sink:
         self.root_done = [_flags(spec, arrays[("root", *leaf.key)]) for leaf in spec.done[:3]]
         self.next_nested = [slot.writer(leaf, arrays, "next", -1) for leaf in spec.done[3:]]
         self.root_nested = [slot.writer(leaf, arrays, "root", -1) for leaf in spec.done[3:]]
-        self.step: Step = _not_compiled
+        self.step: Any = _not_compiled
         self.native: Any = None
 
 
@@ -71,8 +71,10 @@ class Slot:
     """One env with its adapter, its inputs and its sinks."""
 
     def __init__(self, env_id: int, adapter: Adapter, *, check_finite: bool) -> None:
-        self.adapter = adapter
-        self.is_built = True  # False while a new instance could not be built: the adapter is closed
+        self.adapter: Any = adapter  # None while it is not built
+        self.is_built = True  # False while a new instance was not built yet, or could not be
+        self.call: tuple[Any, ...] = ()  # of its factory: what `Prepare.call` has brought; empty for that of the start
+        self.unchecked, self.takes_tensors = adapter.unchecked, adapter.takes_tensors
         self.spec = adapter.spec
         self.check_finite = check_finite
         self.place = (0, 0)
@@ -151,7 +153,7 @@ class Slot:
                 values[index] = value
 
             return write
-        check_finite = self.check_finite and leaf.key not in self.adapter.unchecked
+        check_finite = self.check_finite and leaf.key not in self.unchecked
         return writer_for(leaf, arrays[(section, *leaf.key)], check_finite=check_finite)
 
     def leave_out(self, entries: Mapping[str, str]) -> None:
@@ -178,7 +180,7 @@ class Slot:
             if leaf.is_side:
                 self.action_readers.append(_side_reader(self, side_index))
                 side_index += 1
-            elif self.adapter.takes_tensors:
+            elif self.takes_tensors:
                 self.action_readers.append(_view_reader(inputs[("input", *leaf.key)][row]))
             else:
                 self.action_readers.append(_input_reader(leaf, inputs[("input", *leaf.key)], row))

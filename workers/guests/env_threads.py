@@ -169,10 +169,10 @@ class ThreadedBlock(Block):
             return fault or ask_one(message)
         return {**replies[0], "values": [value for reply in replies for value in reply["values"]]}
 
-    def _rebuild(self, slot: Slot) -> None:
+    def _rebuild(self, slot: Slot) -> Adapter:
         """Build a new instance of an env; as at the start, one env at a time."""
         with self._build_lock:
-            super()._rebuild(slot)
+            return super()._rebuild(slot)
 
     def _with_own_rng(self, slot: Slot, phase: str, call: Callable[[], Any]) -> Any:  # noqa: ARG002
         """Call an env; all envs share the generators."""

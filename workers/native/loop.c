@@ -347,11 +347,11 @@ static int read_mail(Loop *loop)
     i64 sent = LOAD_NUMBER(word(&loop->mail_seq, loop->worker_id));
     if (loop->mail_read >= sent)
         return 1;
+    for (Py_ssize_t i = 0; i < loop->num_envs; i++)
+        forget_step(&loop->envs[i]); /* first: a message may replace an env, which then has its memory no longer */
     PyObject *reply = PyObject_CallNoArgs(loop->check_mail);
     int goes_on = reply == NULL ? -1 : PyObject_IsTrue(reply);
     Py_XDECREF(reply);
-    for (Py_ssize_t i = 0; i < loop->num_envs; i++)
-        forget_step(&loop->envs[i]);
     loop->mail_read = sent;
     return goes_on;
 }

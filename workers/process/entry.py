@@ -216,23 +216,19 @@ class Worker:
                 return
         parts = message.worker.worker_id, adapters, message.root_seed, self._channel.send_plain, message.block
         self._block = self._calls.make_block(*parts)
-        self._block.build_again = self._build_again
+        self._block.build_again, self._block.forget = self._build_env, self._builder.forget
         listen_for_stack_requests(self._log_fd)  # an imported package may have replaced the handler
         specs = {str(env_id): adapter.spec.to_plain() for env_id, adapter in adapters.items()}
         self._channel.send_plain({"kind": "specs", "specs": specs, "why_python": self._block.why_python()})
 
-    def _build_env(self, env_id: int) -> Adapter:
+    def _build_env(self, env_id: int, *call: Any) -> Adapter:
+        """Build an env by a factory call, or without one by that of the start."""
         message = self._build
         assert message is not None
         env_ids = message.worker.env_ids
         index = env_ids.index(env_id) if env_id in env_ids else 0  # a copy of another env remains what that one is
         with current.building(current.worker(), message.block.first_env_id + env_id):
-            return self._builder.build(message.factories[index], message.env_kwargs[index])
-
-    def _build_again(self, env_id: int, closed: Adapter) -> Adapter:
-        """Build another instance of an env; see `Block`."""
-        self._builder.forget(closed)
-        return self._build_env(env_id)
+            return self._builder.build(*(call or (message.factories[index], message.env_kwargs[index])))
 
     def _enter(self, worker: WorkerInfo) -> None:
         """Make this process that worker, with the ids of messages."""
@@ -279,7 +275,7 @@ class Worker:
 
     def _on_prepare(self, message: messages.Prepare) -> None:
         assert self._block is not None
-        self._block.prepare(message)
+        self._calls.run(message.env_id, functools.partial(self._block.prepare, message))
 
     def _on_ask(self, message: messages.Ask) -> None:
         assert self._block is not None

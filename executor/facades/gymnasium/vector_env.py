@@ -111,6 +111,7 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
                 options=self._options(options),
                 copy=bool(copy),
             )
+        made.hosted = lambda env_fn, _: self._factory(env_fn, keeps_final=keeps_final)
         self._host(made, self._check_shareable)
 
     def _check_shareable(self, first: Description) -> None:

@@ -389,6 +389,7 @@ class SubprocVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is no
         env_fns = listed("SubprocVecEnv", env_fns)
         factories = [Sb3Factory(env_fn, env_id) for env_id, env_fn in enumerate(env_fns)]
         super().__init__(ParallelEnv(len(factories), factories, num_workers=num_workers, options=options))
+        self.executor.hosted = Sb3Factory
 
 
 class DummyVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's types

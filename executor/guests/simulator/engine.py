@@ -231,7 +231,7 @@ class SimulatorEngine(Calls):
             self._infos = {}
         infos = {0: {"next": None, "root": None, **self._infos}} if self._infos else {}
         if fault is not None:
-            failure = env_error([fault], 0, os.getpid())
+            failure: Any = env_error([fault], 0, os.getpid())
             return Outcome(self._row, failure, infos, has_ended=True, was_reset=False)
         return Outcome(self._row, None, infos, self._has_ended, self._was_reset)
 
@@ -348,6 +348,10 @@ class SimulatorEngine(Calls):
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         """Send the simulator a request other than a step; see `Pool.ask`. A step that was sent is made already."""
         return self.pool.ask(what, env_ids, **question)
+
+    def rebuild(self, *_: Any) -> None:
+        """Refuse to replace the simulator: its batches are views of its memory."""
+        raise ValueError("rebuild failed: expected no torch simulator in this process, got one. Make another executor.")
 
     def counts(self) -> dict[str, Any]:
         """Return the part of `Statistics` that the pool does not know."""

@@ -61,6 +61,12 @@ def random_steps(env, num_steps):
         _, root = env.step_and_maybe_reset(env.rand_action(root))
 
 
+def rebuilt(num_envs, factory, *, env_kwargs, **named):
+    env = TWO_WORKERS(num_envs, factory, env_kwargs=env_kwargs if isinstance(env_kwargs, dict) else None, **named)
+    env.rebuild(env_kwargs=env_kwargs)
+    return env
+
+
 WAYS = {
     "serial": (SerialEnv, {}),
     "parallel": (TWO_WORKERS, {}),
@@ -68,6 +74,7 @@ WAYS = {
     "threads": (functools.partial(ParallelEnv, num_workers=1), {"env_threads": True}),
     "infos": (TWO_WORKERS, {"infos": "plain"}),
     "portable": (TWO_WORKERS, {"start_method": "portable"}),
+    "rebuilt": (rebuilt, {}),
 }
 
 
@@ -166,7 +173,7 @@ def test_a_failure_is_written_and_fails_again(tmp_path, monkeypatch, fault, star
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["serial", "parallel", "in python"])
+@pytest.mark.parametrize("way", ["serial", "parallel", "in python", "rebuilt"])
 @pytest.mark.parametrize("drive", DRIVES)
 def test_a_failure_in_every_way_of_stepping(tmp_path, drive, way):
     make, options = WAYS[way]

@@ -1,0 +1,143 @@
+"""`rebuild`: another task takes the place of an env, in the same process."""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from envherd.executor import (
+    AsyncCollector,
+    Collector,
+    ExecutorOptions,
+    FactoryError,
+    ParallelEnv,
+    SpecError,
+)
+from envherd.gymnasium import AsyncVectorEnv
+from envherd.sb3 import SubprocVecEnv
+from envherd.workers.testing import CountingEnv, FaultyEnv
+from tests.executor.calls import TWO_WORKERS, both
+from tests.executor.drives import DRIVES, rolled
+
+ACTIONS = TensorDict({"action": torch.ones(4, dtype=torch.int64)}, [4])
+TASKS = [{"length": length} for length in (9, 3, 9, 4)]
+HOW: dict[str, Any] = {"make_env": CountingEnv, "seed": 5}
+WAYS: dict[str, Any] = {
+    "fused": lambda env: env.step_and_maybe_reset(ACTIONS.clone())[0],
+    "step": lambda env: env.step(ACTIONS.clone()),
+    "rollout": lambda env: env.rollout(1, lambda _: ACTIONS.clone(), auto_reset=False, break_when_any_done=False)[:, 0],
+    "sent": lambda env: env.recv(4),
+}
+
+
+@both
+@pytest.mark.parametrize("options", [{}, {"env_threads": True}, {"infos": "plain"}, {"isolate_rng": True}])
+def test_the_data_are_those_of_an_executor_that_was_made_so(make: Any, options: Any) -> None:
+    how = {**HOW, "options": ExecutorOptions(**options)}
+    with make(4, env_kwargs={"length": 9}, **how) as env, make(4, env_kwargs=TASKS, **how) as made:
+        for drive in DRIVES:
+            drive(env, 7)  # ends in the middle of episodes
+            env.rebuild([1, 3], factories=CountingEnv, env_kwargs=TASKS[1::2])
+            env.rebuild([0, 2])
+            made.set_seed(5)
+            assert all((one == other).all() for one, other in zip(drive(env, 18), drive(made, 18), strict=True))
+            env.rebuild(env_kwargs={"length": 9})
+
+
+@both
+@pytest.mark.parametrize("way", WAYS)
+def test_an_episode_that_is_broken_off_ends_with_a_truncated_row(make: Any, way: str) -> None:
+    with make(4, env_kwargs={"length": 9}, **HOW) as env:
+        env.reset()
+        before = env.step_and_maybe_reset(ACTIONS.clone())[1]["observation"]
+        if way == "sent":
+            env.send(ACTIONS.clone())
+        env.rebuild([1, 3], env_kwargs=TASKS[1::2])
+        data = WAYS[way](env)
+        rows = data[data.get("env_ids", torch.arange(4)).argsort()]["next"]
+        is_cut = rows["truncated"] & rows["done"] & ~rows["terminated"] & (rows["reward"] == 0)
+        assert is_cut.flatten().tolist() == [False, True, False, True]
+        assert torch.equal(rows["observation"][[1, 3]], before[[1, 3]])
+
+
+@both
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        ({"factories": functools.partial(CountingEnv, size=2)}, SpecError, r"rebuild failed: .*pixels"),
+        (
+            {"factories": functools.partial(FaultyEnv, "value_error", at="construct")},
+            FactoryError,
+            "the factory raised",
+        ),
+        ({"factories": CountingEnv()}, FactoryError, "got an env"),
+        ({"factories": [CountingEnv] * 3}, ValueError, "expected 2 factories"),
+        ({"env_kwargs": {"lengths": 3}}, FactoryError, r"the factory raised TypeError: .*lengths"),
+        ({"env_kwargs": [{}] * 3}, ValueError, "expected 2 dicts"),
+    ],
+)
+def test_a_refused_rebuild_keeps_the_tasks(make: Any, call: Any, error: Any, message: str) -> None:
+    with make(4, env_kwargs=TASKS, **HOW) as env, make(4, env_kwargs=TASKS, **HOW) as made:
+        env.reset()
+        with pytest.raises(error, match=message):
+            env.rebuild([1, 2], **call)
+        env.set_seed(5)
+        assert all((one == other).all() for one, other in zip(rolled(env, 18), rolled(made, 18), strict=True))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [{"factories": functools.partial(print, threading.Lock())}, {"env_kwargs": {"size": threading.Lock()}}],
+)
+def test_what_cannot_be_pickled_is_refused_before_anything_changes(call: Any) -> None:
+    with TWO_WORKERS(4, env_kwargs=TASKS, **HOW) as env:
+        env.reset()
+        with pytest.raises(FactoryError, match=r"lock.* cannot be pickled|can be pickled, got a _thread.lock"):
+            env.rebuild([1, 2], **call)
+        assert not env.step(ACTIONS.clone())["next", "done"].any()
+
+
+@pytest.mark.parametrize("kind", [Collector, AsyncCollector])
+def test_collectors_go_on_with_the_new_task(kind: Any) -> None:
+    with TWO_WORKERS(4, env_kwargs={"length": 9}, **HOW) as env, kind(env, frames_per_batch=16) as collector:
+        collector.collect()
+        env.rebuild(env_kwargs={"length": 2})
+        collector.collect()
+        assert collector.collect()["observation"][..., 1].max() == 1
+
+
+@pytest.mark.parametrize("mode", [None, "NextStep", "SameStep"])
+def test_facades_build_the_new_env_as_their_own(mode: str | None) -> None:
+    limited = [functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=limit) for limit in (50, 3)]
+    envs: Any = AsyncVectorEnv([limited[0]] * 2, autoreset_mode=mode) if mode else SubprocVecEnv([limited[0]] * 2)
+    with envs.executor:
+        envs.reset()
+        envs.executor.rebuild([1], factories=limited[1])
+        for is_over in (True, False, False, mode != "NextStep", mode == "NextStep", False):
+            assert envs.step(np.zeros(2, int))[3 if mode else 2].tolist()[1] is is_over
+
+
+def _heavy(length: int) -> CountingEnv:
+    env: Any = CountingEnv(length)
+    env.ballast = np.ones(60 << 17)
+    return env
+
+
+def test_forty_tasks_need_the_memory_of_four() -> None:
+    with ParallelEnv(4, _heavy, num_workers=4, env_kwargs={"length": 4}, seed=0) as env:
+        peaks = []
+        for task in range(10):
+            env.step(env.reset().update(ACTIONS))
+            files = [Path(f"/proc/{pid}/status").read_text() for pid in env.call("pid")]
+            peaks.append([int(re.findall(r"VmHWM:\s+(\d+)", text)[0]) for text in files])  # in kB
+            env.rebuild(env_kwargs=[{"length": 5 + task + i} for i in range(4)])
+        assert (np.array(peaks[-1]) < np.array(peaks[0]) + 20_000).all()
