@@ -89,20 +89,22 @@ class Seat:
     Attributes:
         name: of the lessee.
         granted: done once a slot serves it.
-        calls: of the lessee; None ends the lease.
+        calls: of the lessee; anything else ends the lease.
         over: why the lease is over; empty until then.
         loop: of the lessee, if it has one.
         latest: call that was sent.
+        dropped: ends the lease when the lessee's object is freed.
     """
 
     loop: asyncio.AbstractEventLoop | None = None
     latest: Call | None = None
+    dropped: Any = None
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.over = ""
         self.granted: Done = Future()
-        self.calls: SimpleQueue[Call | None] = SimpleQueue()
+        self.calls: SimpleQueue[Any] = SimpleQueue()
 
     def send(self, call: Call) -> None:
         """Pass a call to the slot."""
@@ -111,8 +113,8 @@ class Seat:
         if self.over:  # the slot may have looked before
             self.refuse()
 
-    def next_call(self) -> Call | None:
-        """Wait for a call; None once the lease is over, or the lessee's loop is closed."""
+    def next_call(self) -> Any:
+        """Wait for a call; return something else once the lease is over, or the lessee's loop is closed."""
         while self.loop is None or not self.loop.is_closed():
             with contextlib.suppress(Empty):
                 return self.calls.get(timeout=_LOOK_S)
@@ -121,7 +123,8 @@ class Seat:
     def refuse(self) -> None:
         """Answer the calls that are left; the lessee and the slot may both do so."""
         for call in _taken(self.calls):
-            complete(call.done, Closed(f"{call.name} failed: this lease is over ({self.over}). Enter another."))
+            if isinstance(call, Call):
+                complete(call.done, Closed(f"{call.name} failed: this lease is over ({self.over}). Enter another."))
 
     def end(self, why: str) -> None:
         """Give the slot back, from any thread; a call that is running ends with its process. Idempotent."""
@@ -170,7 +173,7 @@ class Desk:
         self.wanted: SimpleQueue[Seat | None] = SimpleQueue()
         self._options = options
         self._owner = os.getpid()
-        self._lock = threading.Lock()  # held while a worker is replaced, or killed by another thread
+        self._lock = threading.RLock()  # held while a worker is replaced or killed; again if that collects garbage
         self._seats: dict[int, Seat] = {}
         self._waits: dict[int, Done] = {}  # of slots for their workers, until they are completed
         self._threads: list[threading.Thread] = []
@@ -271,7 +274,7 @@ class Desk:
         if self.crew.is_closing:  # `close` may have looked before
             seat.end("the pool was closed")
         self._note(slot_id, seat.name)
-        while (call := seat.next_call()) is not None:
+        while isinstance(call := seat.next_call(), Call):
             if call.done.done():  # its caller has given up
                 continue
             error, value = self._make(slot_id, call)

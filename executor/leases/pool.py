@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
@@ -184,6 +185,8 @@ class Lease:
     def __init__(self, pool: LeasePool, name: str) -> None:
         self._pool = pool  # which is closed when it is freed
         self._seat = Seat(name)
+        # For an interrupt before the block, or a block that never ends. No Python code, in which Ctrl-C would be lost.
+        self._seat.dropped = weakref.ref(self, self._seat.calls.put)
 
     def call(
         self, method: str | Callable[..., Any], /, *args: Any, timeout_s: float | None = 0.0, **kwargs: Any
@@ -241,10 +244,6 @@ class Lease:
 
     async def __aexit__(self, *_: object) -> None:
         """Give the env back. It never suspends, so a task that is dropped gives its env back as well."""
-        self._seat.end("its block has ended")
-
-    def __del__(self) -> None:
-        """Give the env back: also if an interrupt came before the block, or nothing ever ends it."""
         self._seat.end("its block has ended")
 
 
