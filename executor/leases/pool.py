@@ -120,17 +120,20 @@ class LeasePool:
     def map(self, function: Callable[[Any, T], R], tasks: Iterable[T], *, ordered: bool = True) -> Iterator[R]:
         """Run `function(env, task)` for each task with a leased env, in threads, at most `num_envs` at once.
 
-        Its first exception is raised, and no further task is begun. In an event loop, use `asyncio.gather` over
-        coroutines that each enter a lease.
+        Its first exception is raised. That, or leaving the iteration, ends the leases of the other tasks. In an event
+        loop, use `asyncio.gather` over coroutines that each enter a lease.
 
         Args:
             function: what to do with an env.
             tasks: read completely at the first result.
             ordered: yield results in the order of the tasks; False: as they come.
         """
+        leases: list[Lease] = []
 
         def run(task: T) -> R:
-            with self.lease() as env:
+            lease = self.lease()
+            leases.append(lease)
+            with lease as env:
                 return function(env, task)
 
         with ThreadPoolExecutor(self.num_envs, "envherd-map") as threads:
@@ -140,6 +143,8 @@ class LeasePool:
                     yield future.result()
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
+                for lease in leases:
+                    lease.__exit__()
 
     def workers(self) -> tuple[WorkerStatistics, ...]:
         """Return what each slot does: `phase` is the lessee's name, or "idle", for `phase_s` seconds."""

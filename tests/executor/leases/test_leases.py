@@ -181,6 +181,7 @@ def test_threads_and_loops_use_a_pool_at_once(pool):
     assert answers == [True] * 70
 
 
+@pytest.mark.broken_pool
 @pytest.mark.parametrize("ordered", [True, False])
 def test_map(pool, ordered):
     def play(env, task):
@@ -191,9 +192,9 @@ def test_map(pool, ordered):
     assert (found if ordered else sorted(found)) == list(range(9))
     with pytest.raises(ZeroDivisionError):
         list(pool.map(lambda env, task: 1 // task, [1, 0, *[1] * 20]))
-    iterator = pool.map(play, range(9))
+    iterator = pool.map(lambda env, task: env.hang() if task else task, range(9))
     assert next(iterator) == 0
-    iterator.close()
+    iterator.close()  # does not wait for the others
     assert len(all_pids(pool)) == 2
 
 
