@@ -17,6 +17,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from queue import Empty, SimpleQueue
@@ -92,12 +93,12 @@ class Seat:
         calls: of the lessee; anything else ends the lease.
         over: why the lease is over; empty until then.
         loop: of the lessee, if it has one.
-        latest: call that was sent.
+        latest: returns what the latest call that was sent waits for, unless that is freed; so no result is kept.
         dropped: ends the lease when the lessee's object is freed.
     """
 
     loop: asyncio.AbstractEventLoop | None = None
-    latest: Call | None = None
+    latest: Callable[[], Done | None] = staticmethod(lambda: None)
     dropped: Any = None
 
     def __init__(self, name: str) -> None:
@@ -108,7 +109,7 @@ class Seat:
 
     def send(self, call: Call) -> None:
         """Pass a call to the slot."""
-        self.latest = call
+        self.latest = weakref.ref(call.done)
         self.calls.put(call)
         if self.over:  # the slot may have looked before
             self.refuse()
@@ -130,8 +131,8 @@ class Seat:
         """Give the slot back, from any thread; a call that is running ends with its process. Idempotent."""
         self.over = self.over or why
         self.granted.cancel()
-        if self.latest is not None:
-            complete(self.latest.done, Closed(f"{self.latest.name} failed: its lease is over ({self.over})."))
+        if (done := self.latest()) is not None:
+            complete(done, Closed(f"the call failed: its lease is over ({self.over})."))
         self.calls.put(None)
 
 
@@ -277,14 +278,12 @@ class Desk:
         while isinstance(call := seat.next_call(), Call):
             if call.done.done():  # its caller has given up
                 continue
-            error, value = self._make(slot_id, call)
-            self.words["env_steps"][slot_id] += 1
-            if self.crew.workers[slot_id].has_exited():
-                seat.over = seat.over or f"its env was lost in {call.name}"
-            if not complete(call.done, error, value):  # its caller has given up meanwhile: nobody else gets this env
+            if not complete(call.done, *self._make(slot_id, call)):  # given up meanwhile: nobody else gets this env
                 _end(self.crew.workers[slot_id])
+            self.words["env_steps"][slot_id] += 1
             if seat.over:
                 break
+            del call  # and its result
         seat.over = seat.over or "its block has ended"
         seat.refuse()
         del self._seats[slot_id]
@@ -310,7 +309,10 @@ class Desk:
         done.add_done_callback(lambda _: None if threading.current_thread() is thread else self._kill(worker))
         if self.crew.is_closing or done.done():  # before this thread could be heard of
             worker.kill()
-        return wait()
+        try:
+            return wait()
+        finally:
+            del self._waits[slot_id]
 
     def _kill(self, worker: WorkerProcess) -> None:
         if os.getpid() != self._owner:
@@ -330,6 +332,8 @@ class Desk:
             return self._read(frame, worker, phase)
         except Exception as error:
             _end(worker)
+            if (seat := self._seats.get(slot_id)) is not None:
+                seat.over = seat.over or f"its env was lost in {call.name}"
             if not isinstance(error, EnvherdError):  # the result cannot be read, or there is no memory for it
                 return error, None
             error.message = error.message.replace(*_OPTION).replace(*_ENV_ERROR)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import numpy as np
 import psutil
@@ -124,6 +125,13 @@ def test_a_lost_env_ends_its_lease_alone(method):
         with pool.lease() as again:
             pid, count = again.step()
         assert (pid != lost, count) == (True, 1)
+
+
+def test_a_result_is_not_kept(pool):
+    with pool.lease() as env:
+        result = weakref.ref(env.echo(np.zeros(3))[0][0])
+        time.sleep(0.1)  # for the slot to wait again
+        assert result() is None
 
 
 def test_plain_results_are_never_unpickled():
@@ -492,7 +500,7 @@ def test_random_ends_leave_every_slot_usable():
             gc.collect()
             process = psutil.Process()
             memory.append((process.memory_info().rss, process.num_fds(), threading.active_count()))
-        assert sum(counts) > 100
+        assert min(counts) > 1
         assert memory[1][0] - memory[0][0] < 20e6
         assert abs(memory[1][1] - memory[0][1]) < 4
         assert memory[1][2] == memory[0][2]
