@@ -1,0 +1,1 @@
+"""Leases: an env for each of many independent callers (`LeasePool`), a guest of the crew of worker processes."""
