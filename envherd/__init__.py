@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from envherd.executor.cluster.rollouts import RayRollouts
     from envherd.executor.cluster.shares import ClusterError
     from envherd.executor.collector import Collector
-    from envherd.executor.leases.pool import Lease, LeasePool
+    from envherd.executor.leases import Lease, LeasePool
     from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import Capsules, ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
@@ -100,8 +100,8 @@ _HOMES = {
     "InternalError": _ERRORS,
     "Interval": "envherd.executor.show.results",
     "LeafSpec": _SPECS,
-    "Lease": "envherd.executor.leases.pool",
-    "LeasePool": "envherd.executor.leases.pool",
+    "Lease": "envherd.executor.leases",
+    "LeasePool": "envherd.executor.leases",
     "MeltingPotFactory": "envherd.workers.adapters.meltingpot.factory",
     "MultiDiscrete": _SPECS,
     "OneHot": _SPECS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -45,16 +44,21 @@ class World:
     def echo(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return args, kwargs
 
-    async def wait(self, wait_s: float) -> str:
-        await asyncio.sleep(wait_s)
-        return "waited"
-
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException | None = None) -> None:
         print("about to fail")  # noqa: T201  # captured
-        raise error
+        raise error or ValueError("v")
 
     def fail_oddly(self) -> None:
         raise Odd("odd", number=3)
+
+    def iter(self) -> Any:
+        yield 1
+
+    def clean(self) -> None:
+        self.count = 10
+
+    def kill_later(self) -> None:
+        threading.Timer(0.1, self.die).start()
 
     def hang(self) -> None:
         time.sleep(1000)

@@ -1,1 +1,0 @@
-"""Leases: an env for each of many independent callers (`LeasePool`), a guest of the crew of worker processes."""
