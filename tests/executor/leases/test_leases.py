@@ -203,8 +203,9 @@ def forgotten(pool):
 
 
 def killed_idle(pool):
-    for pid in all_pids(pool):
-        os.kill(pid, signal.SIGKILL)
+    for process in [psutil.Process(pid) for pid in all_pids(pool)]:
+        process.kill()
+        process.wait(20)
 
 
 @pytest.mark.parametrize("end", [cancelled, dropped, interrupted, raised, forgotten, killed_idle])
