@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from envherd.executor.cluster.rollouts import RayRollouts
     from envherd.executor.cluster.shares import ClusterError
     from envherd.executor.collector import Collector
+    from envherd.executor.leases import Lease, LeasePool
     from envherd.executor.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import Capsules, ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
@@ -99,6 +100,8 @@ _HOMES = {
     "InternalError": _ERRORS,
     "Interval": "envherd.executor.show.results",
     "LeafSpec": _SPECS,
+    "Lease": "envherd.executor.leases",
+    "LeasePool": "envherd.executor.leases",
     "MeltingPotFactory": "envherd.workers.adapters.meltingpot.factory",
     "MultiDiscrete": _SPECS,
     "OneHot": _SPECS,
@@ -186,6 +189,8 @@ __all__ = [
     "InternalError",
     "Interval",
     "LeafSpec",
+    "Lease",
+    "LeasePool",
     "MeltingPotFactory",
     "ParallelEnv",
     "PerPlayer",

@@ -18,6 +18,8 @@ from tests.extras import needs
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TESTED = {
+    "agents_hanging_grader",
+    "agents_text_world",
     "async_rollout",
     "branch_explore",
     "branch_groups",
@@ -67,6 +69,18 @@ def test_branches_do_better_than_the_same_steps_without(run_example, name, short
 def test_evaluate_suite_reports_each_task_and_all(run_example):
     printed = run_example("evaluate_suite", "--episodes", "3")
     assert re.search(r"all tasks .*\(\d/9\)", printed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("agents_text_world", "32 episodes, mean score 1.00"),
+        ("agents_hanging_grader", "24 answers: 6 right, 12 wrong, 6 not graded"),
+    ],
+)
+def test_agents_lease_their_envs(run_example, name, expected):
+    assert expected in run_example(name)
 
 
 @needs("vmas")

@@ -103,10 +103,10 @@ ORDER = {
         *("adapters.gymnasium", "adapters.gymnasium_vector", "adapters.envpool", "adapters.dm_env"),
         *("adapters.meltingpot", "adapters.pettingzoo", "adapters.torchrl", "adapters.simulators"),
         *("adapters.torch_native", "adapters.named", "adapters.env_names", "adapters"),
-        *("native", "info_rows", "block", "build", "process", "testing"),
+        *("native", "info_rows", "block", "build", "leased", "process", "testing"),
     ),
     "executor": (
-        *("keywords", "progress", "options", "machine", "batches", "pools", "monitor", "protocol"),
+        *("keywords", "progress", "options", "machine", "batches", "pools", "monitor", "leases", "protocol"),
         *(
             "rollouts",
             "simulator",

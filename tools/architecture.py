@@ -70,6 +70,7 @@ BOXES = {
     "executor/simulator/": Box(("executor/simulator/*",), "one torch simulator in this process", 14, (2, 2)),
     "executor/rollouts/": Box(("executor/rollouts/*",), "rollouts and their memory", 13, (2, 2)),
     "executor/protocol/": Box(("executor/protocol/*",), "env states, flights, losses", 12, (2, 2)),
+    "executor/leases.py": Box(("executor/leases.py",), "an env for each of many callers", 12, (0, 0)),
     "executor/monitor/": Box(("executor/monitor/*",), "what workers are doing", 11, (2, 2)),
     "executor/pools/": Box(
         ("executor/pools/*",), "worker processes, or this one, that run the envs: commands, waiting, losses", 10, (0, 2)
@@ -83,6 +84,7 @@ BOXES = {
         (1, 1),
     ),
     "workers/process/": Box(("workers/process/*",), "helper process, start, loop", 7, (2, 2)),
+    "workers/leased.py": Box(("workers/leased.py",), "calls of envs without spaces", 6, (2, 2)),
     "workers/testing/": Box(("workers/testing/*",), "envs for tests", 6, (3, 3)),
     "workers/build.py": Box(("workers/build.py",), "from a factory to an adapter", 5, (2, 4)),
     "workers/block/": Box(

@@ -1,0 +1,581 @@
+"""`LeasePool`: envs of any class, each leased to one caller at a time, for programs with many independent callers.
+
+Each *slot* is one env in one worker, with a thread that serves one lease after the other. Knows nothing of spaces,
+batches and episodes.
+
+Guarantees:
+- A slot serves one lease at a time, and the calls of a lease in order. Leases are served first come, first served.
+- Every wait for an env ends: with a result, at the call's deadline, or with its worker.
+- However a lease ends, its slot serves the next one. A lost env is built anew by its slot while the others continue.
+- Only the thread of a slot sends to its process, replaces it or kills it. A caller only stores why a lease is over, and
+  puts into queues, so an exception at any of its lines (Ctrl-C, a cancellation) leaves nothing half done.
+
+State of a slot (see `Desk._serve`):
+
+| state | leaves it by | next state |
+|---|---|---|
+| FREE | a lease | LEASED |
+| LEASED | a call | CALLING |
+| | its end | FREE, after `on_return`; LOST, for `on_return="rebuild"` or too much memory |
+| CALLING | an answer | LEASED |
+| | a deadline, a crash, a result that cannot be sent, the end of the lease | LOST |
+| LOST | | BUILDING |
+| BUILDING | its specs | FREE |
+| | an error, which the next lease gets | LOST until that lease |
+| any | the death of its process | LOST |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
+
+from envherd.executor.keywords import names_right_keyword
+from envherd.executor.options import ExecutorOptions
+from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, as_factories, checked_options, draw
+from envherd.executor.pools.crew import Crew
+from envherd.executor.pools.error_messages import env_error, log, log_notice, with_sentence, worker_late, worker_lost
+from envherd.executor.pools.process_log import without_own_frames
+from envherd.executor.pools.slab_plate import LABEL, describe
+from envherd.shm.finalizer import Finalizer
+from envherd.shm.nameplate import create_named
+from envherd.shm.platforms import require
+from envherd.shm.slab import Slab, plan_slab
+from envherd.workers.build import kwargs_error
+from envherd.workers.current import worker
+from envherd.workers.errors import Closed, EnvError, EnvherdError, RemoteTraceback
+from envherd.workers.leased import LeasedFactory
+from envherd.workers.messages import Ask
+from envherd.workers.pickling import dumps
+from envherd.workers.processes import memory_of
+from envherd.workers.protocol import IDLE
+
+T = TypeVar("T")
+R = TypeVar("R")
+#: Seconds between looks of a slot at its lease while it waits.
+_LOOK_S = 0.1
+#: Words of a lessee's name, of which `monitor.statistics` reads 64 bytes; a longer name is cut.
+_NAME_WORDS = 8
+#: What errors of the executor advise -> what concerns a lessee.
+_OPTION = ("ExecutorOptions.build_timeout_s", "timeout_s of the pool or call")
+_ENV_ERROR = (" Its episode goes on.", "")
+_OVER = "The lease is over, and its env is built anew."
+#: What a lease gets instead of a result.
+_NOTHING = pickle.dumps(None)
+
+
+class Call(NamedTuple):
+    """A call of an env's method.
+
+    Attributes:
+        name: of the method, for messages.
+        payload: see `LeasedAdapter.run`.
+        timeout_s: None: no limit.
+        answer: what `LeasedAdapter.run` has returned, or an exception, after which the lease is over.
+    """
+
+    name: str
+    payload: bytes
+    timeout_s: float | None
+    answer: Future[Any]
+
+
+class Seat:
+    """One lease, between its lessee and its slot.
+
+    Args:
+        name: of the lessee.
+        owner: the lessee's object, whose end is the end of the lease.
+        loop: of the lessee, if it has one; likewise.
+
+    Attributes:
+        granted: done once a slot serves it: None, or why none can.
+        calls: of the lessee; None ends the lease.
+        over: why the lease is over; None until then.
+    """
+
+    over: Exception | None = None
+
+    def __init__(self, name: str, owner: object, loop: asyncio.AbstractEventLoop | None) -> None:
+        self.name = name
+        self._owner = weakref.ref(owner)
+        self._loop = loop
+        self.granted: Future[Any] = Future()
+        self.calls: SimpleQueue[Call | None] = SimpleQueue()
+
+    def is_over(self) -> bool:
+        """Return whether nobody wants the env any more."""
+        has_lessee = self._owner() is not None and (self._loop is None or not self._loop.is_closed())
+        return self.over is not None or not has_lessee
+
+    def end(self, why: str) -> None:
+        """Give the slot back, from any thread; a call that is running ends with its process. Idempotent."""
+        self.over = self.over or Closed(f"the call failed: this lease is over ({why}). Enter another.")
+        self.calls.put(None)
+
+    def refuse(self) -> None:
+        """Answer the calls that are left; the lessee and the slot may both do so."""
+        with contextlib.suppress(Empty):
+            while True:
+                if (call := self.calls.get_nowait()) is not None:
+                    complete(call.answer, self.over)
+
+
+def complete(future: Future[Any], answer: Any) -> bool:
+    """Complete a wait of a lessee; return False if it was cancelled or is done."""
+    try:
+        future.set_result(answer)
+    except InvalidStateError:
+        return False
+    return True
+
+
+class Desk:
+    """The slots of a pool, and the queue of leases that wait for one.
+
+    Args:
+        crew: the workers; a slot has the id of its worker, and of its env.
+        on_return: "keep", "rebuild", or a call to make between two leases.
+        max_bytes: of a result.
+    """
+
+    _release: Callable[[], object] = staticmethod(lambda: None)  # of the segment that `envherd top` reads
+
+    def __init__(self, crew: Crew, on_return: str | Call, max_bytes: int) -> None:
+        self.crew = crew
+        self._on_return = on_return
+        self._max_bytes = max_bytes
+        self._wanted: SimpleQueue[Seat] = SimpleQueue()
+        self._owner = os.getpid()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Build the envs, and begin to serve."""
+        specs = self.crew.start()
+        plan = plan_slab(specs, len(specs), self.crew.options.num_frames)
+        plate = describe(plan, self.crew.blueprint.blocks, "lease", [worker.gpu for worker in self.crew.workers])
+        plate["words"]["lessees"] = [plan.nbytes, len(specs) * _NAME_WORDS]
+        plate["nbytes"] = plan.nbytes + len(specs) * _NAME_WORDS * 8
+        segment = create_named(plate["nbytes"], LABEL, plate)  # by its descriptor, `top` finds it
+        self._release = segment.close
+        self._words = Slab(plan, segment.array()).words
+        self._names = segment.array()[plan.nbytes : plate["nbytes"]].view("S64")
+        for slot_id in range(len(specs)):
+            thread = threading.Thread(target=self._serve, args=(slot_id,), name=f"envherd-slot-{slot_id}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def is_shut(self) -> bool:
+        """Return whether nothing is served: the pool is closed, or this process is a fork of its owner."""
+        return self.crew.is_closing or os.getpid() != self._owner
+
+    def enqueue(self, seat: Seat) -> Future[Any]:
+        """Let a lease wait for a slot; return what is done then."""
+        self._wanted.put(seat)
+        if self.is_shut():
+            complete(seat.granted, Closed("lease failed: this pool is closed, or of another process."))
+        return seat.granted
+
+    def send(self, seat: Seat, call: Call) -> Future[Any]:
+        """Pass a call of a lease to its slot; return its answer."""
+        seat.calls.put(call)
+        if self.is_shut():
+            seat.end("its pool is closed, or of another process")
+        if seat.over is not None:  # the slot may have looked before
+            seat.refuse()
+        return call.answer
+
+    def close(self) -> None:
+        """End all leases and workers; may be repeated after an interrupt. Does nothing in a fork of this process."""
+        if os.getpid() != self._owner:
+            return
+        self.crew.is_closing = True
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # which the garbage collector may have interrupted
+                thread.join()
+        with contextlib.suppress(Empty):
+            while True:
+                complete(self._wanted.get_nowait().granted, Closed("lease failed: the pool was closed."))
+        self.crew.close(self.crew.options.close_timeout_s)
+        self._release()
+
+    # ---- in the thread of a slot -------------------------------------------------------------
+
+    def _serve(self, slot_id: int) -> None:
+        """Serve leases until the pool is closed."""
+        failed: Exception | None = None
+        self._note(slot_id, "")
+        while not self.crew.is_closing:
+            if failed is None and self.crew.workers[slot_id].has_exited():
+                failed = self._build(slot_id)
+            with contextlib.suppress(Empty):
+                seat = self._wanted.get(timeout=_LOOK_S)
+                if (
+                    failed is not None or self.crew.workers[slot_id].has_exited()
+                ):  # perhaps it can be built for this one
+                    failed = self._build(slot_id)
+                seat.over = seat.over or failed
+                if complete(seat.granted, seat.over) and not seat.is_over():
+                    self._serve_one(slot_id, seat)
+                    self._return(slot_id)
+                del seat
+
+    def _build(self, slot_id: int) -> Exception | None:
+        """Build the env of a slot in a new process; return the error that prevents it."""
+        try:
+            self.crew.replace(slot_id)
+            self._wait(slot_id, "build", self.crew.options.build_timeout_s)
+            self.crew.collect_specs(slot_id)
+        except Exception as error:
+            self._end(slot_id)
+            if not self.crew.is_closing:
+                log.warning("slot %d has no env until the next lease: %s", slot_id, error)
+            return error
+        self._note(slot_id, "")
+        return None
+
+    def _end(self, slot_id: int) -> None:
+        self.crew.workers[slot_id].kill()
+        self.crew.workers[slot_id].wait_exit(1.0)
+
+    def _note(self, slot_id: int, name: str) -> None:
+        """Show `envherd top` who has a slot from now on; an empty name for nobody."""
+        self._names[slot_id] = name.encode()
+        self._words["pid"][slot_id] = self.crew.workers[slot_id].pid
+        self._words["starts"][slot_id] = self.crew.workers[slot_id].generation + 1
+        self._words["since_ns"][slot_id] = time.monotonic_ns()
+
+    def _serve_one(self, slot_id: int, seat: Seat) -> None:
+        """Make the calls of a lease until it is over."""
+        self._note(slot_id, seat.name)
+        while not seat.is_over() and not self.crew.is_closing:
+            if self.crew.workers[slot_id].has_exited():
+                seat.over = with_sentence(worker_lost(self.crew.workers[slot_id], (slot_id,), IDLE), _OVER)
+            with contextlib.suppress(Empty):
+                if (call := seat.calls.get(timeout=_LOOK_S)) is not None:
+                    answer = self._make(slot_id, call, seat.is_over)
+                    if isinstance(answer, Exception):
+                        seat.over = seat.over or answer
+                    complete(call.answer, answer)
+                call = answer = None  # also its result
+        seat.end("its block has ended, or its pool is closed")
+        seat.refuse()
+        self._note(slot_id, "")
+
+    def _return(self, slot_id: int) -> None:
+        """Do with an env what is done between two leases."""
+        worker, options = self.crew.workers[slot_id], self.crew.options
+        if isinstance(self._on_return, Call) and not worker.has_exited():
+            answer = self._make(slot_id, self._on_return, lambda: False)
+            if (isinstance(answer, Exception) or answer["text"]) and not self.crew.is_closing:
+                log.warning("slot %d is built anew, because on_return has failed: %s", slot_id, answer)
+                self._end(slot_id)
+        limit = options.max_worker_memory
+        if self._on_return == "rebuild" or (limit is not None and memory_of(worker.pid)["uss"] > limit):
+            self.crew.dismiss(slot_id, options.close_timeout_s)
+            self._end(slot_id)
+
+    def _make(self, slot_id: int, call: Call, is_over: Callable[[], bool]) -> Any:
+        """Make a call; return its answer. If that is an exception, the process has ended."""
+        worker = self.crew.workers[slot_id]
+        phase = f"call {call.name}"
+        try:
+            args = call.payload, self._max_bytes
+            worker.channel.queue_message(Ask(what="call", env_ids=(slot_id,), name="run", args=args))
+            self._wait(slot_id, phase, call.timeout_s, is_over)
+            frame = self.crew.await_frame(slot_id, phase, None, 0)
+            if frame["kind"] == "values":
+                return frame["values"][0]["plain"]
+            error: Exception = env_error([{**frame, "phase": phase}], slot_id, worker.pid, worker.gpu)
+        except Exception as caught:
+            error = caught
+        self._end(slot_id)
+        if isinstance(error, EnvherdError):  # else there is no memory for the result
+            error.message = error.message.replace(*_OPTION).replace(*_ENV_ERROR)
+            error = with_sentence(error, _OVER)
+        return error
+
+    def _wait(
+        self, slot_id: int, phase: str, timeout_s: float | None, is_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wait for the answer or the death of a worker.
+
+        Raises:
+            WorkerTimeout: it was late, and was killed.
+            Closed: nobody wants the answer any more.
+        """
+        worker = self.crew.workers[slot_id]
+        end_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while not self.crew.has_answered(slot_id):
+            left_s = end_s - time.monotonic()
+            if self.crew.is_closing or is_over():
+                raise Closed(f"{phase} failed: its lease has ended, or the pool was closed.")
+            if left_s <= 0:
+                raise worker_late(worker, (slot_id,), phase, timeout_s or 0.0)
+            worker.wait_for_any([worker], min(left_s, _LOOK_S))
+
+
+class LeasePool(contextlib.AbstractContextManager["LeasePool"], contextlib.AbstractAsyncContextManager["LeasePool"]):
+    """Envs in worker processes, each leased to one caller at a time.
+
+        async with LeasePool(make_env, num_envs=64, timeout_s=30) as pool:
+            async with pool.lease() as env:               # waits for a free env, first come, first served
+                first = await env.reset(task)             # any method, any picklable arguments and result
+                reply = await env.step("look around")
+
+    The same with `with` and without `await` in threads. An env is any object with methods; it needs no spaces. A pool
+    may be used from any thread and any event loop, by any number of callers at once.
+
+    An exception of an env is raised as itself, with the env's traceback as its cause, and the lease continues; it is an
+    `EnvError` if its class cannot be imported here. After anything else (a deadline, a crash, `sys.exit`, a result that
+    cannot be sent, a call that was cancelled while it ran) the process of the env has ended. Then the lease is over,
+    and the env is built anew while the others continue.
+
+    Results and exceptions are unpickled by the caller, so workers are trusted as this process is (docs/security.md).
+
+    Args:
+        make_env: factory, name of an env, `InPython`, or a list of them, as for `ParallelEnv`; called in the workers.
+        num_envs: N; each env has a process, forked from one that has imported what envs need.
+        timeout_s: seconds for a call, after which its process is killed; None: no limit.
+        env_kwargs: keyword arguments of the factory: a dict, or one for each env.
+        on_return: between two leases, "keep" the env (the next lease begins with the env's own `reset`), "rebuild" it
+            in a new process, or call this function with the env in its process.
+        max_result_bytes: of a result, as it is sent.
+        options: those that concern processes are used: `start_method` (not "portable"), `preload`, `worker_threads`,
+            `worker_output`, `build_timeout_s`, `close_timeout_s`, `max_worker_memory`, `affinity`, `env_vars`, `gpus`.
+
+    Raises:
+        FactoryError, WorkerLost, WorkerTimeout: an env cannot be built; nothing is left running.
+        RuntimeError: this process is a worker.
+    Blocks: until all envs are built. In an event loop: `await asyncio.to_thread(LeasePool, ...)`.
+    """
+
+    @names_right_keyword
+    def __init__(  # noqa: PLR0913  # one for each thing that a pool decides
+        self,
+        make_env: MakeEnv,
+        num_envs: int,
+        timeout_s: float | None = 60.0,
+        *,
+        env_kwargs: EnvKwargs = None,
+        on_return: Literal["keep", "rebuild"] | Callable[[Any], object] = "keep",
+        max_result_bytes: int = 1 << 28,
+        options: ExecutorOptions | None = None,
+    ) -> None:
+        require("LeasePool")
+        if worker() is not None:
+            raise RuntimeError(f"LeasePool failed: expected the program's own process, got {worker()}. Make it there.")
+        options = replace(checked_options(options), infos="drop", episode_statistics=False, env_threads=False)
+        options.refuse_capsules("LeasePool")
+        for name, is_right, expected, got in (
+            ("timeout_s", timeout_s is None or timeout_s > 0, "seconds above 0 or None", timeout_s),
+            (
+                "on_return",
+                on_return in ("keep", "rebuild") or callable(on_return),
+                "'keep', 'rebuild' or a function",
+                on_return,
+            ),
+            ("max_result_bytes", max_result_bytes > 0, "a positive int", max_result_bytes),
+            ("start_method", options.start_method != "portable", "'zygote' or 'spawn'", options.start_method),
+        ):
+            if not is_right:
+                raise ValueError(f"LeasePool failed: expected {name} to be {expected}, got {got!r}.")
+        factories = as_factories(num_envs, make_env)
+        leased = {id(one): LeasedFactory(one) for one in factories}
+        blueprint = draw([leased[id(one)] for one in factories], env_kwargs, num_envs, None, options)
+        between = _packed(on_return, (), {}, timeout_s) if callable(on_return) else on_return
+        self.num_envs = num_envs
+        self.timeout_s = timeout_s
+        self.desk = Desk(Crew(blueprint, options, log_notice), between, max_result_bytes)
+        self._finalizer = Finalizer(self, self.desk.close)
+        try:
+            self.desk.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def lease(self, name: str = "") -> Lease:
+        """Return the lease of one env, for one `with` or `async with`; entering it waits for a free env.
+
+        Args:
+            name: of the lessee, for `envherd top`; by default that of the asyncio task, or of the thread.
+
+        Raises:
+            Closed: the pool was closed. WorkerLost, FactoryError, ...: no env can be built any more.
+        """
+        return Lease(self, name)
+
+    def map(self, function: Callable[[Any, T], R], tasks: Iterable[T], *, ordered: bool = True) -> Iterator[R]:
+        """Run `function(env, task)` for each task with a leased env, in threads, at most `num_envs` at once.
+
+        Its first exception is raised. That, or leaving the iteration, ends the leases of the other tasks. In an event
+        loop, use `asyncio.gather` over coroutines that each enter a lease.
+
+        Args:
+            function: what to do with an env.
+            tasks: read completely at the first result.
+            ordered: yield results in the order of the tasks; False: as they come.
+        """
+        leases: list[Lease] = []
+
+        def run(task: T) -> R:
+            leases.append(lease := self.lease())
+            with lease as env:
+                return function(env, task)
+
+        with ThreadPoolExecutor(self.num_envs, "envherd-map") as threads:
+            futures = [threads.submit(run, task) for task in tasks]
+            try:
+                yield from map(Future.result, futures if ordered else as_completed(futures))
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)
+                for lease in leases:
+                    lease.__exit__()
+
+    def worker_output(self, slot_id: int) -> str:
+        """Return the kept part of what the env of a slot has printed; errors quote its last lines."""
+        return self.desk.crew.workers[slot_id].log()
+
+    def close(self) -> None:
+        """End all leases (a call that is running is killed), close the envs, and end the workers. Idempotent."""
+        self._finalizer()
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close, without blocking the event loop."""
+        await asyncio.to_thread(self.close)
+
+    if not TYPE_CHECKING:  # to a type checker, unknown attributes remain unknown
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse the methods of a batch of envs."""
+            raise AttributeError(f"a LeasePool has no {name}: it has no batch. Lease an env, or use ParallelEnv.")
+
+
+class Lease:
+    """One env for one caller, from the beginning of a `with` or `async with` to its end; see `LeasePool.lease`.
+
+    It has the methods of the env, called in the env's process: `lease.step(action)`. In an `async with`, await them.
+    """
+
+    _seat: Seat | None = None
+
+    def __init__(self, pool: LeasePool, name: str) -> None:
+        self._pool = pool  # which is closed when it is freed
+        self._name = name
+
+    def call(
+        self, method: str | Callable[..., Any], /, *args: Any, timeout_s: float | None = 0.0, **kwargs: Any
+    ) -> Any:
+        """Call a method of the env by name, or a function that gets the env first.
+
+        Args:
+            method: name, or a function that can be pickled: `call(lambda env: env.score)`.
+            *args: of the call.
+            timeout_s: seconds; 0: the pool's, None: no limit.
+            **kwargs: of the call.
+
+        Raises:
+            WorkerTimeout, WorkerLost, EnvError: the env is lost, and the lease over; the next call raises it again.
+            Closed: the lease was ended. Exception: any that the env raises; the lease continues.
+        """
+        return self._call(method, args, kwargs, self._pool.timeout_s if timeout_s == 0 else timeout_s)
+
+    def _call(self, method: str | Callable[..., Any], args: Any, kwargs: Any, timeout_s: float | None) -> Any:
+        if (seat := self._seat) is None:
+            raise Closed("call failed: expected a lease that was entered. Write `with pool.lease() as env`.")
+        call = _packed(method, args, kwargs, timeout_s)
+        return self._wait(seat, lambda: self._pool.desk.send(seat, call))
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return a method of the env."""
+        if name.startswith("_"):  # other libraries try such names on any object, to copy or to show it
+            raise AttributeError(f"{name!r} is private. If the env has that method, use call({name!r}, ...).")
+        return lambda *args, **kwargs: self._call(name, args, kwargs, self._pool.timeout_s)
+
+    def _enter(self, name: str, loop: asyncio.AbstractEventLoop | None, wait: Callable[..., Any]) -> Any:
+        if self._seat is not None:
+            raise Closed("lease failed: expected a new lease, got one that was entered before. Call lease() again.")
+        self._wait = wait
+        self._seat = seat = Seat(self._name or name, self, loop)
+        return wait(seat, lambda: self._pool.desk.enqueue(seat))
+
+    def __enter__(self) -> Self:
+        """Wait for a free env."""
+        self._enter(threading.current_thread().name, None, _wait)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the env back."""
+        if self._seat is not None:
+            self._seat.end("its block has ended")
+
+    async def __aenter__(self) -> Self:
+        """Wait for a free env."""
+        task = asyncio.current_task()
+        await self._enter(task.get_name() if task is not None else "", asyncio.get_running_loop(), _wait_async)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Give the env back. It never suspends, so a task that is dropped gives its env back as well."""
+        self.__exit__()
+
+
+def _packed(method: str | Callable[..., Any], args: Any, kwargs: Any, timeout_s: float | None) -> Call:
+    """Return a call that can be sent."""
+    name = method if isinstance(method, str) else getattr(method, "__qualname__", type(method).__qualname__)
+    try:
+        return Call(name, dumps((method, args, kwargs), shares=True), timeout_s, Future())
+    except Exception as error:
+        text = str(kwargs_error((args, kwargs), error))
+        raise TypeError(text.replace("env_kwargs", f"call {name}", 1)) from error
+
+
+def _wait(seat: Seat, begin: Callable[[], Future[Any]]) -> Any:
+    """Begin something, and wait for its answer; an interrupt ends the lease."""
+    try:
+        answer = begin().result()
+    except BaseException:
+        seat.end("it was interrupted")
+        raise
+    return _opened(answer)
+
+
+async def _wait_async(seat: Seat, begin: Callable[[], Future[Any]]) -> Any:
+    """Begin something once it is awaited, and wait for its answer; a cancellation ends the lease."""
+    try:
+        answer = await asyncio.wrap_future(begin())
+    except BaseException:
+        seat.end("a call was cancelled")
+        raise
+    return _opened(answer)
+
+
+def _opened(answer: Any) -> Any:
+    """Return the result that an answer has, or raise its exception; see `Call`."""
+    if isinstance(answer, Exception):
+        raise answer
+    packed, text = (_NOTHING, "") if answer is None else (answer["packed"], without_own_frames(answer["text"]))
+    try:
+        value = pickle.loads(packed)
+    except Exception as error:
+        what = f"the env raised {text.strip().splitlines()[-1]}" if text else "got a result that cannot be read here"
+        message = f"the call failed: {what} ({error}). The lease continues."
+        raise EnvError(message, remote_traceback=text or None) from error
+    if text:
+        value.__cause__ = RemoteTraceback(text)
+        raise value
+    return value
