@@ -36,14 +36,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, as_completed
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, as_factories, checked_options, draw
-from envherd.executor.pools.crew import Crew
+from envherd.executor.pools.crew import Blueprint, Crew
 from envherd.executor.pools.error_messages import env_error, log, log_notice, with_sentence, worker_late, worker_lost
 from envherd.executor.pools.process_log import without_own_frames
 from envherd.executor.pools.slab_plate import LABEL, describe
@@ -51,14 +51,12 @@ from envherd.shm.finalizer import Finalizer
 from envherd.shm.nameplate import create_named
 from envherd.shm.platforms import require
 from envherd.shm.slab import Slab, plan_slab
-from envherd.workers.build import kwargs_error
 from envherd.workers.current import worker
 from envherd.workers.errors import Closed, EnvError, EnvherdError, RemoteTraceback
 from envherd.workers.leased import LeasedFactory
 from envherd.workers.messages import Ask
 from envherd.workers.pickling import dumps
 from envherd.workers.processes import memory_of
-from envherd.workers.protocol import IDLE
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -66,12 +64,7 @@ R = TypeVar("R")
 _LOOK_S = 0.1
 #: Words of a lessee's name, of which `monitor.statistics` reads 64 bytes; a longer name is cut.
 _NAME_WORDS = 8
-#: What errors of the executor advise -> what concerns a lessee.
-_OPTION = ("ExecutorOptions.build_timeout_s", "timeout_s of the pool or call")
-_ENV_ERROR = (" Its episode goes on.", "")
 _OVER = "The lease is over, and its env is built anew."
-#: What a lease gets instead of a result.
-_NOTHING = pickle.dumps(None)
 
 
 class Call(NamedTuple):
@@ -79,7 +72,7 @@ class Call(NamedTuple):
 
     Attributes:
         name: of the method, for messages.
-        payload: see `LeasedAdapter.run`.
+        payload: see `LeasedAdapter.run`; empty to wait for the slot alone.
         timeout_s: None: no limit.
         answer: what `LeasedAdapter.run` has returned, or an exception, after which the lease is over.
     """
@@ -90,54 +83,45 @@ class Call(NamedTuple):
     answer: Future[Any]
 
 
+@dataclass
 class Seat:
     """One lease, between its lessee and its slot.
 
-    Args:
+    Attributes:
         name: of the lessee.
         owner: the lessee's object, whose end is the end of the lease.
-        loop: of the lessee, if it has one; likewise.
-
-    Attributes:
-        granted: done once a slot serves it: None, or why none can.
-        calls: of the lessee; None ends the lease.
+        is_entered: the lessee has asked for a slot.
+        loop: of the lessee, if it has one; its end is the end of the lease, too.
         over: why the lease is over; None until then.
+        calls: of the lessee, the first without payload.
     """
 
+    name: str
+    owner: weakref.ref[object]
+    is_entered: bool = False
+    loop: asyncio.AbstractEventLoop | None = None
     over: Exception | None = None
-
-    def __init__(self, name: str, owner: object, loop: asyncio.AbstractEventLoop | None) -> None:
-        self.name = name
-        self._owner = weakref.ref(owner)
-        self._loop = loop
-        self.granted: Future[Any] = Future()
-        self.calls: SimpleQueue[Call | None] = SimpleQueue()
+    calls: SimpleQueue[Call] = field(default_factory=SimpleQueue)
 
     def is_over(self) -> bool:
         """Return whether nobody wants the env any more."""
-        has_lessee = self._owner() is not None and (self._loop is None or not self._loop.is_closed())
-        return self.over is not None or not has_lessee
+        return self.over is not None or self.owner() is None or (self.loop is not None and self.loop.is_closed())
 
     def end(self, why: str) -> None:
         """Give the slot back, from any thread; a call that is running ends with its process. Idempotent."""
         self.over = self.over or Closed(f"the call failed: this lease is over ({why}). Enter another.")
-        self.calls.put(None)
+        self.calls.put(_waiting())  # the slot looks at once
 
     def refuse(self) -> None:
-        """Answer the calls that are left; the lessee and the slot may both do so."""
-        with contextlib.suppress(Empty):
-            while True:
-                if (call := self.calls.get_nowait()) is not None:
-                    complete(call.answer, self.over)
+        """Answer the calls that are left with why the lease is over; the lessee and the slot may both do so."""
+        while not self.calls.empty():
+            with contextlib.suppress(Empty, InvalidStateError):
+                self.calls.get_nowait().answer.set_result(self.over)
 
 
-def complete(future: Future[Any], answer: Any) -> bool:
-    """Complete a wait of a lessee; return False if it was cancelled or is done."""
-    try:
-        future.set_result(answer)
-    except InvalidStateError:
-        return False
-    return True
+def _waiting() -> Call:
+    """Return a call that only waits for the slot."""
+    return Call("", b"", None, Future())
 
 
 class Desk:
@@ -175,71 +159,78 @@ class Desk:
             self._threads.append(thread)
             thread.start()
 
-    def is_shut(self) -> bool:
-        """Return whether nothing is served: the pool is closed, or this process is a fork of its owner."""
-        return self.crew.is_closing or os.getpid() != self._owner
-
-    def enqueue(self, seat: Seat) -> Future[Any]:
-        """Let a lease wait for a slot; return what is done then."""
-        self._wanted.put(seat)
-        if self.is_shut():
-            complete(seat.granted, Closed("lease failed: this pool is closed, or of another process."))
-        return seat.granted
-
     def send(self, seat: Seat, call: Call) -> Future[Any]:
-        """Pass a call of a lease to its slot; return its answer."""
+        """Pass a call of a lease to its slot; return its answer. The first one waits for a slot."""
         seat.calls.put(call)
-        if self.is_shut():
+        if not call.payload:
+            self._wanted.put(seat)
+        if self.crew.is_closing or os.getpid() != self._owner:  # a fork has no threads
             seat.end("its pool is closed, or of another process")
         if seat.over is not None:  # the slot may have looked before
             seat.refuse()
         return call.answer
 
     def close(self) -> None:
-        """End all leases and workers; may be repeated after an interrupt. Does nothing in a fork of this process."""
-        if os.getpid() != self._owner:
-            return
+        """End all leases and workers; may be repeated after an interrupt. Ends no workers in a fork of this process."""
         self.crew.is_closing = True
         for thread in self._threads:
-            if thread is not threading.current_thread():  # which the garbage collector may have interrupted
+            # The garbage collector may have interrupted a slot, and Ctrl-C the start of one.
+            if thread.is_alive() and thread is not threading.current_thread():
                 thread.join()
-        with contextlib.suppress(Empty):
-            while True:
-                complete(self._wanted.get_nowait().granted, Closed("lease failed: the pool was closed."))
         self.crew.close(self.crew.options.close_timeout_s)
         self._release()
 
     # ---- in the thread of a slot -------------------------------------------------------------
 
     def _serve(self, slot_id: int) -> None:
-        """Serve leases until the pool is closed."""
+        """Serve leases until the pool is closed, and then refuse those that wait."""
         failed: Exception | None = None
         self._note(slot_id, "")
-        while not self.crew.is_closing:
-            if failed is None and self.crew.workers[slot_id].has_exited():
-                failed = self._build(slot_id)
+        while not (self.crew.is_closing and self._wanted.empty()):
+            failed = failed or self._build(slot_id)
             with contextlib.suppress(Empty):
-                seat = self._wanted.get(timeout=_LOOK_S)
-                if (
-                    failed is not None or self.crew.workers[slot_id].has_exited()
-                ):  # perhaps it can be built for this one
-                    failed = self._build(slot_id)
-                seat.over = seat.over or failed
-                if complete(seat.granted, seat.over) and not seat.is_over():
-                    self._serve_one(slot_id, seat)
-                    self._return(slot_id)
-                del seat
+                failed = self._serve_one(slot_id, self._wanted.get(timeout=_LOOK_S))
+
+    def _serve_one(self, slot_id: int, seat: Seat) -> Exception | None:
+        """Make the calls of a lease until it is over; return the error that prevents its env."""
+        failed = self._build(slot_id)  # perhaps it can be built for this one
+        seat.over = seat.over or failed
+        is_served = not seat.is_over()
+        self._note(slot_id, seat.name)
+        while not (self.crew.is_closing or seat.is_over()):
+            if self.crew.workers[slot_id].has_exited():
+                seat.over = with_sentence(worker_lost(self.crew.workers[slot_id], (slot_id,), "lease"), _OVER)
+            with contextlib.suppress(Empty):
+                self._answer(slot_id, seat, seat.calls.get(timeout=_LOOK_S))
+        seat.end("its pool is closed")
+        seat.refuse()
+        self._note(slot_id, "")
+        if is_served:
+            self._return(slot_id)
+        return failed
+
+    def _answer(self, slot_id: int, seat: Seat, call: Call) -> None:
+        """Answer one call."""
+        if call.answer.cancelled():
+            seat.end("a call was cancelled")
+        answer: Any = seat.over or (pickle.dumps(None), "")
+        if call.payload and seat.over is None:
+            answer = self._make(slot_id, call, lambda: call.answer.cancelled() or seat.is_over())
+        if isinstance(answer, Exception):
+            seat.over = seat.over or answer
+        with contextlib.suppress(InvalidStateError):  # it was cancelled
+            call.answer.set_result(answer)
 
     def _build(self, slot_id: int) -> Exception | None:
-        """Build the env of a slot in a new process; return the error that prevents it."""
+        """Build the env of a slot in a new process, if it has none; return the error that prevents it."""
+        if self.crew.is_closing or not self.crew.workers[slot_id].has_exited():
+            return None
         try:
             self.crew.replace(slot_id)
-            self._wait(slot_id, "build", self.crew.options.build_timeout_s)
+            self._wait(slot_id, "build", self.crew.options.build_timeout_s, lambda: False)
             self.crew.collect_specs(slot_id)
         except Exception as error:
             self._end(slot_id)
-            if not self.crew.is_closing:
-                log.warning("slot %d has no env until the next lease: %s", slot_id, error)
             return error
         self._note(slot_id, "")
         return None
@@ -250,38 +241,22 @@ class Desk:
 
     def _note(self, slot_id: int, name: str) -> None:
         """Show `envherd top` who has a slot from now on; an empty name for nobody."""
-        self._names[slot_id] = name.encode()
+        self._names[slot_id] = name.encode(errors="replace")
         self._words["pid"][slot_id] = self.crew.workers[slot_id].pid
         self._words["starts"][slot_id] = self.crew.workers[slot_id].generation + 1
         self._words["since_ns"][slot_id] = time.monotonic_ns()
 
-    def _serve_one(self, slot_id: int, seat: Seat) -> None:
-        """Make the calls of a lease until it is over."""
-        self._note(slot_id, seat.name)
-        while not seat.is_over() and not self.crew.is_closing:
-            if self.crew.workers[slot_id].has_exited():
-                seat.over = with_sentence(worker_lost(self.crew.workers[slot_id], (slot_id,), IDLE), _OVER)
-            with contextlib.suppress(Empty):
-                if (call := seat.calls.get(timeout=_LOOK_S)) is not None:
-                    answer = self._make(slot_id, call, seat.is_over)
-                    if isinstance(answer, Exception):
-                        seat.over = seat.over or answer
-                    complete(call.answer, answer)
-                call = answer = None  # also its result
-        seat.end("its block has ended, or its pool is closed")
-        seat.refuse()
-        self._note(slot_id, "")
-
     def _return(self, slot_id: int) -> None:
         """Do with an env what is done between two leases."""
         worker, options = self.crew.workers[slot_id], self.crew.options
+        is_kept = self._on_return != "rebuild"
         if isinstance(self._on_return, Call) and not worker.has_exited():
             answer = self._make(slot_id, self._on_return, lambda: False)
-            if (isinstance(answer, Exception) or answer["text"]) and not self.crew.is_closing:
+            is_kept = not isinstance(answer, Exception) and not answer[1]
+            if not (is_kept or self.crew.is_closing):
                 log.warning("slot %d is built anew, because on_return has failed: %s", slot_id, answer)
-                self._end(slot_id)
         limit = options.max_worker_memory
-        if self._on_return == "rebuild" or (limit is not None and memory_of(worker.pid)["uss"] > limit):
+        if not is_kept or (limit is not None and memory_of(worker.pid)["uss"] > limit):
             self.crew.dismiss(slot_id, options.close_timeout_s)
             self._end(slot_id)
 
@@ -289,37 +264,35 @@ class Desk:
         """Make a call; return its answer. If that is an exception, the process has ended."""
         worker = self.crew.workers[slot_id]
         phase = f"call {call.name}"
+        args = call.payload, self._max_bytes
         try:
-            args = call.payload, self._max_bytes
             worker.channel.queue_message(Ask(what="call", env_ids=(slot_id,), name="run", args=args))
             self._wait(slot_id, phase, call.timeout_s, is_over)
             frame = self.crew.await_frame(slot_id, phase, None, 0)
             if frame["kind"] == "values":
                 return frame["values"][0]["plain"]
-            error: Exception = env_error([{**frame, "phase": phase}], slot_id, worker.pid, worker.gpu)
-        except Exception as caught:
-            error = caught
-        self._end(slot_id)
-        if isinstance(error, EnvherdError):  # else there is no memory for the result
-            error.message = error.message.replace(*_OPTION).replace(*_ENV_ERROR)
-            error = with_sentence(error, _OVER)
-        return error
+            raise env_error([{**frame, "phase": phase}], slot_id, worker.pid, worker.gpu)  # noqa: TRY301  # as the crew's
+        except Exception as error:
+            self._end(slot_id)
+            if isinstance(error, EnvherdError):  # their advice is for callers of a batch
+                text = error.message.replace("ExecutorOptions.build_timeout_s", "timeout_s of the pool or call")
+                error.message = text.replace(" Its episode goes on.", "")
+                return with_sentence(error, _OVER)
+            return error  # such as a MemoryError
 
-    def _wait(
-        self, slot_id: int, phase: str, timeout_s: float | None, is_over: Callable[[], bool] = lambda: False
-    ) -> None:
+    def _wait(self, slot_id: int, phase: str, timeout_s: float | None, is_over: Callable[[], bool]) -> None:
         """Wait for the answer or the death of a worker.
 
         Raises:
             WorkerTimeout: it was late, and was killed.
-            Closed: nobody wants the answer any more.
+            Closed: nobody wants the answer any more, or the pool is being closed.
         """
         worker = self.crew.workers[slot_id]
         end_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while not self.crew.has_answered(slot_id):
             left_s = end_s - time.monotonic()
             if self.crew.is_closing or is_over():
-                raise Closed(f"{phase} failed: its lease has ended, or the pool was closed.")
+                raise Closed(f"{phase} failed: a call was cancelled, or the pool was closed.")
             if left_s <= 0:
                 raise worker_late(worker, (slot_id,), phase, timeout_s or 0.0)
             worker.wait_for_any([worker], min(left_s, _LOOK_S))
@@ -356,7 +329,7 @@ class LeasePool(contextlib.AbstractContextManager["LeasePool"], contextlib.Abstr
 
     Raises:
         FactoryError, WorkerLost, WorkerTimeout: an env cannot be built; nothing is left running.
-        RuntimeError: this process is a worker.
+        ValueError: an argument or option is refused, or this process is a worker.
     Blocks: until all envs are built. In an event loop: `await asyncio.to_thread(LeasePool, ...)`.
     """
 
@@ -373,11 +346,9 @@ class LeasePool(contextlib.AbstractContextManager["LeasePool"], contextlib.Abstr
         options: ExecutorOptions | None = None,
     ) -> None:
         require("LeasePool")
-        if worker() is not None:
-            raise RuntimeError(f"LeasePool failed: expected the program's own process, got {worker()}. Make it there.")
         options = replace(checked_options(options), infos="drop", episode_statistics=False, env_threads=False)
-        options.refuse_capsules("LeasePool")
         for name, is_right, expected, got in (
+            ("the process", worker() is None, "the program's own", worker()),
             ("timeout_s", timeout_s is None or timeout_s > 0, "seconds above 0 or None", timeout_s),
             (
                 "on_return",
@@ -386,13 +357,12 @@ class LeasePool(contextlib.AbstractContextManager["LeasePool"], contextlib.Abstr
                 on_return,
             ),
             ("max_result_bytes", max_result_bytes > 0, "a positive int", max_result_bytes),
+            ("capsules", options.capsules is None, "None", options.capsules),
             ("start_method", options.start_method != "portable", "'zygote' or 'spawn'", options.start_method),
         ):
             if not is_right:
                 raise ValueError(f"LeasePool failed: expected {name} to be {expected}, got {got!r}.")
-        factories = as_factories(num_envs, make_env)
-        leased = {id(one): LeasedFactory(one) for one in factories}
-        blueprint = draw([leased[id(one)] for one in factories], env_kwargs, num_envs, None, options)
+        blueprint = _leased(draw(as_factories(num_envs, make_env), env_kwargs, num_envs, None, options))
         between = _packed(on_return, (), {}, timeout_s) if callable(on_return) else on_return
         self.num_envs = num_envs
         self.timeout_s = timeout_s
@@ -408,12 +378,12 @@ class LeasePool(contextlib.AbstractContextManager["LeasePool"], contextlib.Abstr
         """Return the lease of one env, for one `with` or `async with`; entering it waits for a free env.
 
         Args:
-            name: of the lessee, for `envherd top`; by default that of the asyncio task, or of the thread.
+            name: of the lessee, for `envherd top`; by default that of the thread.
 
         Raises:
             Closed: the pool was closed. WorkerLost, FactoryError, ...: no env can be built any more.
         """
-        return Lease(self, name)
+        return Lease(self, name or threading.current_thread().name)
 
     def map(self, function: Callable[[Any, T], R], tasks: Iterable[T], *, ordered: bool = True) -> Iterator[R]:
         """Run `function(env, task)` for each task with a leased env, in threads, at most `num_envs` at once.
@@ -471,11 +441,9 @@ class Lease:
     It has the methods of the env, called in the env's process: `lease.step(action)`. In an `async with`, await them.
     """
 
-    _seat: Seat | None = None
-
     def __init__(self, pool: LeasePool, name: str) -> None:
         self._pool = pool  # which is closed when it is freed
-        self._name = name
+        self._seat = Seat(name, weakref.ref(self))
 
     def call(
         self, method: str | Callable[..., Any], /, *args: Any, timeout_s: float | None = 0.0, **kwargs: Any
@@ -491,42 +459,53 @@ class Lease:
         Raises:
             WorkerTimeout, WorkerLost, EnvError: the env is lost, and the lease over; the next call raises it again.
             Closed: the lease was ended. Exception: any that the env raises; the lease continues.
+            Also what pickling an argument raises; nothing was sent then.
         """
-        return self._call(method, args, kwargs, self._pool.timeout_s if timeout_s == 0 else timeout_s)
-
-    def _call(self, method: str | Callable[..., Any], args: Any, kwargs: Any, timeout_s: float | None) -> Any:
-        if (seat := self._seat) is None:
-            raise Closed("call failed: expected a lease that was entered. Write `with pool.lease() as env`.")
-        call = _packed(method, args, kwargs, timeout_s)
-        return self._wait(seat, lambda: self._pool.desk.send(seat, call))
+        return self._send(_packed(method, args, kwargs, self._pool.timeout_s if timeout_s == 0 else timeout_s))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a method of the env."""
         if name.startswith("_"):  # other libraries try such names on any object, to copy or to show it
             raise AttributeError(f"{name!r} is private. If the env has that method, use call({name!r}, ...).")
-        return lambda *args, **kwargs: self._call(name, args, kwargs, self._pool.timeout_s)
+        return lambda *args, **kwargs: self._send(_packed(name, args, kwargs, self._pool.timeout_s))
 
-    def _enter(self, name: str, loop: asyncio.AbstractEventLoop | None, wait: Callable[..., Any]) -> Any:
-        if self._seat is not None:
+    def _send(self, call: Call) -> Any:
+        if not self._seat.is_entered:
+            raise Closed("call failed: expected a lease that was entered. Write `with pool.lease() as env`.")
+        return self._wait(call) if self._seat.loop is None else self._wait_async(call)
+
+    def _wait(self, call: Call) -> Any:
+        """Make a call; an interrupt ends the lease."""
+        try:
+            answer = self._pool.desk.send(self._seat, call).result()
+        except BaseException:
+            self._seat.end("it was interrupted")
+            raise
+        return _opened(answer)
+
+    async def _wait_async(self, call: Call) -> Any:
+        """Make a call once it is awaited; a cancellation reaches its answer, and so ends the lease."""
+        return _opened(await asyncio.wrap_future(self._pool.desk.send(self._seat, call)))
+
+    def _enter(self, loop: asyncio.AbstractEventLoop | None) -> Any:
+        if self._seat.is_entered:
             raise Closed("lease failed: expected a new lease, got one that was entered before. Call lease() again.")
-        self._wait = wait
-        self._seat = seat = Seat(self._name or name, self, loop)
-        return wait(seat, lambda: self._pool.desk.enqueue(seat))
+        self._seat.loop = loop
+        self._seat.is_entered = True
+        return self._send(_waiting())
 
     def __enter__(self) -> Self:
         """Wait for a free env."""
-        self._enter(threading.current_thread().name, None, _wait)
+        self._enter(None)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Give the env back."""
-        if self._seat is not None:
-            self._seat.end("its block has ended")
+        self._seat.end("its block has ended")
 
     async def __aenter__(self) -> Self:
         """Wait for a free env."""
-        task = asyncio.current_task()
-        await self._enter(task.get_name() if task is not None else "", asyncio.get_running_loop(), _wait_async)
+        await self._enter(asyncio.get_running_loop())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -534,47 +513,29 @@ class Lease:
         self.__exit__()
 
 
+def _leased(blueprint: Blueprint) -> Blueprint:
+    """Return a blueprint whose factories build envs for leases; equal ones remain the same object."""
+    leased = {one: dumps(LeasedFactory(one)) for one in blueprint.factories}
+    return replace(blueprint, factories=tuple(leased[one] for one in blueprint.factories))
+
+
 def _packed(method: str | Callable[..., Any], args: Any, kwargs: Any, timeout_s: float | None) -> Call:
     """Return a call that can be sent."""
     name = method if isinstance(method, str) else getattr(method, "__qualname__", type(method).__qualname__)
-    try:
-        return Call(name, dumps((method, args, kwargs), shares=True), timeout_s, Future())
-    except Exception as error:
-        text = str(kwargs_error((args, kwargs), error))
-        raise TypeError(text.replace("env_kwargs", f"call {name}", 1)) from error
-
-
-def _wait(seat: Seat, begin: Callable[[], Future[Any]]) -> Any:
-    """Begin something, and wait for its answer; an interrupt ends the lease."""
-    try:
-        answer = begin().result()
-    except BaseException:
-        seat.end("it was interrupted")
-        raise
-    return _opened(answer)
-
-
-async def _wait_async(seat: Seat, begin: Callable[[], Future[Any]]) -> Any:
-    """Begin something once it is awaited, and wait for its answer; a cancellation ends the lease."""
-    try:
-        answer = await asyncio.wrap_future(begin())
-    except BaseException:
-        seat.end("a call was cancelled")
-        raise
-    return _opened(answer)
+    return Call(name, dumps((method, args, kwargs), shares=True), timeout_s, Future())
 
 
 def _opened(answer: Any) -> Any:
     """Return the result that an answer has, or raise its exception; see `Call`."""
     if isinstance(answer, Exception):
         raise answer
-    packed, text = (_NOTHING, "") if answer is None else (answer["packed"], without_own_frames(answer["text"]))
+    packed, text = answer
+    text = without_own_frames(text)
     try:
         value = pickle.loads(packed)
     except Exception as error:
         what = f"the env raised {text.strip().splitlines()[-1]}" if text else "got a result that cannot be read here"
-        message = f"the call failed: {what} ({error}). The lease continues."
-        raise EnvError(message, remote_traceback=text or None) from error
+        raise EnvError(f"the call failed: {what} ({error}). The lease continues.", remote_traceback=text) from error
     if text:
         value.__cause__ = RemoteTraceback(text)
         raise value

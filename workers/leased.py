@@ -13,8 +13,7 @@ from typing import Any
 from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters import is_env_like
 from envherd.workers.adapters.base import Adapter
-from envherd.workers.build import Factory, describe, modules_of, pickle_factory
-from envherd.workers.interpreters import interpreter_of
+from envherd.workers.build import describe
 from envherd.workers.pickling import captures
 from envherd.workers.reply import Fault
 
@@ -23,22 +22,17 @@ class LeasedFactory:
     """Builds an env of any class, with or without spaces.
 
     Args:
-        make_env: the user's factory.
-
-    Raises:
-        FactoryError: no factory, or one that cannot be pickled.
+        pickled: the user's factory.
     """
 
-    def __init__(self, make_env: Factory) -> None:
-        self._pickled = pickle_factory(make_env)
-        self.preload = tuple(modules_of(make_env))
-        self.interpreter = interpreter_of(make_env)
-        self.__qualname__ = describe(make_env)
+    def __init__(self, pickled: bytes) -> None:
+        self._pickled = pickled
 
     def __call__(self, **kwargs: Any) -> Any:
         """Return the adapter of the env, or what the factory has returned, if the caller must refuse that."""
         factory = pickle.loads(self._pickled)
-        vars(self).update(captures(factory))  # an env among them is refused by the caller, as one of this object
+        # The caller names them, and refuses an env among them, as if this object were the user's factory.
+        vars(self).update(captures(factory), __qualname__=describe(factory))
         env = factory(**kwargs)
         is_captured = is_env_like(env) and any(value is env for value in vars(self).values())
         if env is None or is_captured or inspect.isroutine(env) or isinstance(env, type):
@@ -56,7 +50,7 @@ class LeasedAdapter(Adapter):
         self._leased = env
         self.spec = EnvSpec(observation=(), action=(), family="lease")
 
-    def run(self, payload: bytes, max_bytes: int) -> dict[str, Any]:
+    def run(self, payload: bytes, max_bytes: int) -> tuple[bytes, str]:
         """Make one call.
 
         Args:
@@ -64,7 +58,8 @@ class LeasedAdapter(Adapter):
             max_bytes: of the packed result.
 
         Returns:
-            `packed`: the result, or the exception; empty if the exception cannot be packed. `text`: its traceback.
+            The packed result and an empty text, or the packed exception and its traceback. An exception that cannot
+            be packed has no bytes.
 
         Raises:
             TypeError: the result cannot be packed, or is too large.
@@ -82,11 +77,11 @@ class LeasedAdapter(Adapter):
             packed = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             if not text:
-                kind = type(value).__qualname__
-                raise TypeError(f"expected a result that can be sent, got a {kind} ({error})") from None
+                found = type(value).__qualname__
+                raise TypeError(f"expected a result that can be sent, got a {found} ({error})") from None
         if len(packed) > max_bytes:
             raise TypeError(f"expected a result of at most {max_bytes:,} bytes, got {len(packed):,}")
-        return {"packed": packed, "text": text}
+        return packed, text
 
     def close(self) -> None:
         getattr(self._leased, "close", lambda: None)()
