@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.blueprint import EnvKwargs, MakeEnv, as_factories, checked_options, draw
-from envherd.executor.pools.crew import Blueprint, Crew
+from envherd.executor.pools.crew import Crew
 from envherd.executor.pools.error_messages import env_error, log, log_notice, with_sentence, worker_late, worker_lost
 from envherd.executor.pools.process_log import without_own_frames
 from envherd.executor.pools.slab_plate import LABEL, describe
@@ -248,16 +248,16 @@ class Desk:
 
     def _return(self, slot_id: int) -> None:
         """Do with an env what is done between two leases."""
-        worker, options = self.crew.workers[slot_id], self.crew.options
+        worker = self.crew.workers[slot_id]
+        limit = self.crew.options.max_worker_memory
         is_kept = self._on_return != "rebuild"
         if isinstance(self._on_return, Call) and not worker.has_exited():
             answer = self._make(slot_id, self._on_return, lambda: False)
             is_kept = not isinstance(answer, Exception) and not answer[1]
             if not (is_kept or self.crew.is_closing):
                 log.warning("slot %d is built anew, because on_return has failed: %s", slot_id, answer)
-        limit = options.max_worker_memory
         if not is_kept or (limit is not None and memory_of(worker.pid)["uss"] > limit):
-            self.crew.dismiss(slot_id, options.close_timeout_s)
+            self.crew.dismiss(slot_id, self.crew.options.close_timeout_s)
             self._end(slot_id)
 
     def _make(self, slot_id: int, call: Call, is_over: Callable[[], bool]) -> Any:
@@ -362,7 +362,9 @@ class LeasePool(contextlib.AbstractContextManager["LeasePool"], contextlib.Abstr
         ):
             if not is_right:
                 raise ValueError(f"LeasePool failed: expected {name} to be {expected}, got {got!r}.")
-        blueprint = _leased(draw(as_factories(num_envs, make_env), env_kwargs, num_envs, None, options))
+        blueprint = draw(as_factories(num_envs, make_env), env_kwargs, num_envs, None, options)
+        leased = {one: dumps(LeasedFactory(one)) for one in blueprint.factories}  # equal ones remain the same object
+        blueprint = replace(blueprint, factories=tuple(leased[one] for one in blueprint.factories))
         between = _packed(on_return, (), {}, timeout_s) if callable(on_return) else on_return
         self.num_envs = num_envs
         self.timeout_s = timeout_s
@@ -383,7 +385,7 @@ class LeasePool(contextlib.AbstractContextManager["LeasePool"], contextlib.Abstr
         Raises:
             Closed: the pool was closed. WorkerLost, FactoryError, ...: no env can be built any more.
         """
-        return Lease(self, name or threading.current_thread().name)
+        return Lease(self, str(name or threading.current_thread().name))
 
     def map(self, function: Callable[[Any, T], R], tasks: Iterable[T], *, ordered: bool = True) -> Iterator[R]:
         """Run `function(env, task)` for each task with a leased env, in threads, at most `num_envs` at once.
@@ -396,20 +398,19 @@ class LeasePool(contextlib.AbstractContextManager["LeasePool"], contextlib.Abstr
             tasks: read completely at the first result.
             ordered: yield results in the order of the tasks; False: as they come.
         """
-        leases: list[Lease] = []
 
-        def run(task: T) -> R:
-            leases.append(lease := self.lease())
+        def run(lease: Lease, task: T) -> R:
             with lease as env:
                 return function(env, task)
 
+        pairs = [(self.lease(f"task {number}"), task) for number, task in enumerate(tasks)]
         with ThreadPoolExecutor(self.num_envs, "envherd-map") as threads:
-            futures = [threads.submit(run, task) for task in tasks]
             try:
+                futures = [threads.submit(run, *pair) for pair in pairs]
                 yield from map(Future.result, futures if ordered else as_completed(futures))
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
-                for lease in leases:
+                for lease, _ in pairs:
                     lease.__exit__()
 
     def worker_output(self, slot_id: int) -> str:
@@ -513,12 +514,6 @@ class Lease:
         self.__exit__()
 
 
-def _leased(blueprint: Blueprint) -> Blueprint:
-    """Return a blueprint whose factories build envs for leases; equal ones remain the same object."""
-    leased = {one: dumps(LeasedFactory(one)) for one in blueprint.factories}
-    return replace(blueprint, factories=tuple(leased[one] for one in blueprint.factories))
-
-
 def _packed(method: str | Callable[..., Any], args: Any, kwargs: Any, timeout_s: float | None) -> Call:
     """Return a call that can be sent."""
     name = method if isinstance(method, str) else getattr(method, "__qualname__", type(method).__qualname__)
@@ -533,10 +528,12 @@ def _opened(answer: Any) -> Any:
     text = without_own_frames(text)
     try:
         value = pickle.loads(packed)
+        if text:  # also checks that it is an exception
+            value.with_traceback(None).__cause__ = RemoteTraceback(text)
     except Exception as error:
         what = f"the env raised {text.strip().splitlines()[-1]}" if text else "got a result that cannot be read here"
-        raise EnvError(f"the call failed: {what} ({error}). The lease continues.", remote_traceback=text) from error
+        cause = RemoteTraceback(text) if text else error
+        raise EnvError(f"the call failed: {what} ({error}). The lease continues.", remote_traceback=text) from cause
     if text:
-        value.__cause__ = RemoteTraceback(text)
         raise value
     return value

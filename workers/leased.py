@@ -65,7 +65,7 @@ class LeasedAdapter(Adapter):
             TypeError: the result cannot be packed, or is too large.
             SystemExit, ...: what the env raises that is no `Exception`.
         """
-        text, packed = "", b""
+        text = ""
         try:
             method, args, kwargs = pickle.loads(payload)
             call = getattr(self._leased, method) if isinstance(method, str) else functools.partial(method, self._leased)
@@ -79,6 +79,7 @@ class LeasedAdapter(Adapter):
             if not text:
                 found = type(value).__qualname__
                 raise TypeError(f"expected a result that can be sent, got a {found} ({error})") from None
+            packed = b""
         if len(packed) > max_bytes:
             raise TypeError(f"expected a result of at most {max_bytes:,} bytes, got {len(packed):,}")
         return packed, text

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
-import threading
 import time
 from typing import Any
 
 
 class Odd(Exception):
-    """Cannot be made again from its arguments."""
-
-    def __init__(self, text: str, *, number: int) -> None:
-        super().__init__(text)
-        self.number = number
-
-
-class Unreadable:
-    """Can be pickled, and not unpickled."""
+    """Arrives as what its first argument makes of the others, if anything."""
 
     def __reduce__(self) -> Any:
-        return int, ("no number",)
+        return self.args[0], self.args[1:]
 
 
 class World:
@@ -41,52 +30,20 @@ class World:
         self.count += 1
         return os.getpid(), self.count
 
+    def reset(self) -> None:
+        self.count = 10
+
     def echo(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return args, kwargs
 
-    def fail(self, error: BaseException | None = None) -> None:
+    def fail(self, kind: type[BaseException] = ValueError, *args: Any) -> None:
         print("about to fail")  # noqa: T201  # captured
-        raise error or ValueError("v")
-
-    def fail_oddly(self) -> None:
-        raise Odd("odd", number=3)
-
-    def iter(self) -> Any:
-        yield 1
-
-    def clean(self) -> None:
-        self.count = 10
-
-    def kill_later(self) -> None:
-        threading.Timer(0.1, self.die).start()
+        raise kind(*args)
 
     def hang(self) -> None:
+        self.is_busy = True
         time.sleep(1000)
 
     def die(self) -> None:
         print("last words", flush=True)  # noqa: T201  # captured
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def leave(self) -> None:
-        sys.exit(3)
-
-    def lock(self) -> Any:
-        return [threading.Lock()]
-
-    def unreadable(self) -> Any:
-        return Unreadable()
-
-    def many(self, num_bytes: int) -> bytes:
-        return bytes(num_bytes)
-
-    def environ(self, name: str) -> str | None:
-        return os.environ.get(name)
-
-    def grow(self, num_bytes: int) -> None:
-        self.held = b"x" * num_bytes
-
-
-def broken_after_first(folder: str) -> World:
-    """Build an env, but only once."""
-    os.mkdir(f"{folder}/built")
-    return World()
+        os.kill(os.getpid(), 9)
