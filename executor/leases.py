@@ -211,11 +211,9 @@ class Desk:
 
     def _answer(self, slot_id: int, seat: Seat, call: Call) -> None:
         """Answer one call."""
-        if call.answer.cancelled():
-            seat.end("a call was cancelled")
         answer: Any = seat.over or (pickle.dumps(None), "")
         if call.payload and seat.over is None:
-            answer = self._make(slot_id, call, lambda: call.answer.cancelled() or seat.is_over())
+            answer = self._make(slot_id, call, seat.is_over)
         if isinstance(answer, Exception):
             seat.over = seat.over or answer
         with contextlib.suppress(InvalidStateError):  # it was cancelled
@@ -292,7 +290,7 @@ class Desk:
         while not self.crew.has_answered(slot_id):
             left_s = end_s - time.monotonic()
             if self.crew.is_closing or is_over():
-                raise Closed(f"{phase} failed: a call was cancelled, or the pool was closed.")
+                raise Closed(f"{phase} failed: its lease has ended, or the pool was closed.")
             if left_s <= 0:
                 raise worker_late(worker, (slot_id,), phase, timeout_s or 0.0)
             worker.wait_for_any([worker], min(left_s, _LOOK_S))
@@ -485,8 +483,13 @@ class Lease:
         return _opened(answer)
 
     async def _wait_async(self, call: Call) -> Any:
-        """Make a call once it is awaited; a cancellation reaches its answer, and so ends the lease."""
-        return _opened(await asyncio.wrap_future(self._pool.desk.send(self._seat, call)))
+        """Make a call once it is awaited; a cancellation ends the lease, also if the slot has answered meanwhile."""
+        try:
+            answer = await asyncio.wrap_future(self._pool.desk.send(self._seat, call))
+        except BaseException:
+            self._seat.end("a call was cancelled")
+            raise
+        return _opened(answer)
 
     def _enter(self, loop: asyncio.AbstractEventLoop | None) -> Any:
         if self._seat.is_entered:

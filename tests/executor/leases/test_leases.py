@@ -49,7 +49,6 @@ def test_any_arguments_and_results(pool):
         assert env.echo(timeout_s=3)[1] == {"timeout_s": 3}, "of the method, not of the call"
 
 
-KILL_LATER = lambda _: threading.Timer(0.1, os.kill, (os.getpid(), 9)).start()  # noqa: E731
 #: Calls -> the error, and whether the env is lost.
 CALLS = {
     "KeyError": (lambda env: env.fail(KeyError, "mine"), KeyError, "mine", False),
@@ -70,7 +69,12 @@ CALLS = {
     "lock": (lambda env: env.call(lambda _: [threading.Lock()]), EnvError, "that can be sent, got a list", True),
     "large": (lambda env: env.call(lambda _: b"x" * 2_000_000), EnvError, "at most 1,000,000 bytes, got 2,000,0", True),
     "deadline": (lambda env: env.call("step", timeout_s="soon"), TypeError, "'str'", True),
-    "between": (lambda env: [env.call(KILL_LATER), time.sleep(0.5), env.step()], WorkerLost, "^lease .*SIGKILL", True),  # type: ignore[func-returns-value]
+    "between": (
+        lambda env: [env.call(lambda _: threading.Timer(0.1, World().die).start()), time.sleep(0.5), env.step()],  # type: ignore[func-returns-value]
+        WorkerLost,
+        "^lease .*SIGKILL",
+        True,
+    ),
 }
 
 
@@ -123,10 +127,14 @@ def test_map(pool, ordered):
 
 
 def cancelled(pool):
-    """A call, and waits for an env, whose objects live on."""
-    waiting = [pool.lease() for _ in range(3)]
+    """A call, and waits for an env, whose objects live on; the first one when its slot has answered."""
+    granted, *waiting = [pool.lease() for _ in range(4)]
 
     async def main():
+        entering = asyncio.create_task(granted.__aenter__())
+        asyncio.get_running_loop().call_soon(time.sleep, 0.2)  # the loop does not see the answer
+        await asyncio.sleep(0)
+        entering.cancel()
         async with pool.lease(), pool.lease() as env:
             for call in (*(lease.__aenter__() for lease in waiting), env.hang()):
                 with pytest.raises(TimeoutError):
@@ -135,7 +143,7 @@ def cancelled(pool):
                 await env.step()
 
     asyncio.run(main())
-    return waiting
+    return granted, waiting
 
 
 def dropped(pool):
@@ -215,14 +223,13 @@ def test_what_is_done_between_leases(on_return, caplog):
 
 
 def test_an_env_that_cannot_be_built_again_is_reported(tmp_path):
-    built = str(tmp_path / "built")
-    with LeasePool(lambda: os.mkdir(built) or World(), 1) as pool:
+    with LeasePool(lambda: os.mkdir(tmp_path / "built") or World(), 1) as pool:
         with pytest.raises(WorkerLost), pool.lease() as env:
             env.die()
         for _ in range(2):
             with pytest.raises(FactoryError, match="raised FileExistsError"), pool.lease():
                 pass
-        os.rmdir(built)
+        os.rmdir(tmp_path / "built")
         assert len(all_pids(pool, 1)) == 1
 
 
@@ -290,7 +297,7 @@ def test_calls_that_never_return_cost_only_their_own_time():
 
 
 #: Calls, most of which end a lease.
-ENDS = [["step"], ["step"], ["step"], ["fail"], ["fail", SystemExit], ["die"], ["hang"], [KILL_LATER]]
+ENDS = [["step"], ["step"], ["step"], ["fail"], ["fail", SystemExit], ["die"], ["hang"]]
 
 
 def live(pool, seed):
@@ -303,8 +310,7 @@ def live(pool, seed):
 
     for _ in range(1_250 if IS_FULL else 12):
         with contextlib.suppress(ValueError, Closed, EnvError, WorkerLost, WorkerTimeout, TimeoutError):
-            if rng.random() < 0.3:
-                asyncio.run(cancel())
+            asyncio.run(cancel())
             with pool.lease() as env:
                 env.call(*ENDS[rng.integers(len(ENDS))], timeout_s=0.02)
                 env.step()
@@ -319,6 +325,6 @@ def test_random_ends_leave_every_slot_usable():
             list(threads.map(live, [pool] * 8, range(base, base + 8)))
             assert len(all_pids(pool, 4)) == 4
             gc.collect()
-            used = psutil.Process().memory_info().rss / 5e6, psutil.Process().num_fds(), threading.active_count() * 4
-            found.append(np.array(used))
+            now = psutil.Process()
+            found.append(np.array([now.memory_info().rss / 5e6, now.num_fds(), threading.active_count() * 4]))
     assert (found[1] - found[0] < 4).all()
