@@ -35,7 +35,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
@@ -74,13 +74,13 @@ class Call(NamedTuple):
         name: of the method, for messages.
         payload: see `LeasedAdapter.run`; empty to wait for the slot alone.
         timeout_s: None: no limit.
-        answer: what `LeasedAdapter.run` has returned, or an exception, after which the lease is over.
+        answer: takes what `LeasedAdapter.run` has returned, or an exception, after which the lease is over.
     """
 
-    name: str
-    payload: bytes
-    timeout_s: float | None
-    answer: Future[Any]
+    name: str = ""
+    payload: bytes = b""
+    timeout_s: float | None = None
+    answer: Callable[[Any], object] = lambda _: None
 
 
 @dataclass
@@ -110,18 +110,13 @@ class Seat:
     def end(self, why: str) -> None:
         """Give the slot back, from any thread; a call that is running ends with its process. Idempotent."""
         self.over = self.over or Closed(f"the call failed: this lease is over ({why}). Enter another.")
-        self.calls.put(_waiting())  # the slot looks at once
+        self.calls.put(Call())  # the slot looks at once
 
     def refuse(self) -> None:
         """Answer the calls that are left with why the lease is over; the lessee and the slot may both do so."""
         while not self.calls.empty():
-            with contextlib.suppress(Empty, InvalidStateError):
-                self.calls.get_nowait().answer.set_result(self.over)
-
-
-def _waiting() -> Call:
-    """Return a call that only waits for the slot."""
-    return Call("", b"", None, Future())
+            with contextlib.suppress(Empty, RuntimeError):  # a loop was closed
+                self.calls.get_nowait().answer(self.over)
 
 
 class Desk:
@@ -159,8 +154,8 @@ class Desk:
             self._threads.append(thread)
             thread.start()
 
-    def send(self, seat: Seat, call: Call) -> Future[Any]:
-        """Pass a call of a lease to its slot; return its answer. The first one waits for a slot."""
+    def send(self, seat: Seat, call: Call) -> None:
+        """Pass a call of a lease to its slot. The first one waits for a slot."""
         seat.calls.put(call)
         if not call.payload:
             self._wanted.put(seat)
@@ -168,7 +163,6 @@ class Desk:
             seat.end("its pool is closed, or of another process")
         if seat.over is not None:  # the slot may have looked before
             seat.refuse()
-        return call.answer
 
     def close(self) -> None:
         """End all leases and workers; may be repeated after an interrupt. Ends no workers in a fork of this process."""
@@ -216,8 +210,8 @@ class Desk:
             answer = self._make(slot_id, call, seat.is_over)
         if isinstance(answer, Exception):
             seat.over = seat.over or answer
-        with contextlib.suppress(InvalidStateError):  # it was cancelled
-            call.answer.set_result(answer)
+        with contextlib.suppress(RuntimeError):  # a loop was closed
+            call.answer(answer)
 
     def _build(self, slot_id: int) -> Exception | None:
         """Build the env of a slot in a new process, if it has none; return the error that prevents it."""
@@ -475,8 +469,10 @@ class Lease:
 
     def _wait(self, call: Call) -> Any:
         """Make a call; an interrupt ends the lease."""
+        answers: SimpleQueue[Any] = SimpleQueue()  # in C: an interrupt of a `Future` may leave its lock held
         try:
-            answer = self._pool.desk.send(self._seat, call).result()
+            self._pool.desk.send(self._seat, call._replace(answer=answers.put))
+            answer = answers.get()
         except BaseException:
             self._seat.end("it was interrupted")
             raise
@@ -484,8 +480,12 @@ class Lease:
 
     async def _wait_async(self, call: Call) -> Any:
         """Make a call once it is awaited; a cancellation ends the lease, also if the slot has answered meanwhile."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        put = lambda answer: loop.call_soon_threadsafe(_complete, future, answer)  # noqa: E731
         try:
-            answer = await asyncio.wrap_future(self._pool.desk.send(self._seat, call))
+            self._pool.desk.send(self._seat, call._replace(answer=put))
+            answer = await future
         except BaseException:
             self._seat.end("a call was cancelled")
             raise
@@ -496,7 +496,7 @@ class Lease:
             raise Closed("lease failed: expected a new lease, got one that was entered before. Call lease() again.")
         self._seat.loop = loop
         self._seat.is_entered = True
-        return self._send(_waiting())
+        return self._send(Call())
 
     def __enter__(self) -> Self:
         """Wait for a free env."""
@@ -517,10 +517,16 @@ class Lease:
         self.__exit__()
 
 
+def _complete(future: asyncio.Future[Any], answer: Any) -> None:
+    """Complete the wait of a task, unless it was cancelled."""
+    if not future.done():
+        future.set_result(answer)
+
+
 def _packed(method: str | Callable[..., Any], args: Any, kwargs: Any, timeout_s: float | None) -> Call:
     """Return a call that can be sent."""
     name = method if isinstance(method, str) else getattr(method, "__qualname__", type(method).__qualname__)
-    return Call(name, dumps((method, args, kwargs), shares=True), timeout_s, Future())
+    return Call(name, dumps((method, args, kwargs), shares=True), timeout_s)
 
 
 def _opened(answer: Any) -> Any:

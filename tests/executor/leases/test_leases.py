@@ -308,7 +308,7 @@ def live(pool, seed):
         async with pool.lease() as env:
             await asyncio.wait_for(env.step(rng.choice([0, 0.02])), 0.01)
 
-    for _ in range(1_250 if IS_FULL else 12):
+    for _ in range(625 if IS_FULL else 12):
         with contextlib.suppress(ValueError, Closed, EnvError, WorkerLost, WorkerTimeout, TimeoutError):
             asyncio.run(cancel())
             with pool.lease() as env:
