@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from envherd.executor.guests.collectors.async_collector import AsyncCollector, AsyncStatistics
     from envherd.executor.guests.collectors.collector import Collector
     from envherd.executor.guests.collectors.policy import swapped_parameters, uncopied
+    from envherd.executor.guests.leases import Lease, LeasePool
     from envherd.executor.guests.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import Capsules, ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
@@ -99,6 +100,8 @@ _HOMES = {
     "InternalError": _ERRORS,
     "Interval": "envherd.executor.show.results",
     "LeafSpec": _SPECS,
+    "Lease": "envherd.executor.guests.leases",
+    "LeasePool": "envherd.executor.guests.leases",
     "MeltingPotFactory": "envherd.workers.adapters.meltingpot.factory",
     "MultiDiscrete": _SPECS,
     "OneHot": _SPECS,
@@ -186,6 +189,8 @@ __all__ = [
     "InternalError",
     "Interval",
     "LeafSpec",
+    "Lease",
+    "LeasePool",
     "MeltingPotFactory",
     "ParallelEnv",
     "PerPlayer",

@@ -16,6 +16,8 @@ from tests.extras import needs
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TESTED = {
+    "agents_hanging_grader",
+    "agents_text_world",
     "async_rollout",
     "branch_explore",
     "branch_groups",
@@ -62,9 +64,16 @@ def test_branches_do_better_than_the_same_steps_without(run_example, name, short
 
 
 @pytest.mark.slow
-def test_evaluate_suite_reports_each_task_and_all(run_example):
-    printed = run_example("evaluate_suite", "--episodes", "3")
-    assert re.search(r"all tasks .*\(\d/9\)", printed)
+@pytest.mark.parametrize(
+    ("name", "short", "expected"),
+    [
+        ("evaluate_suite", ("--episodes", "3"), r"all tasks .*\(\d/9\)"),
+        ("agents_text_world", (), r"32 episodes, mean score 1\.00"),
+        ("agents_hanging_grader", (), "24 answers: 6 right, 12 wrong, 6 not graded"),
+    ],
+)
+def test_an_example_reports_what_it_has_done(run_example, name, short, expected):
+    assert re.search(expected, run_example(name, *short))
 
 
 @needs("vmas")
