@@ -172,17 +172,17 @@ class Close:
 Message = Register | Build | Attach | AttachStorage | DetachStorage | Seed | Prepare | Ask | Branch | Close
 
 
-def _frames_in(data: bytes) -> tuple[list[tuple[int, bytes, int]], bytes]:
-    """Return the complete frames at the start of a stream, as (number, payload, descriptors), and the rest."""
+def _frames_in(data: bytes | bytearray) -> tuple[list[tuple[int, bytes, int]], int]:
+    """Return the complete frames at the start of a stream, as (number, payload, descriptors), and their bytes."""
     frames, begin = [], 0
     while len(data) >= begin + _HEAD.size:
         size, number, num_fds = _HEAD.unpack_from(data, begin)
         end = begin + _HEAD.size + size
         if len(data) < end:
             break
-        frames.append((number, data[begin + _HEAD.size : end], num_fds))
+        frames.append((number, bytes(data[begin + _HEAD.size : end]), num_fds))
         begin = end
-    return frames, data[begin:]
+    return frames, begin
 
 
 class _Descriptors:
@@ -287,10 +287,11 @@ class Channel:
                 while (done := sum(first.sent)) < len(first.data):
                     fds = first.descriptors.fds if first.descriptors is not None and not done else ()
                     send: Callable[..., int] = self.sock.send
-                    arguments: tuple[tuple[Any], ...] = (first.data[done:],), (_SEND_FLAGS,)
+                    rest = memoryview(first.data)[done:]  # a slice of the bytes would copy them at each send
+                    arguments: tuple[tuple[Any], ...] = (rest,), (_SEND_FLAGS,)
                     if fds:
                         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
-                        send, arguments = self.sock.sendmsg, (([first.data[done:]],), (ancillary,), (_SEND_FLAGS,))
+                        send, arguments = self.sock.sendmsg, (([rest],), (ancillary,), (_SEND_FLAGS,))
                     try:
                         first.sent.extend(map(send, *arguments))
                     except BlockingIOError:
@@ -308,7 +309,9 @@ class Channel:
             with contextlib.suppress(BlockingIOError, ConnectionError):
                 incoming.pieces.extend(iter(self._receive, b""))
             if incoming.pieces and sum(map(len, incoming.pieces)) >= incoming.num_needed:
-                found, rest = _frames_in(b"".join(incoming.pieces))
+                received = b"".join(incoming.pieces)
+                found, size = _frames_in(received)
+                rest = received[size:]
                 frames = [*incoming.frames, *(plain.decode(payload) for _, payload, _ in found)]
                 num_needed = _HEAD.size + (_HEAD.unpack_from(rest)[0] if len(rest) >= _HEAD.size else 0)
                 self._incoming = _Incoming(frames, [rest] if rest else [], num_needed)
@@ -342,7 +345,7 @@ class WorkerChannel:
         self.number = 0
         self._fds: list[int] = []
         self._frames: deque[tuple[int, bytes, int]] = deque()
-        self._rest = b""
+        self._rest = bytearray()
 
     def receive_message(self) -> tuple[Message, list[int]]:
         """Wait for a message and the descriptors that came with it; `EOFError` when the owner has gone."""
@@ -351,7 +354,9 @@ class WorkerChannel:
             self._fds += fds
             if not chunk:
                 raise EOFError("the other end has gone")
-            frames, self._rest = _frames_in(self._rest + chunk)
+            self._rest += chunk  # in place: a large message comes in many chunks
+            frames, size = _frames_in(self._rest)
+            del self._rest[:size]
             self._frames.extend(frames)
         self.number, payload, num_fds = self._frames.popleft()
         fds, self._fds = self._fds[:num_fds], self._fds[num_fds:]
@@ -367,7 +372,8 @@ class WorkerChannel:
     def move_to(self, sock: socket.socket) -> None:
         """Talk over another socket from now on, in a copy of the worker."""
         self.close()
-        self.sock, self.number, self._rest = sock, 0, b""
+        self.sock, self.number = sock, 0
+        self._rest.clear()
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
