@@ -40,6 +40,7 @@ from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
+from envherd.executor.guests.interpreters import in_interpreters
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.slab_plate import LABEL, describe
@@ -361,7 +362,7 @@ class LeasePool(contextlib.AbstractContextManager["LeasePool"], contextlib.Abstr
         ):
             if not is_right:
                 raise ValueError(f"LeasePool failed: expected {name} to be {expected}, got {got!r}.")
-        blueprint = draw(as_factories(num_envs, make_env), env_kwargs, num_envs, None, options)
+        blueprint = in_interpreters(draw(as_factories(num_envs, make_env), env_kwargs, num_envs, None, options))
         leased = {one: dumps(LeasedFactory(one)) for one in blueprint.factories}  # equal ones remain the same object
         blueprint = replace(blueprint, factories=tuple(leased[one] for one in blueprint.factories))
         between = _packed(on_return, (), {}, timeout_s) if callable(on_return) else on_return
@@ -461,6 +462,8 @@ class Lease:
             Closed: the lease was ended. Exception: any that the env raises; the lease continues.
             Also what pickling an argument raises; nothing was sent then.
         """
+        if timeout_s is not None and not timeout_s >= 0:
+            raise ValueError(f"call failed: expected timeout_s of 0 seconds or more, or None, got {timeout_s!r}.")
         return self._send(_packed(method, args, kwargs, self._pool.timeout_s if timeout_s == 0 else timeout_s))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -68,7 +68,8 @@ CALLS = {
     "interrupt": (lambda env: env.fail(KeyboardInterrupt, "now"), EnvError, "raised KeyboardInterrupt: now", True),
     "lock": (lambda env: env.call(lambda _: [threading.Lock()]), EnvError, "that can be sent, got a list", True),
     "large": (lambda env: env.call(lambda _: b"x" * 2_000_000), EnvError, "at most 1,000,000 bytes, got 2,000,0", True),
-    "deadline": (lambda env: env.call("step", timeout_s="soon"), TypeError, "'str'", True),
+    "no deadline": (lambda env: env.call("step", timeout_s=float("nan")), ValueError, "got nan", False),
+    "deadline": (lambda env: env.call("step", timeout_s="soon"), TypeError, "'str'", False),
     "between": (
         lambda env: [env.call(lambda _: threading.Timer(0.1, World().die).start()), time.sleep(0.5), env.step()],  # type: ignore[func-returns-value]
         WorkerLost,
