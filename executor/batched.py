@@ -35,7 +35,7 @@ from envherd.executor.protocol.exchange import ENV_IDS, Exchange, set_ids
 from envherd.executor.protocol.fast_exchange import compile_exchange
 from envherd.executor.protocol.fast_step import compile_step
 from envherd.executor.rollouts.policy_state import own_leaves
-from envherd.executor.rollouts.rollout import Policy, RolloutRunner
+from envherd.executor.rollouts.rollout import RolloutPolicy, RolloutRunner
 from envherd.executor.sending.blueprint import EnvKwargs, MakeEnv, as_factories
 from envherd.shm.finalizer import Finalizer
 from envherd.shm.specs import EnvSpec, LeafSpec, OneForEach
@@ -286,7 +286,7 @@ class BatchedEnv:
     def rollout(  # noqa: PLR0913  # the arguments of TorchRL's rollout
         self,
         max_steps: int,
-        policy: Policy | None = None,
+        policy: RolloutPolicy | None = None,
         *,
         callback: Callable[[Any, TensorDictBase], Any] | None = None,
         auto_reset: bool = True,

@@ -14,6 +14,7 @@ import graphlib
 import hashlib
 import re
 from collections.abc import Callable
+from enum import IntEnum
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -144,17 +145,17 @@ def parts_table() -> list[str]:
     return lines
 
 
-def states_table(module: ModuleType) -> list[str]:
+def states_table(module: ModuleType, states: type[IntEnum], events: type[IntEnum]) -> list[str]:
     """Return a module's `table()` with a column for each state and a row for each event, as lines of Markdown."""
     cells = {}
     for line in module.table().splitlines():
         before, what, after = line.split(None, 2)
         refusal = after.removeprefix("refused: ")
         cells[before, what] = after if refusal == after else f"*{refusal}*"
-    lines = ["| event | " + " | ".join(state.name for state in module.State) + " |"]
-    lines.append("|---" * (1 + len(module.State)) + "|")
-    for event in module.Event:
-        row = (cells.get((state.name, event.name), "") for state in module.State)
+    lines = ["| event | " + " | ".join(state.name for state in states) + " |"]
+    lines.append("|---" * (1 + len(states)) + "|")
+    for event in events:
+        row = (cells.get((state.name, event.name), "") for state in states)
         lines.append(f"| {event.name} | {' | '.join(row)} |")
     return lines
 
@@ -162,8 +163,10 @@ def states_table(module: ModuleType) -> list[str]:
 #: Part of the page -> function that makes its lines.
 PARTS: dict[str, Callable[[], list[str]]] = {
     "tools/architecture.py, parts": parts_table,
-    "tools/architecture.py, states": partial(states_table, env_states),
-    "tools/architecture.py, states in a worker": partial(states_table, slot_states),
+    "tools/architecture.py, states": partial(states_table, env_states, env_states.State, env_states.Event),
+    "tools/architecture.py, states in a worker": partial(
+        states_table, slot_states, slot_states.SlotState, slot_states.SlotEvent
+    ),
 }
 
 

@@ -23,7 +23,7 @@ from envherd.workers.sending import importing
 from envherd.workers.sending.pickling import building, captures, dumps, find_culprit
 from envherd.workers.sending.sharing import is_meant_to_be_shared
 from envherd.workers.wrappers.episode_leaves import EpisodeLeaves
-from envherd.workers.wrappers.info_leaves import Field, InfoLeaves, declared_fields, find_fields
+from envherd.workers.wrappers.info_leaves import InfoEntry, InfoLeaves, declared_fields, find_fields
 from envherd.workers.wrappers.wrapping import Wrapping
 
 Factory = Callable[..., Any]
@@ -198,7 +198,7 @@ class Builder:
         self._alone: Any = None
         self._factories: dict[bytes, Factory] = {}
         self._built: list[tuple[Adapter, Any]] = []  # with the env that the factory has returned
-        self._found: list[tuple[Factory, Mapping[str, Any], list[Field]]] = []
+        self._found: list[tuple[Factory, Mapping[str, Any], list[InfoEntry]]] = []
 
     def build(self, pickled: bytes, kwargs: Mapping[str, Any]) -> Adapter:
         """Call a pickled factory and return its env's adapter.
@@ -235,7 +235,7 @@ class Builder:
         if own.is_alone:
             self._alone = None
 
-    def _found_fields(self, factory: Factory, kwargs: Mapping[str, Any], keys: Any) -> list[Field]:
+    def _found_fields(self, factory: Factory, kwargs: Mapping[str, Any], keys: Any) -> list[InfoEntry]:
         """Return the fields that a separate env shows, once for each factory and its arguments."""
         for known, its_kwargs, fields in self._found:
             if known is factory and are_equal(its_kwargs, kwargs):

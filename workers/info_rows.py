@@ -50,7 +50,7 @@ class DoesNotFit(Exception):
     """No schema describes an info."""
 
 
-class Field(NamedTuple):
+class SchemaField(NamedTuple):
     """A value, or a container with its items.
 
     Attributes:
@@ -64,12 +64,12 @@ class Field(NamedTuple):
     kind: int
     place: int
     keys: tuple[str, ...] = ()
-    items: tuple[Field, ...] = ()
+    items: tuple[SchemaField, ...] = ()
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
     @classmethod
-    def from_plain(cls, parts: Sequence[Any]) -> Field:
+    def from_plain(cls, parts: Sequence[Any]) -> SchemaField:
         """Return the field that a message holds; refuse objects, which would be read as addresses.
 
         Raises:
@@ -86,7 +86,7 @@ class Field(NamedTuple):
         value = like[()] if self.kind == Kind.SCALAR else like
         return self.kind, self.place, self.keys, tuple(item.facts() for item in self.items), value
 
-    def stored(self) -> Iterator[Field]:
+    def stored(self) -> Iterator[SchemaField]:
         """Return the fields below this one that have a place."""
         if self.dtype:
             yield self
@@ -111,7 +111,7 @@ class _Description:
 
     nbytes = num_fields = 0
 
-    def field_of(self, value: Any, depth: int = 0) -> Field:
+    def field_of(self, value: Any, depth: int = 0) -> SchemaField:
         """Return the field of a value.
 
         Raises:
@@ -126,7 +126,7 @@ class _Description:
             if any(type(key) is not str for key in keys):
                 raise DoesNotFit
             items = value.values() if kind == Kind.DICT else value
-            return Field(kind, 0, keys, tuple(self.field_of(item, depth + 1) for item in items))
+            return SchemaField(kind, 0, keys, tuple(self.field_of(item, depth + 1) for item in items))
         dtype = _DTYPES.get(kind, "")
         shape: tuple[int, ...] = ()
         if kind >= Kind.SCALAR:
@@ -141,7 +141,7 @@ class _Description:
         self.nbytes += -(-max(num_bytes, bool(dtype)) // _ALIGNMENT) * _ALIGNMENT
         if self.nbytes > INFO_BYTES:
             raise DoesNotFit
-        return Field(kind, place, (), (), dtype, shape)
+        return SchemaField(kind, place, (), (), dtype, shape)
 
 
 def _numeric_dtype(value: Any) -> str:
@@ -178,7 +178,7 @@ class Schema:
         id: a positive int64.
     """
 
-    def __init__(self, root: Field, nbytes: int) -> None:
+    def __init__(self, root: SchemaField, nbytes: int) -> None:
         self.root, self.nbytes = root, nbytes
         digest = hashlib.blake2b(json.dumps([root, nbytes]).encode(), digest_size=8).digest()
         self.id = int.from_bytes(digest, "little") >> 1 or 1
@@ -226,7 +226,7 @@ class Schema:
         return np.ndarray(len(rows), self._records[width], rows)
 
 
-def compile_reader(field: Field) -> Reader:
+def compile_reader(field: SchemaField) -> Reader:
     """Return the function that returns the value of a field in each of some records, in its own memory."""
     kind, name = field.kind, str(field.place)
     readers: dict[int, Reader] = {

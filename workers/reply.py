@@ -57,7 +57,7 @@ class SideValues(Reply):
 
 
 @dataclass(frozen=True)
-class Infos(Reply):
+class InfosReply(Reply):
     """An env's infos of a command's step and reset, packed (see `workers.infos`); None where there is none."""
 
     kind = "infos"

@@ -59,7 +59,7 @@ def splitter(fields: Sequence[Field], nbytes: int) -> Callable[[np.ndarray], lis
     return split
 
 
-class Block:
+class BatchMemory:
     """Memory for one batch, and tensors over it.
 
     Args:
@@ -124,7 +124,7 @@ class ReusedMemory:
 
     def __init__(self, nbytes: int, split: Split) -> None:
         self._nbytes, self._split = nbytes, split
-        self._blocks: list[Block | None] = [None] * self.NUM_BLOCKS
+        self._blocks: list[BatchMemory | None] = [None] * self.NUM_BLOCKS
         self._at = 0
         self._is_used = _use_count is not None and 0 < nbytes <= _LARGEST_KEPT
 
@@ -134,7 +134,7 @@ class ReusedMemory:
             self._at = at = (self._at + 1) % self.NUM_BLOCKS
             block = self._blocks[at]
             if block is None or ((is_free := block.is_free) and not block.is_in_place):
-                block = self._blocks[at] = Block(np.empty(self._nbytes, np.uint8), self._split)
+                block = self._blocks[at] = BatchMemory(np.empty(self._nbytes, np.uint8), self._split)
                 is_free = True
             if is_free:
                 return block.buffer, block.leaves()
@@ -185,7 +185,7 @@ class _Frame:
 
     def __init__(self, memory: np.ndarray, split: Split, fields: Sequence[Field]) -> None:
         self._memory, self._split, self._fields = memory, split, fields
-        self._block = Block(memory, split)
+        self._block = BatchMemory(memory, split)
         self._arrays: list[np.ndarray] = []
         self._references: list[int] = []
 
@@ -204,7 +204,7 @@ class _Frame:
     def leaves(self) -> Leaves:
         """Return its leaves, which hold it."""
         if not self._block.is_in_place:
-            self._block = Block(self._memory, self._split)
+            self._block = BatchMemory(self._memory, self._split)
         return self._block.leaves()
 
     def arrays(self) -> list[np.ndarray]:

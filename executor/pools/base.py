@@ -59,7 +59,7 @@ def refuse_batches(specs: Sequence[EnvSpec], options: ExecutorOptions) -> None:
         options.refuse_interrupts(f"making envs that are batches of rows ({batched.batch_shape})")
 
 
-class Watcher(Protocol):
+class PoolWatcher(Protocol):
     """Is asked about the commands and failures of a pool; nothing that it does raises.
 
     Attributes:
@@ -136,7 +136,7 @@ class Pool:
     num_losses = num_recycled = 0
     holds_storages = False
     lendable: PrivateView | None = None
-    watcher: Watcher | None = None
+    watcher: PoolWatcher | None = None
     _caller: Any = None  # gives commands and waits in C; None if Python must do it
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 
 from envherd.executor.processes.error_messages import Frame, log_notice
 from envherd.workers.errors import EnvherdError
-from envherd.workers.info_rows import Field, Schema
+from envherd.workers.info_rows import Schema, SchemaField
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Outcome:
         elif frame["kind"] == "infos":
             self.infos[frame["env_id"]] = frame
         elif frame["kind"] == "schema":
-            schema = Schema(Field.from_plain(frame["root"]), frame["nbytes"])
+            schema = Schema(SchemaField.from_plain(frame["root"]), frame["nbytes"])
             self.schemas[schema.id] = schema
         else:
             log_notice(frame)

@@ -191,7 +191,7 @@ class WorkerPool(Pool):
         is_for_all = len(env_ids) == self.num_envs or self.num_workers == 1
         worker_ids = self.worker_ids if is_for_all else set(self.worker_of[env_ids].tolist())
         if self.supervisor.absent:
-            self.supervisor.revive(worker_ids)
+            self.supervisor.await_serving(worker_ids)
         self.words.write(env_ids, commands)  # 1
         for worker_id in worker_ids:
             self._rings[worker_id]()
@@ -200,7 +200,7 @@ class WorkerPool(Pool):
 
     def await_workers(self, env_ids: np.ndarray) -> None:
         if self.supervisor.absent:
-            self.supervisor.revive(set(self.worker_of[env_ids].tolist()))
+            self.supervisor.await_serving(set(self.worker_of[env_ids].tolist()))
 
     def wake_workers(self) -> None:
         """Make every worker that serves look for commands and messages.
@@ -323,9 +323,9 @@ class WorkerPool(Pool):
     def _look_around(self) -> None:
         """Notice deaths and successors, and read workers' messages so that none blocks on a full socket."""
         self._looked_at = time.monotonic()
-        self.supervisor.advance()
+        self.supervisor.continue_replacing()
         owing = self._owing()
-        self._is_reading = self.supervisor.look(owing)
+        self._is_reading = self.supervisor.notice_deaths(owing)
         if self._overdue is not None:
             for worker_id, limit_s in self._overdue.look(w for w in owing if w not in self.supervisor.absent):
                 self.supervisor.give_up_late([worker_id], limit_s)
@@ -347,7 +347,7 @@ class WorkerPool(Pool):
     def prepare(self, message: messages.Prepare) -> None:
         """Send the extras of an env's next command ahead of it, or a factory call without waiting for the worker."""
         worker_id = int(self.worker_of[message.env_id])
-        self.supervisor.revive([worker_id])
+        self.supervisor.await_serving([worker_id])
         if self.watcher is not None:
             self.watcher.note(message)
         self.crew.mail(worker_id, message, waits=message.call is None)
@@ -363,7 +363,7 @@ class WorkerPool(Pool):
         by_worker: dict[int, list[int]] = {}
         for env_id in env_ids:
             by_worker.setdefault(int(self.worker_of[env_id]), []).append(env_id)
-        self.supervisor.revive(by_worker)
+        self.supervisor.await_serving(by_worker)
         if gone := [error for worker_id, error in self.supervisor.lost.items() if worker_id in by_worker]:
             raise gone[0]
         args = question.pop("args", ())

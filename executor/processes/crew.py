@@ -32,7 +32,7 @@ from envherd.executor.progress import showing
 from envherd.executor.sending.blueprint import Blueprint
 from envherd.executor.sending.variables import gpus_of, variables_of
 from envherd.executor.start.preloading import helper_for
-from envherd.executor.start.zygote import Zygote, surroundings_of
+from envherd.executor.start.zygote import Helper, surroundings_of
 from envherd.shm import platforms
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.segment import Segment
@@ -74,7 +74,7 @@ class Crew:
         self.envs_in_python: list[str] = []
         self._on_row_frame = on_row_frame
         self._inbox: list[list[Frame]] = [[] for _ in blueprint.blocks]
-        self._zygote: Zygote | None = None
+        self._zygote: Helper | None = None
         self._num_forks = 0
         self.is_closing = self._has_ended = False
         self._owner = os.getpid()

@@ -17,7 +17,7 @@ BUILDING   its successor builds its envs               LEAVING
 
 Order, because a handler may raise between any two lines. The numbers are at the lines.
 1. The condition (`absent`), before anything happens to the worker or its words: what follows is made good by the next
-   check (`look`, `revive`, `advance`), which finds the worker by its condition.
+   check (`notice_deaths`, `await_serving`, `continue_replacing`), which finds the worker by its condition.
 2. The loss in `outcome`, before the worker's commands count as answered: the caller that finds the answers finds their
    loss as well.
 3. The commands of a lost worker count as answered before it has a successor, and again when that is begun: the
@@ -159,7 +159,7 @@ class Supervisor:
                 if worker_id in lost:
                     raise lost[worker_id].with_traceback(None)  # it would keep the frames of each call
 
-    def look(self, owing: Iterable[int]) -> bool:
+    def notice_deaths(self, owing: Iterable[int]) -> bool:
         """Notice deaths, and read workers' messages so that none blocks on a full socket.
 
         Args:
@@ -218,16 +218,16 @@ class Supervisor:
         delay_s = self._restarts.next_delay_s(worker_id)
         if delay_s is None:
             raise not_replaced(self.lost[worker_id], self._options)
-        self._leave(worker_id, delay_s)  # 4
+        self._to_leaving(worker_id, delay_s)  # 4
         if not delay_s:
-            self._succeed(worker_id)
+            self._to_building(worker_id)
 
     def recycle(self, worker_id: int) -> None:
         """Close the envs of an idle worker, and begin to replace it."""
         self.num_recycled += 1
-        self._leave(worker_id)  # 4
+        self._to_leaving(worker_id)  # 4
         self._crew.dismiss(worker_id, self._options.close_timeout_s)
-        self._succeed(worker_id)
+        self._to_building(worker_id)
 
     def branch(
         self, source_id: int, worker_ids: Sequence[int], seeds: Sequence[int | None], give_up: Callable[[], None]
@@ -246,7 +246,7 @@ class Supervisor:
             ValueError: the worker cannot be forked; nothing has changed.
             WorkerLost, WorkerTimeout: the worker is lost, or a copy is.
         """
-        self.revive([source_id])
+        self.await_serving([source_id])
         if (error := self.lost.get(source_id)) is not None:
             raise error
         copies: list[WorkerProcess] = []
@@ -254,8 +254,8 @@ class Supervisor:
             self._fork(source_id, worker_ids, seeds, copies)
             give_up()
             for worker_id in worker_ids:
-                self._leave(worker_id)  # 4
-            losses = [loss for copy in copies if (loss := self._put(copy)) is not None]
+                self._to_leaving(worker_id)  # 4
+            losses = [loss for copy in copies if (loss := self._put_copy(copy)) is not None]
         finally:
             for copy in copies:
                 if self._crew.workers[copy.worker_id] is not copy:
@@ -275,7 +275,7 @@ class Supervisor:
                 self.declare_lost(source_id, error)
             raise
 
-    def _put(self, copy: WorkerProcess) -> EnvherdError | None:
+    def _put_copy(self, copy: WorkerProcess) -> EnvherdError | None:
         """Put a copy of a worker into service; return its loss, or None."""
         worker_id = copy.worker_id
         self._crew.replace(worker_id, copy)
@@ -290,7 +290,7 @@ class Supervisor:
         self._pool.wake_worker(worker_id)
         return None
 
-    def revive(self, worker_ids: Iterable[int]) -> None:
+    def await_serving(self, worker_ids: Iterable[int]) -> None:
         """Make sure that workers are in service before they get commands.
 
         Lost workers that may be replaced are left unchanged: their commands are answered by the loss.
@@ -305,31 +305,31 @@ class Supervisor:
             while self.is_being_replaced(worker_id):
                 if self._is(worker_id, Condition.LEAVING):
                     time.sleep(max(0.0, self.absent[worker_id].since - time.monotonic()))
-                    self._succeed(worker_id)
-                self._take_up(worker_id)
+                    self._to_building(worker_id)
+                self._to_serving(worker_id)
 
-    def advance(self) -> None:
+    def continue_replacing(self) -> None:
         """Start successors that are due, and put those that have built their envs into service."""
         now, limit = time.monotonic(), self._options.build_timeout_s
         for worker_id, (condition, since, _) in list(self.absent.items()):
             try:
                 if condition is Condition.LEAVING:
                     if now >= since:
-                        self._succeed(worker_id)
+                        self._to_building(worker_id)
                 elif condition is Condition.BUILDING and (
                     self._crew.workers[worker_id].is_attached  # 6: an interrupt came right after that
                     or self._crew.has_answered(worker_id)
                     or (limit is not None and now - since > limit)
                 ):
-                    self._take_up(worker_id)
+                    self._to_serving(worker_id)
             except EnvherdError as error:
                 self._pool.outcome.losses[worker_id] = error
 
-    def _leave(self, worker_id: int, delay_s: float = 0.0) -> None:
+    def _to_leaving(self, worker_id: int, delay_s: float = 0.0) -> None:
         """Record that a worker must be replaced, so that this happens even if an interrupt comes now."""
         self.absent[worker_id] = Absence(Condition.LEAVING, time.monotonic() + delay_s)
 
-    def _succeed(self, worker_id: int) -> None:
+    def _to_building(self, worker_id: int) -> None:
         """Start the successor of a worker that has ended or must end.
 
         Raises:
@@ -343,7 +343,7 @@ class Supervisor:
             raise
         self.absent[worker_id] = Absence(Condition.BUILDING, time.monotonic())  # 4
 
-    def _take_up(self, worker_id: int) -> None:
+    def _to_serving(self, worker_id: int) -> None:
         """Wait until a successor has built its envs, and put it into service; begin to replace one that fails.
 
         Raises:
@@ -354,17 +354,17 @@ class Supervisor:
                 self._check_specs(worker_id, self._crew.collect_specs(worker_id))
                 self._crew.attach(worker_id)
             except EnvherdError as error:
-                self._try_another(worker_id, error)
+                self._to_leaving_or_lost(worker_id, error)
                 return
             except BaseException:  # an interrupt: begin again when the worker is needed
                 if not self._crew.workers[worker_id].is_attached:  # else it may have carried out commands (6)
-                    self._leave(worker_id)
+                    self._to_leaving(worker_id)
                 raise
         self._serves_since[worker_id] = time.monotonic()  # 6
         self.absent.pop(worker_id, None)
         self._pool.wake_worker(worker_id)
 
-    def _try_another(self, worker_id: int, error: EnvherdError) -> None:
+    def _to_leaving_or_lost(self, worker_id: int, error: EnvherdError) -> None:
         """Begin to replace a successor that did not start. Its envs still owe their answers."""
         self.num_losses += 1
         self._crew.workers[worker_id].kill()
@@ -374,7 +374,7 @@ class Supervisor:
             self.declare_lost(worker_id, error)
             raise error
         log.warning("%s Another process is started in its place.", error.message)
-        self._leave(worker_id, delay_s)
+        self._to_leaving(worker_id, delay_s)
 
     def _check_specs(self, worker_id: int, specs: list[EnvSpec]) -> None:
         for env_id, spec in zip(self._crew.blueprint.blocks[worker_id], specs, strict=True):

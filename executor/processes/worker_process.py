@@ -16,7 +16,7 @@ from typing import Any, Literal
 from envherd.executor.machine.cgroups import count_oom_kills
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.start.process_log import read_log, request_stacks, without_own_frames
-from envherd.executor.start.zygote import Zygote
+from envherd.executor.start.zygote import Helper
 from envherd.shm import platforms
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.workers.errors import WorkerLost
@@ -43,7 +43,7 @@ class WorkerProcess:
     is_attached = False
     pid, pidfd, log_fd = 0, -1, -1
 
-    def __init__(self, worker_id: int, generation: int, zygote: Zygote | None = None) -> None:
+    def __init__(self, worker_id: int, generation: int, zygote: Helper | None = None) -> None:
         self.worker_id = worker_id
         self.generation = generation
         self._zygote = zygote

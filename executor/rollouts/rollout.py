@@ -43,7 +43,7 @@ from envherd.workers.protocol import Op
 if TYPE_CHECKING:
     from envherd.executor.protocol.engine import Engine
 
-Policy = Callable[[TensorDictBase], TensorDictBase]
+RolloutPolicy = Callable[[TensorDictBase], TensorDictBase]
 
 _log = logging.getLogger("envherd")
 _CUT = (
@@ -85,7 +85,7 @@ class RolloutRunner:
         self,
         env: Actor,
         max_steps: int,
-        policy: Policy | None = None,
+        policy: RolloutPolicy | None = None,
         *,
         callback: Callable[[Any, TensorDictBase], Any] | None = None,
         auto_reset: bool = True,
@@ -195,7 +195,7 @@ class _Run:
         self,
         engine: Engine,
         lease: Lease,
-        policy: Policy,
+        policy: RolloutPolicy,
         callback: Callable[..., Any] | None,
         *,
         carried: Carried,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.variables import common_variables
-from envherd.executor.start.zygote import Zygote, shared
+from envherd.executor.start.zygote import Helper, shared
 from envherd.shm.platforms import require
 from envherd.workers.process.zygote import flags
 from envherd.workers.sending.surroundings import TABLE, import_path
@@ -33,7 +33,7 @@ _innermost: list[_Warm] = []
 class _Warm:
     """A helper that executors share, and the settings that its workers inherit."""
 
-    zygote: Zygote
+    zygote: Helper
     surroundings: tuple[object, ...]
 
 
@@ -78,10 +78,10 @@ def preloaded(*modules: str, options: ExecutorOptions | None = None) -> Iterator
 
 
 @contextlib.contextmanager
-def preloading(*modules: str, options: ExecutorOptions, must_import: bool = False) -> Iterator[Zygote]:
+def preloading(*modules: str, options: ExecutorOptions, must_import: bool = False) -> Iterator[Helper]:
     """As `preloaded`; unless `must_import`, modules that cannot be imported are left to the workers."""
     surroundings = _surroundings(options)
-    zygote = Zygote(options, list(modules), must_import=must_import)
+    zygote = Helper(options, list(modules), must_import=must_import)
     try:
         zygote.begin()
         warm = _Warm(zygote, surroundings)
@@ -94,19 +94,19 @@ def preloading(*modules: str, options: ExecutorOptions, must_import: bool = Fals
         zygote.close()
 
 
-def helper_for(user: object, options: ExecutorOptions, modules: Sequence[str]) -> Zygote:
+def helper_for(user: object, options: ExecutorOptions, modules: Sequence[str]) -> Helper:
     """Return a helper for an executor, its `user`: one that is there, or a new one."""
     helper = find_helper(user, options)
     if helper is not None:
         return helper
     if options.start_method != "zygote" or options.worker_output != "capture":
-        return Zygote(options, list(modules), user=user)
+        return Helper(options, list(modules), user=user)
     settings = (*_surroundings(options), options.build_timeout_s, tuple(modules), sys.executable, tuple(import_path()))
     key = (*settings, *map(tuple, (flags(), TABLE["argv"].read())), *_inherited())
     return shared(user, key, options, list(modules))
 
 
-def find_helper(user: object, options: ExecutorOptions) -> Zygote | None:
+def find_helper(user: object, options: ExecutorOptions) -> Helper | None:
     """Return the helper of the innermost `preloaded` block that an executor, its `user`, can use."""
     if not _innermost or options.start_method != "zygote":
         return None

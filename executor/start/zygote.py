@@ -2,7 +2,7 @@
 
 Guarantees:
 - The user's process is never forked; its signal handlers, threads and `__main__` are untouched.
-- `Zygote.close` is bounded: one deadline for all workers, then SIGKILL to their process groups.
+- `Helper.close` is bounded: one deadline for all workers, then SIGKILL to their process groups.
 - If the user forks this process, the child closes its copies of the lifelines, so these still work.
 - At most one helper without users is kept, only if its imports took long, and for at most `IDLE_S` seconds. It ends
   with this process, however that ends.
@@ -65,8 +65,8 @@ from envherd.workers.process.zygote import main
 main(fd, log_fd)
 """
 
-_zygotes: weakref.WeakSet[Zygote] = weakref.WeakSet()
-_idle: list[Zygote] = []
+_zygotes: weakref.WeakSet[Helper] = weakref.WeakSet()
+_idle: list[Helper] = []
 _is_exiting = False
 #: Held by every fork of this process, while descriptors are created and registered that a fork must close, and while
 #: users of helpers are counted. Its holder takes no other lock.
@@ -100,28 +100,28 @@ def end_idle(*, must_have_ended: bool = False) -> None:
         zygote.end()
 
 
-def shared(user: object, key: tuple[object, ...], options: ExecutorOptions, preload: list[str]) -> Zygote:
+def shared(user: object, key: tuple[object, ...], options: ExecutorOptions, preload: list[str]) -> Helper:
     """Return a helper with that key: an existing one, or a new one.
 
     Args:
         user: of the helper, from now on.
         key: everything that executors must have in common to share a helper.
-        options: see `Zygote`.
-        preload: see `Zygote`.
+        options: see `Helper`.
+        preload: see `Helper`.
     """
     end_idle(must_have_ended=True)
     while True:
         with _fork_lock:
             found = next((zygote for zygote in _zygotes if zygote.key == key and zygote.join(user)), None)
             if found is None:
-                return Zygote(options, preload, key, user=user)
+                return Helper(options, preload, key, user=user)
         if found.resume():
             return found
         found.key = None  # first: no other executor joins, and it is not kept
         found.close(user)
 
 
-class Zygote:
+class Helper:
     """The owner's handle of the helper that forks workers (see the module).
 
     Several users may share it, from any thread: each calls `join` and `close`, and the last `close` ends it, or lets it

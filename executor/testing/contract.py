@@ -50,8 +50,8 @@ from envherd.executor.testing.traces import (
     NUM_ENVS,
     Advance,
     DrawAction,
-    Event,
     Trace,
+    TraceEvent,
     compare,
     compare_ends,
     disturbed,
@@ -309,7 +309,7 @@ class Contract:
         )
 
 
-def _check_root(event: Event) -> None:
+def _check_root(event: TraceEvent) -> None:
     """Require that a root equals the `next` before it, or, where (part of) the env ended, is no longer done."""
     for key, value in event.root.items():
         if not event.done.any():

@@ -23,7 +23,7 @@ NUM_ENVS = 2
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEvent:
     """One env's share of one step.
 
     Attributes:
@@ -59,10 +59,10 @@ class Trace:
 
     specs: list[EnvSpec]
     first: list[Row]
-    events: list[Event]
+    events: list[TraceEvent]
     calls: tuple[int, int] | None
 
-    def ends(self) -> Iterator[Event]:
+    def ends(self) -> Iterator[TraceEvent]:
         """Yield the events at which (part of) an env ended."""
         return (event for event in self.events if event.done.any())
 
@@ -100,7 +100,7 @@ def take_trace(batch: ExecutorBatch, advance: Advance, drawn_by: DrawAction | No
     for step in range(num_steps):
         actions = draw_actions(drawn_by, batch.specs, rngs, roots)
         nexts, roots = advance(batch, actions, step)
-        events += [Event(step, env_id, *rows) for env_id, rows in enumerate(zip(nexts, roots, strict=True))]
+        events += [TraceEvent(step, env_id, *rows) for env_id, rows in enumerate(zip(nexts, roots, strict=True))]
     after = batch.count_calls()
     calls = None if after is None else (after[0] - before[0], after[1] - before[1])
     return Trace(list(batch.specs), first, events, calls)

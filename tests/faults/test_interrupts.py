@@ -274,7 +274,7 @@ def _check_rows(data: Any, seen: set[tuple[int, int]], when: str) -> None:
 def test_an_interrupt_while_a_successor_is_put_into_service():
     """An abandoned successor must not have answered: the next one's envs are new (`supervisor` 6)."""
     options = ExecutorOptions(on_worker_loss="restart")
-    names = {"_take_up", "attach", "await_frame"}
+    names = {"_to_serving", "attach", "await_frame"}
     for interrupt in at_each(lambda line: SignalIn(line, names), stride=scaled(4, full=2), least=4):
         with ParallelEnv(NUM_ENVS, functools.partial(CountingEnv, 9), num_workers=3, seed=0, options=options) as env:
             env.reset()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from envherd.shm.slab import INFO_BYTES, Slab, plan_slab
 from envherd.workers import info_rows, plain
-from envherd.workers.info_rows import MOST_SCHEMAS, DoesNotFit, Field, InfoWriter, Schema
+from envherd.workers.info_rows import MOST_SCHEMAS, DoesNotFit, InfoWriter, Schema, SchemaField
 from envherd.workers.testing import CountingEnv
 from tests.scale import scaled
 
@@ -96,7 +96,7 @@ def test_infos_are_read_as_they_were(infos: list[dict[str, Any]]) -> None:
     for info in infos:
         schema = Schema.of(info)
         received = plain.decode(plain.encode(schema.root))
-        assert Schema(Field.from_plain(received), schema.nbytes).id == schema.id
+        assert Schema(SchemaField.from_plain(received), schema.nbytes).id == schema.id
         rows = [_row(), _row()]
         for writer, row in zip(_writers(schema), rows, strict=True):
             assert writer.write(info, row) == schema.id
@@ -152,7 +152,7 @@ def test_a_worker_learns_some_schemas_and_reports_each_once() -> None:
     assert slab.words["info_ids"].tolist() == [0] * 4
     assert writer.write("next", infos[3])
     assert writer.write("root", {})
-    schema = Schema(Field.from_plain(reports[3]["root"]), reports[3]["nbytes"])
+    schema = Schema(SchemaField.from_plain(reports[3]["root"]), reports[3]["nbytes"])
     assert slab.words["info_ids"].tolist() == [0, 0, schema.id, 0]
     assert schema.infos(schema.records(slab.infos[1, :1])) == [infos[3]]  # type: ignore[index]
 
@@ -176,4 +176,4 @@ def test_a_message_with_objects_is_refused(dtype: str) -> None:
     item = root.items[0]._replace(dtype=dtype)
     received = plain.decode(plain.encode(root._replace(items=(item,))))
     with pytest.raises(ValueError, match="expected a numeric dtype"):
-        Field.from_plain(received)
+        SchemaField.from_plain(received)

@@ -7,31 +7,35 @@ import itertools
 import pytest
 
 from envherd.workers import native
-from envherd.workers.block.slot_states import COMMANDS, FOLLOWS, NEXT, REFUSED_WITH, Event, State, table
+from envherd.workers.block.slot_states import COMMANDS, FOLLOWS, NEXT, REFUSED_WITH, SlotEvent, SlotState, table
 from envherd.workers.messages import Ask
 from envherd.workers.protocol import RESET, STEP, STEP_RESET
 from tests.oracles.native_sides import Side, run
 from tests.workers.test_native import adapters
 
-_FREE = {State.NEEDS_RESET: State.FREE_NEW, State.RUNNING: State.FREE_RUNNING, State.ENDED: State.FREE_ENDED}
+_FREE = {
+    SlotState.NEEDS_RESET: SlotState.FREE_NEW,
+    SlotState.RUNNING: SlotState.FREE_RUNNING,
+    SlotState.ENDED: SlotState.FREE_ENDED,
+}
 
 
 def test_the_table_is_complete():
-    assert set(FOLLOWS) == set(State) == {*REFUSED_WITH, State.RUNNING, *_FREE.values()}
+    assert set(FOLLOWS) == set(SlotState) == {*REFUSED_WITH, SlotState.RUNNING, *_FREE.values()}
     lines = table().splitlines()
-    assert len(lines) == sum(event in FOLLOWS[state] or event in COMMANDS for state in State for event in Event)
+    assert len(lines) == sum(event in FOLLOWS[state] or event in COMMANDS for state in SlotState for event in SlotEvent)
     assert "ENDED           STEP            refused: InternalError" in lines
 
 
 def test_free_envs_move_as_guarded_ones():
     for state, free in _FREE.items():
-        assert FOLLOWS[free][Event.STEP] is free
-        for event in (Event.RUNS, Event.ENDS, Event.IS_BROKEN_OFF):
+        assert FOLLOWS[free][SlotEvent.STEP] is free
+        for event in (SlotEvent.RUNS, SlotEvent.ENDS, SlotEvent.IS_BROKEN_OFF):
             assert event not in FOLLOWS[state] or FOLLOWS[free][event] is _FREE[FOLLOWS[state][event]]
 
 
-def states_of(side: Side) -> list[State]:
-    return [State(slot.state[0]) for slot in side.block.slots.values()]
+def states_of(side: Side) -> list[SlotState]:
+    return [SlotState(slot.state[0]) for slot in side.block.slots.values()]
 
 
 def allow(side: Side) -> None:
@@ -49,7 +53,7 @@ def test_an_env_that_needs_a_reset_is_stepped_only_if_it_is_free(is_free):
     program = [(RESET, ALL), (STEP, ALL), *([allow] if is_free else []), *[(STEP, ALL)] * 3]
     side, executed = run(adapters(scripts=((), ()), length=2), program)
     assert executed == [ALL, ALL, [], *([[], []] if is_free else [ALL, ALL])]  # by Python: the first time, and refusals
-    assert states_of(side) == [State.FREE_ENDED if is_free else State.NEEDS_RESET] * 2
+    assert states_of(side) == [SlotState.FREE_ENDED if is_free else SlotState.NEEDS_RESET] * 2
     assert [env.num_steps for env in side.envs] == [4 if is_free else 2] * 2
     assert len(side.reports) == (0 if is_free else 4)
 
@@ -65,6 +69,6 @@ def test_c_and_python_move_alike(deeds, is_free):
 
 
 def test_the_bytes_are_those_of_the_table():
-    assert {(s, e): State(NEXT[e, s]) for s in State for e in Event if NEXT[e, s] >= 0} == {
+    assert {(s, e): SlotState(NEXT[e, s]) for s in SlotState for e in SlotEvent if NEXT[e, s] >= 0} == {
         (s, e): following for s, row in FOLLOWS.items() for e, following in row.items()
     }

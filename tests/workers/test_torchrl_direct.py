@@ -48,7 +48,7 @@ from torchrl.envs import (
 )
 from torchrl.envs.utils import MarlGroupMapType
 
-from envherd.executor.facades.torchrl.worker import Guest, adapter_of
+from envherd.executor.facades.torchrl.worker import HostedEnv, adapter_of
 from envherd.workers.adapters.torchrl.direct import leaf_keys
 from tests.envs import torchrl_own
 from tests.envs.torchrl_direct_envs import Buffered, Keeper, Nested, Twice, herd
@@ -196,16 +196,16 @@ POTS = {
 
 
 class Pair:
-    """Two guests of the same env: one with its direct way, one without."""
+    """Two hosted envs of the same env: one with its direct way, one without."""
 
     def __init__(self, make: Make, **how: Any) -> None:
         self.adapters: list[Any] = []
         for _ in range(2):
             torch.manual_seed(0)
-            guest = Guest(make(), **how)
-            with contextlib.suppress(NotImplementedError), guest.on_stage():  # Melting Pot
-                guest.seed(5, static=False)
-            self.adapters.append(adapter_of(guest))
+            hosted = HostedEnv(make(), **how)
+            with contextlib.suppress(NotImplementedError), hosted.on_stage():  # Melting Pot
+                hosted.seed(5, static=False)
+            self.adapters.append(adapter_of(hosted))
         direct, usual = self.adapters
         assert direct.spec.metadata["way"] == "direct"
         usual.env.direct = None
@@ -252,7 +252,7 @@ class Pair:
         return bool(left[2])
 
     def asked(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of both guests by name; return the result of the usual one."""
+        """Call a method of both hosted envs by name; return the result of the usual one."""
 
         def call(adapter: Any) -> Any:
             with adapter.env.on_stage():
@@ -395,12 +395,12 @@ REFUSED: dict[str, tuple[Make, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_unusual_keeps_torchrls_own_code(case: str) -> None:
     make, reason = REFUSED[case]
-    guest = Guest(make())
-    way = adapter_of(guest).spec.metadata["way"]
+    hosted = HostedEnv(make())
+    way = adapter_of(hosted).spec.metadata["way"]
     assert way.startswith("TorchRL's own code, because ")
     assert reason in way
-    assert guest.direct is None
-    guest.close()
+    assert hosted.direct is None
+    hosted.close()
 
 
 def test_envs_that_may_draw_from_torch_keep_their_own_generator() -> None:
@@ -411,7 +411,7 @@ def test_envs_that_may_draw_from_torch_keep_their_own_generator() -> None:
 
     called = []
     for wrap in (lambda env: env, gymnasium.wrappers.RecordEpisodeStatistics, noisy):
-        adapter = adapter_of(Guest(GymWrapper(wrap(gymnasium.make("CartPole-v1")))))
+        adapter = adapter_of(HostedEnv(GymWrapper(wrap(gymnasium.make("CartPole-v1")))))
         called.append(adapter.env_call() is not None)
         adapter.close()
     assert called == [True, True, False]
@@ -421,7 +421,7 @@ def test_envs_that_may_draw_from_torch_keep_their_own_generator() -> None:
 def test_envs_of_dm_control_that_may_draw_from_torch_are_no_envs_of_its_suite() -> None:
     called = []
     for make in (lambda: DMControlEnv("cartpole", "balance"), terminating):
-        adapter = adapter_of(Guest(make()))
+        adapter = adapter_of(HostedEnv(make()))
         called.append(adapter.env_call() is not None)
         adapter.close()
     assert called == [True, False]

@@ -26,14 +26,14 @@ from envherd.workers.block.compiling import compile_native, why_not_stored
 from envherd.workers.block.journal import Journal, JournalFlag
 from envherd.workers.block.questions import answer
 from envherd.workers.block.slot import Begun, Sink, Slot, Step, compile_step, store
-from envherd.workers.block.slot_states import Event
+from envherd.workers.block.slot_states import SlotEvent
 from envherd.workers.errors import SpecError
 from envherd.workers.info_rows import InfoWriter
 from envherd.workers.infos import packer
 from envherd.workers.messages import CHANGES, UNGUARDS, Ask, Prepare
 from envherd.workers.options import BlockOptions
 from envherd.workers.protocol import RING, Flag, Op, Status, unpack
-from envherd.workers.reply import Fault, Infos, LeftOut, Notice, SideValues
+from envherd.workers.reply import Fault, InfosReply, LeftOut, Notice, SideValues
 
 #: Commands whose fields are kept; a ring has a handful, a storage one or two per column.
 _MAX_REMEMBERED = 4096
@@ -41,7 +41,7 @@ _MAX_REMEMBERED = 4096
 # As ints: comparing and storing enum members costs more than the step of a small env.
 _STEP_RESET, _RESET, _PREPARED = int(Op.STEP_RESET), int(Op.RESET), int(Flag.PREPARED)
 _OK, _FAILED, _SIDE = int(Status.OK), int(Status.FAILED), int(Status.SIDE)
-_STEP, _RUNS, _ENDS = int(Event.STEP), int(Event.RUNS), int(Event.ENDS)
+_STEP, _RUNS, _ENDS = int(SlotEvent.STEP), int(SlotEvent.RUNS), int(SlotEvent.ENDS)
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -197,7 +197,7 @@ class Block:
         else:
             self._close(slot)
             slot.call = message.call
-            slot.move(Event.IS_BROKEN_OFF)
+            slot.move(SlotEvent.IS_BROKEN_OFF)
 
     def ask(self, message: Ask) -> dict[str, Any]:
         """Do something with envs that is not a step; return the answer."""
@@ -207,7 +207,7 @@ class Block:
             if message.what in CHANGES and slot.journal is not None:
                 slot.journal.note(JournalFlag.CHANGED)
             if message.what in UNGUARDS:
-                slot.move(Event.IS_ALLOWED)
+                slot.move(SlotEvent.IS_ALLOWED)
             elif message.what == "save" and reply["kind"] == "values":
                 generators = None if slot.rng_state is None else seeding.as_plain(slot.rng_state)
                 reply["values"][position] |= {
@@ -224,7 +224,7 @@ class Block:
         return slot.adapter if slot.is_built else self._rebuild(slot)
 
     def _note_restored(self, slot: Slot, saved: Mapping[str, Any]) -> None:
-        slot.move(Event.RUNS)
+        slot.move(SlotEvent.RUNS)
         if slot.spec.batch_shape:
             slot.last_done = np.zeros(slot.spec.batch_shape, bool)
         if saved.get("episode") is not None:
@@ -254,11 +254,11 @@ class Block:
             return self._tell(slot) if slot.has_news or slot.has_side or slot.infos else _OK
         except self._passes:
             slot.prepared = None
-            slot.move(Event.IS_BROKEN_OFF)
+            slot.move(SlotEvent.IS_BROKEN_OFF)
             raise
         except BaseException as error:  # also SystemExit: it concerns this env, not the worker
             slot.prepared = None
-            slot.move(Event.IS_BROKEN_OFF)
+            slot.move(SlotEvent.IS_BROKEN_OFF)
             self._keep_step(slot, op)
             if isinstance(error, SpecError) and slot.is_built and slot.adapter.origin:
                 error = SpecError(f"{error} Built by {slot.adapter.origin}.").with_traceback(error.__traceback__)
@@ -308,7 +308,7 @@ class Block:
     def _tell(self, slot: Slot) -> int:
         """Report an env's data for the parent besides its rows."""
         if slot.infos:
-            self._report(Infos(slot.env_id, slot.infos.pop("next", None), slot.infos.pop("root", None)).to_plain())
+            self._report(InfosReply(slot.env_id, slot.infos.pop("next", None), slot.infos.pop("root", None)).to_plain())
         if slot.has_side:
             self._report(SideValues(slot.env_id, slot.side["next"], slot.side["root"]).to_plain())
         if slot.left_out:

@@ -20,7 +20,7 @@ from envherd.workers import native
 from envherd.workers.adapters.base import EnvCall, StepValues
 from envherd.workers.adapters.common.scalars import NUMBERS
 from envherd.workers.block.slot import Sink, Slot, compile_keep
-from envherd.workers.block.slot_states import NEXT, Event
+from envherd.workers.block.slot_states import NEXT, SlotEvent
 
 
 def compile_native(
@@ -88,9 +88,9 @@ def step_facts(
         "kept": [] if journal is None else journal.rows,
         "sources": [] if journal is None else journal.sources,
         "state": slot.state,
-        "if_stepped": NEXT[Event.STEP],
-        "if_running": NEXT[Event.RUNS],
-        "if_ended": NEXT[Event.ENDS],
+        "if_stepped": NEXT[SlotEvent.STEP],
+        "if_running": NEXT[SlotEvent.RUNS],
+        "if_ended": NEXT[SlotEvent.ENDS],
         "num_columns": sink.num_columns,
         "root_follows": sink.root_follows,
         "observation": [arrays[("next", *leaf.key)] for leaf in spec.observation],

@@ -16,7 +16,7 @@ from envherd.shm.layout import Name
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.block.journal import Journal
-from envherd.workers.block.slot_states import AFTER, NEW, OVER, Event, State
+from envherd.workers.block.slot_states import AFTER, NEW, OVER, SlotEvent, SlotState
 from envherd.workers.errors import InternalError, SpecError
 from envherd.workers.info_rows import InfoWriter
 from envherd.workers.messages import Prepare
@@ -89,7 +89,7 @@ class Slot:
         self.seed_pool: np.ndarray | None = None  # of `seeding.EpisodeSeeds`; None if the env's own generators continue
         self._seeds: EpisodeSeeds | None = None
         self.unwatched = {"reset", "step"}
-        self.state = np.full(1, State.NEEDS_RESET, np.int8)  # shared with the steps in C; see `slot_states`
+        self.state = np.full(1, SlotState.NEEDS_RESET, np.int8)  # shared with the steps in C; see `slot_states`
         self._state = self.state.data
         self.last_done: Any = not self.spec.batch_shape  # of an env that is a batch: its rows that have ended
         self.last_ends: tuple[Any, Any] = (False, False)  # terminated, truncated of the latest step in which any did
@@ -252,7 +252,7 @@ def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Kee
 
     note_ends = _ends_noter(slot, sink) if sink.next_nested or slot.spec.batch_shape else None
     follow = _follower(slot, sink) if sink.root_follows else None
-    state, if_running, if_ended = slot.state.data, AFTER[Event.RUNS], AFTER[Event.ENDS]
+    state, if_running, if_ended = slot.state.data, AFTER[SlotEvent.RUNS], AFTER[SlotEvent.ENDS]
 
     def keep(column: int, values: StepValues) -> list[Any]:
         observation, reward, terminated, truncated = values

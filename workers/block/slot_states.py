@@ -21,7 +21,7 @@ from envherd.workers import state_tables
 from envherd.workers.errors import EnvherdError, InternalError
 
 
-class State(IntEnum):
+class SlotState(IntEnum):
     """The state of an env, which moves only as the table of the module says."""
 
     NEEDS_RESET = 0
@@ -32,7 +32,7 @@ class State(IntEnum):
     FREE_ENDED = 5
 
 
-class Event(IntEnum):
+class SlotEvent(IntEnum):
     """An event of an env.
 
     STEP: it is to be stepped.
@@ -49,26 +49,37 @@ class Event(IntEnum):
     IS_ALLOWED = 4
 
 
-_GUARDED = {Event.RUNS: State.RUNNING, Event.IS_BROKEN_OFF: State.NEEDS_RESET}
-_FREE = {Event.RUNS: State.FREE_RUNNING, Event.ENDS: State.FREE_ENDED, Event.IS_BROKEN_OFF: State.FREE_NEW}
+_GUARDED = {SlotEvent.RUNS: SlotState.RUNNING, SlotEvent.IS_BROKEN_OFF: SlotState.NEEDS_RESET}
+_FREE = {
+    SlotEvent.RUNS: SlotState.FREE_RUNNING,
+    SlotEvent.ENDS: SlotState.FREE_ENDED,
+    SlotEvent.IS_BROKEN_OFF: SlotState.FREE_NEW,
+}
 
 #: State -> event -> state.
-FOLLOWS: dict[State, dict[Event, State]] = {
-    State.NEEDS_RESET: {**_GUARDED, Event.IS_ALLOWED: State.FREE_NEW},
-    State.RUNNING: {
-        Event.STEP: State.RUNNING,
-        Event.ENDS: State.ENDED,
+FOLLOWS: dict[SlotState, dict[SlotEvent, SlotState]] = {
+    SlotState.NEEDS_RESET: {**_GUARDED, SlotEvent.IS_ALLOWED: SlotState.FREE_NEW},
+    SlotState.RUNNING: {
+        SlotEvent.STEP: SlotState.RUNNING,
+        SlotEvent.ENDS: SlotState.ENDED,
         **_GUARDED,
-        Event.IS_ALLOWED: State.FREE_RUNNING,
+        SlotEvent.IS_ALLOWED: SlotState.FREE_RUNNING,
     },
-    State.ENDED: {Event.ENDS: State.ENDED, **_GUARDED, Event.IS_ALLOWED: State.FREE_ENDED},
-    State.FREE_NEW: {Event.STEP: State.FREE_NEW, **_FREE, Event.IS_ALLOWED: State.FREE_NEW},
-    State.FREE_RUNNING: {Event.STEP: State.FREE_RUNNING, **_FREE, Event.IS_ALLOWED: State.FREE_RUNNING},
-    State.FREE_ENDED: {Event.STEP: State.FREE_ENDED, **_FREE, Event.IS_ALLOWED: State.FREE_ENDED},
+    SlotState.ENDED: {SlotEvent.ENDS: SlotState.ENDED, **_GUARDED, SlotEvent.IS_ALLOWED: SlotState.FREE_ENDED},
+    SlotState.FREE_NEW: {SlotEvent.STEP: SlotState.FREE_NEW, **_FREE, SlotEvent.IS_ALLOWED: SlotState.FREE_NEW},
+    SlotState.FREE_RUNNING: {
+        SlotEvent.STEP: SlotState.FREE_RUNNING,
+        **_FREE,
+        SlotEvent.IS_ALLOWED: SlotState.FREE_RUNNING,
+    },
+    SlotState.FREE_ENDED: {SlotEvent.STEP: SlotState.FREE_ENDED, **_FREE, SlotEvent.IS_ALLOWED: SlotState.FREE_ENDED},
 }
 #: The exception that refuses a STEP in states for which `FOLLOWS` lacks it. Other missing pairs cannot occur.
-REFUSED_WITH: dict[State, type[EnvherdError]] = {State.NEEDS_RESET: InternalError, State.ENDED: InternalError}
-COMMANDS = (Event.STEP,)
+REFUSED_WITH: dict[SlotState, type[EnvherdError]] = {
+    SlotState.NEEDS_RESET: InternalError,
+    SlotState.ENDED: InternalError,
+}
+COMMANDS = (SlotEvent.STEP,)
 
 #: `FOLLOWS` as bytes: int8 `[event, state]`, the state that follows; -1 where nothing can.
 NEXT = state_tables.as_bytes(FOLLOWS)
@@ -76,10 +87,10 @@ NEXT = state_tables.as_bytes(FOLLOWS)
 AFTER: list[list[int]] = NEXT.tolist()
 #: As ints, which Python compares faster: states of an env that was never reset since it was built, or since its episode
 #: was broken off; and those after the end of an episode.
-NEW = (int(State.NEEDS_RESET), int(State.FREE_NEW))
-OVER = (int(State.ENDED), int(State.FREE_ENDED))
+NEW = (int(SlotState.NEEDS_RESET), int(SlotState.FREE_NEW))
+OVER = (int(SlotState.ENDED), int(SlotState.FREE_ENDED))
 
 
 def table() -> str:
     """Return the table as text: a line per state and event."""
-    return state_tables.as_text(FOLLOWS, Event, COMMANDS, REFUSED_WITH)
+    return state_tables.as_text(FOLLOWS, SlotEvent, COMMANDS, REFUSED_WITH)

@@ -28,7 +28,7 @@ from envherd.workers.block.block import Block, Report
 from envherd.workers.block.slot import Slot
 from envherd.workers.messages import PER_ENV, Ask
 from envherd.workers.options import BlockOptions
-from envherd.workers.process.entry import Calls
+from envherd.workers.process.entry import EnvCalls
 from envherd.workers.process.loop import TIDY_EVERY, Loop
 from envherd.workers.protocol import Flag, describe_phase
 
@@ -37,7 +37,7 @@ _EACH = Flag.EACH << 4
 _STACK_BYTES = 1 << 21
 
 
-class EnvThreads(Calls):
+class EnvThreads(EnvCalls):
     """One thread for each of some envs."""
 
     def __init__(self, env_ids: Iterable[int]) -> None:

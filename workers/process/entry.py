@@ -118,7 +118,7 @@ class LoopLeft(BaseException):
     """Raised by a message's handler, to leave the loop and wait for messages."""
 
 
-class Calls:
+class EnvCalls:
     """How a worker calls its envs: directly. A guest may call them otherwise."""
 
     def run(self, env_id: int, call: Callable[[], Any]) -> Any:  # noqa: ARG002
@@ -156,7 +156,7 @@ class Worker:
         self._builder = Builder()
         self._slab: Slab | None = None
         self._loop: Loop | None = None
-        self._calls = Calls()
+        self._calls = EnvCalls()
         self._handlers: dict[type, Callable[[Any], None]] = {
             messages.Register: self._on_register,
             messages.Build: self._on_build,
@@ -206,7 +206,7 @@ class Worker:
         adapters = {}
         env_ids, first = message.worker.env_ids, message.block.first_env_id
         self._enter(message.worker)
-        self._calls = guest("env_threads").EnvThreads(env_ids) if message.block.env_threads else Calls()
+        self._calls = guest("env_threads").EnvThreads(env_ids) if message.block.env_threads else EnvCalls()
         for env_id in env_ids:
             seeding.seed_globals(seeding.build_seed(message.root_seed, first + env_id))
             try:

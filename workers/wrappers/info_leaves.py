@@ -40,7 +40,7 @@ _MOST = 1000  # leaves; an info with more numbers is probably a mistake
 
 
 @dataclass(frozen=True)
-class Field:
+class InfoEntry:
     """One entry.
 
     Attributes:
@@ -65,7 +65,7 @@ class InfoLeaves(Wrapping):
         SpecError: the env has an observation named `info` itself.
     """
 
-    def __init__(self, inner: Adapter, fields: Iterable[Field]) -> None:
+    def __init__(self, inner: Adapter, fields: Iterable[InfoEntry]) -> None:
         self._fields = tuple(fields)
         leaves = [leaf for field in self._fields for leaf in (field.leaf, field.mask)]
         super().__init__(inner, leaves, [(_ROOT,)] if leaves else [], "infos")
@@ -92,7 +92,7 @@ class InfoLeaves(Wrapping):
                 was_given = np.where(rows, was_given, values[2 * index + 1])
             values[2 * index], values[2 * index + 1] = value, was_given
 
-    def _value_of(self, field: Field, info: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _value_of(self, field: InfoEntry, info: Any) -> tuple[np.ndarray, np.ndarray]:
         try:
             found, holder = _look_up(info, field.path)
             if found is None:
@@ -108,11 +108,11 @@ class InfoLeaves(Wrapping):
                 self.on_left_out({_show(field.path): explain(error)})
             return self._nothing(field)
 
-    def _nothing(self, field: Field) -> tuple[np.ndarray, np.ndarray]:
+    def _nothing(self, field: InfoEntry) -> tuple[np.ndarray, np.ndarray]:
         return np.zeros(field.leaf.shape, field.leaf.dtype), np.zeros(self._batch_shape, bool)
 
 
-def declared_fields(keys: Mapping[str | Path, Any], spec: EnvSpec) -> list[Field]:
+def declared_fields(keys: Mapping[str | Path, Any], spec: EnvSpec) -> list[InfoEntry]:
     """Return the fields of declared entries; declarations describe one row of an env that is itself a batch."""
     fields = []
     for name, like in keys.items():
@@ -121,7 +121,7 @@ def declared_fields(keys: Mapping[str | Path, Any], spec: EnvSpec) -> list[Field
     return fields
 
 
-def find_fields(adapter: Adapter, keys: Literal["all"] | Sequence[str | Path]) -> list[Field]:
+def find_fields(adapter: Adapter, keys: Literal["all"] | Sequence[str | Path]) -> list[InfoEntry]:
     """Reset and step an env once, and return a field for each entry wanted.
 
     Raises:
@@ -140,7 +140,7 @@ def find_fields(adapter: Adapter, keys: Literal["all"] | Sequence[str | Path]) -
         failure = f" (its step raised {explain(error)})"
     if keys == "all":
         return [_field(path, array, adapter.spec) for path, array in found.items()]
-    fields: dict[Path, Field] = {}
+    fields: dict[Path, InfoEntry] = {}
     for name in keys:
         wanted = as_path(name)
         matching = {path: array for path, array in found.items() if path[: len(wanted)] == wanted}
@@ -159,10 +159,10 @@ def _input(leaf: LeafSpec, rng: np.random.Generator) -> Any:
     return int(value) if isinstance(leaf.domain, Discrete) and leaf.shape == () else value
 
 
-def _field(path: Path, array: np.ndarray, spec: EnvSpec) -> Field:
+def _field(path: Path, array: np.ndarray, spec: EnvSpec) -> InfoEntry:
     domain = Binary() if array.dtype.kind == "b" else Unbounded()
     leaf = LeafSpec((_ROOT, *path), array.shape, array.dtype.name, domain)
-    return Field(path, leaf, LeafSpec((_ROOT, *path[:-1], f"_{path[-1]}"), spec.batch_shape, "bool", Binary()))
+    return InfoEntry(path, leaf, LeafSpec((_ROOT, *path[:-1], f"_{path[-1]}"), spec.batch_shape, "bool", Binary()))
 
 
 def _collect(info: Any, path: Path, found: dict[Path, np.ndarray], batch_shape: tuple[int, ...]) -> None:

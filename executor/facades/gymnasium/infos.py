@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from envherd.executor.protocol.info_reader import Part
-from envherd.workers.info_rows import Field, Kind, Schema, compile_reader
+from envherd.workers.info_rows import Kind, Schema, SchemaField, compile_reader
 
 #: `(records, env_ids)` -> the value of a key for all envs. The records are of all; `env_ids` are those that have the
 #: key, int64 `[k]`, or None for all.
@@ -38,7 +38,7 @@ class Columns:
     def _schema_reader(self, schema: Schema) -> _Read | None:
         return None if _has_special_key(schema.root) else self._dict_reader(schema.root)
 
-    def _dict_reader(self, field: Field) -> _Read:
+    def _dict_reader(self, field: SchemaField) -> _Read:
         """Return what reads the arrays of a dict's entries, each with its mask."""
         nobody = np.zeros(self._num_envs, bool)
         entries = [(key, f"_{key}", self._reader(item)) for key, item in zip(field.keys, field.items, strict=True)]
@@ -53,7 +53,7 @@ class Columns:
 
         return read
 
-    def _reader(self, field: Field) -> _Read:
+    def _reader(self, field: SchemaField) -> _Read:
         if field.kind == Kind.DICT:
             return self._dict_reader(field)
         values_of: Any = itemgetter(str(field.place))
@@ -71,12 +71,12 @@ class Columns:
         return read
 
 
-def _object_reader(field: Field) -> Callable[[np.ndarray], np.ndarray]:
+def _object_reader(field: SchemaField) -> Callable[[np.ndarray], np.ndarray]:
     """Return the function that returns the values of a field in some records, as an array of objects."""
     read = compile_reader(field)
     return lambda records: np.fromiter(read(records), object, len(records))
 
 
-def _has_special_key(field: Field) -> bool:
+def _has_special_key(field: SchemaField) -> bool:
     is_special = any(key.startswith("_") or key == "final_obs" for key in field.keys)
     return is_special or any(map(_has_special_key, field.items))

@@ -121,14 +121,14 @@ class NativeAdapter(GymnasiumAdapter):
     """One `NativeEnv`; see the module.
 
     Attributes:
-        guest: the env. In a subclass for another host, requests (`env`) may reach something else.
+        hosted: the env. In a subclass for another host, requests (`env`) may reach something else.
     """
 
     _where = None
     _fix_rewards = "Fix the env."
 
     def __init__(self, env: NativeEnv) -> None:
-        self.guest = env
+        self.hosted = env
         space, action_space = env.spaces()
         action = native_tree(action_space, "action", batch_space(action_space, 1))
         is_array = isinstance(space, spaces.Box) and space.shape != ()
@@ -140,21 +140,21 @@ class NativeAdapter(GymnasiumAdapter):
 
     def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
         """Start a new episode; see `Adapter.reset`. `options` are nothing, or `{"options": what the env gets}`."""
-        own = self.guest.begin_reset(options)
+        own = self.hosted.begin_reset(options)
         arguments: dict[str, Any] = {"options": own} if options else {}
         if arguments or seed is not None:
             arguments["seed"] = seed
-        observation, self.info = self.guest.env.reset(**arguments)
+        observation, self.info = self.hosted.env.reset(**arguments)
         return self._flatten(observation)
 
     def env_call(self) -> EnvCall | None:
         """See `Adapter.env_call`. An observation that C stores is an array that its row holds completely."""
-        return None if self.guest.keeps_final and self._row_dtype is None else super().env_call()
+        return None if self.hosted.keeps_final and self._row_dtype is None else super().env_call()
 
     def _accept(self, result: Any) -> StepValues:
         """Check what `env.step` returned; keep a last observation that its row does not hold completely."""
         values = super()._accept(result)
-        if self.guest.keeps_final and (values[2] or values[3]) and not self._is_row(result[0]):
+        if self.hosted.keeps_final and (values[2] or values[3]) and not self._is_row(result[0]):
             self.info = {**self.info, FINAL_OBSERVATION: result[0]}
         return values
 

@@ -20,7 +20,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.workers.adapters.common.tree import builder, flattener
 from envherd.workers.adapters.gymnasium.spaces import native_tree
 
-Infos = list[dict[str, Any]]
+AgentInfos = list[dict[str, Any]]
 
 
 class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
@@ -88,12 +88,12 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
 
     def reset(  # type: ignore[override]  # SuperSuit's infos
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, Infos]:
+    ) -> tuple[Any, AgentInfos]:
         """Reset all envs; return observations `[N * A, ...]` and one info for each row."""
         observations, infos = self.envs.reset(seed, options)
         return self._rows(observations), self._infos(infos)
 
-    def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, Infos]:  # type: ignore[override]
+    def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, AgentInfos]:  # type: ignore[override]
         """Step all envs; return observations, rewards float32, flags bool `[N * A]`, and one info for each row."""
         return self._results(self.envs.step(self._taken(actions)))
 
@@ -101,7 +101,7 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         """Begin a `step`; `step_wait` ends it."""
         self.envs.step_async(self._taken(actions))
 
-    def step_wait(self) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, Infos]:
+    def step_wait(self) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, AgentInfos]:
         """End a `step`."""
         return self._results(self.envs.step_wait())
 
@@ -113,7 +113,7 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
 
     def _results(
         self, made: tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]]
-    ) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, Infos]:
+    ) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, AgentInfos]:
         observations, rewards, terminations, truncations, infos = made
         flags = [self._stacked(terminations), self._stacked(truncations)]
         has_ended = (flags[0] | flags[1]).all(1)
@@ -146,11 +146,11 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
             )
         return array.reshape(self.envs.num_envs, len(self._agents), *array.shape[1:])
 
-    def _infos(self, infos: Mapping[str, Any]) -> Infos:
+    def _infos(self, infos: Mapping[str, Any]) -> AgentInfos:
         """Return an info for each row, from infos by agent with masks."""
         ends = infos.get("final_obs")
         finals = infos.get("final_info", {})
-        rows: Infos = []
+        rows: AgentInfos = []
         for env_id in range(self.envs.num_envs):
             for agent in self._agents:
                 own = _unmasked(finals.get(agent, {}), env_id)

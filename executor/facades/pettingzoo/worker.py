@@ -35,7 +35,7 @@ REWARD: Key = ("reward",)
 AGENTS: Key = ("agents",)
 
 
-class ParallelGuest(NativeEnv):
+class HostedParallelEnv(NativeEnv):
     """A PettingZoo parallel env and the requests that its facade may make."""
 
     env: Any
@@ -71,7 +71,7 @@ class ParallelFactory(NativeFactory):
         """Build the env."""
         from envherd.executor.facades.pettingzoo.stacked import parallel_env  # `rllib` does without PettingZoo
 
-        return ParallelNativeAdapter(ParallelGuest(parallel_env(self.env_fn)))
+        return ParallelNativeAdapter(HostedParallelEnv(parallel_env(self.env_fn)))
 
 
 class Seat(Place):
@@ -94,15 +94,15 @@ class Seat(Place):
 
 
 class ParallelNativeAdapter(ParallelAdapter):
-    """One `ParallelGuest`; see the module.
+    """One `HostedParallelEnv`; see the module.
 
     Raises:
         SpecError: an env without `possible_agents`.
     """
 
-    env: ParallelGuest
+    env: HostedParallelEnv
 
-    def __init__(self, env: ParallelGuest) -> None:
+    def __init__(self, env: HostedParallelEnv) -> None:
         observed, acted = env.spaces()
         size = len(observed)
         rewards, flags = np.zeros(size), np.zeros((3, size, 1), bool)

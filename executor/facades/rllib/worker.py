@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from envherd.executor.facades.pettingzoo.worker import ParallelFactory, ParallelGuest, ParallelNativeAdapter
+from envherd.executor.facades.pettingzoo.worker import HostedParallelEnv, ParallelFactory, ParallelNativeAdapter
 from envherd.shm.specs import Key, LeafSpec
 from envherd.workers.adapters.registry import is_one_of
 from envherd.workers.errors import SpecError
@@ -49,7 +49,7 @@ def with_context(make_env: Callable[[Any], Any], entries: Mapping[str, Any], att
     return make_env(context)
 
 
-class AgentsGuest(ParallelGuest):
+class HostedAgentsEnv(HostedParallelEnv):
     """A `MultiAgentEnv` of RLlib, and the requests that its facade may make."""
 
     _spaces_of = ("get_observation_space", "get_action_space")
@@ -65,11 +65,11 @@ class MultiAgentFactory(ParallelFactory):
         """Build the env."""
         env = self.env_fn()
         if is_one_of(env, _RLLIB):
-            return MultiAgentAdapter(AgentsGuest(env))
+            return MultiAgentAdapter(HostedAgentsEnv(env))
         from envherd.executor.facades.pettingzoo.stacked import parallel_env  # only with PettingZoo
 
         made: Any = _ParallelAgents(parallel_env(lambda: env))
-        return MultiAgentAdapter(ParallelGuest(made))
+        return MultiAgentAdapter(HostedParallelEnv(made))
 
 
 class _ParallelAgents:
@@ -99,7 +99,7 @@ class MultiAgentAdapter(ParallelNativeAdapter):
     family: ClassVar[str] = "rllib"
     _needs_agents = False  # they may enter later
 
-    def __init__(self, env: ParallelGuest) -> None:
+    def __init__(self, env: HostedParallelEnv) -> None:
         super().__init__(env)
         self._present = np.zeros(len(self._seats), np.uint8)
         leaf = LeafSpec(PRESENT, self._present.shape, "uint8")

@@ -425,7 +425,7 @@ class DummyVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not 
         elif len(actions) < len(self._adapters):
             raise ActionError(f"step failed: expected {len(self._adapters)} actions, got {len(actions)}.")
         for adapter, action in zip(self._adapters, actions, strict=False):  # SB3 ignores surplus actions
-            adapter.guest.give(action)
+            adapter.hosted.give(action)
 
     def _infos_of(self, section: str) -> Mapping[int, Info]:
         if not self._adapters:

@@ -27,7 +27,7 @@ class Sb3Adapter(NativeAdapter):
     _as_flag = staticmethod(lambda value, name: bool(value))  # noqa: ARG005
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
-        self.guest = NativeEnv(env)
+        self.hosted = NativeEnv(env)
         observation = tree_below(env.observation_space, "observation", make_leaf=_cast_leaf)
         action = tree_below(env.action_space, "action")
         self._describe(env, observation, action, "float32", {"render_mode": env.render_mode})
@@ -49,7 +49,7 @@ class Sb3DirectAdapter(Sb3Adapter):
         return values
 
     def step(self, action: list[Any]) -> StepValues:
-        values: StepValues = self._noting(lambda: self._accept(self.guest.step(action)))
+        values: StepValues = self._noting(lambda: self._accept(self.hosted.step(action)))
         self.step_info = self.info
         return values
 

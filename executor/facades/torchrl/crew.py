@@ -1,6 +1,6 @@
 """The crew runs the envs of a TorchRL facade in worker processes.
 
-It calls methods of the guests by name (`tell`), and steps all envs through the slab if possible (`step`).
+It calls methods of the hosted by name (`tell`), and steps all envs through the slab if possible (`step`).
 Guarantees: an env that raises is an `EnvError` after all others have answered; `close` never raises.
 """
 
@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 
 from envherd.executor.assembly import make_pool, recycle
 from envherd.executor.facades.torchrl.crossing import dumps, loads
-from envherd.executor.facades.torchrl.worker import GuestFactory
+from envherd.executor.facades.torchrl.worker import HostedFactory
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.processes.error_messages import Frame, env_error
@@ -45,8 +45,8 @@ _LIGHT = "envherd.workers.adapters.light_tensorboard"
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
-class Crew:
-    """Guests in worker processes.
+class HostedEnvs:
+    """Hosted envs in worker processes.
 
     Args:
         factories: one callable per env.
@@ -74,19 +74,19 @@ class Crew:
         self.num_envs = len(factories)
         self._finalizer: Callable[[], Any]
         self.pool: Pool
-        by_id = {id(factory): _guest_factory(factory, options) for factory in factories}
-        guests = [by_id[id(factory)] for factory in factories]
-        options = replace(options, episode_statistics=False)  # the guests add them
-        self._start(guests, list(env_kwargs), choose_workers(self.num_envs, num_processes, "num_processes"), options)
+        by_id = {id(factory): _hosted_factory(factory, options) for factory in factories}
+        hosted = [by_id[id(factory)] for factory in factories]
+        options = replace(options, episode_statistics=False)  # the hosted envs add them
+        self._start(hosted, list(env_kwargs), choose_workers(self.num_envs, num_processes, "num_processes"), options)
         self._engine.allow_steps()  # in TorchRL the env decides whether it may be stepped before a reset
         specs = self.pool.specs
         self.ways = tuple(dict.fromkeys(str(spec.metadata["way"]) for spec in specs))
         self.is_dense = bool(specs[0].metadata["is_dense"]) and all(spec == specs[0] for spec in specs)
 
     def _start(
-        self, guests: list[Any], env_kwargs: list[dict[str, Any]], num_workers: int, options: ExecutorOptions
+        self, hosted: list[Any], env_kwargs: list[dict[str, Any]], num_workers: int, options: ExecutorOptions
     ) -> None:
-        blueprint = draw(guests, env_kwargs, num_workers, None, options)
+        blueprint = draw(hosted, env_kwargs, num_workers, None, options)
         self.pool = pool = make_pool(blueprint, options)
         self._finalizer = Finalizer(self, _close, pool, os.getpid())
         pool.start()
@@ -214,12 +214,12 @@ def _close(pool: Pool, owner: int) -> None:
         pool.close()
 
 
-def _guest_factory(factory: Callable[..., Any], options: ExecutorOptions) -> GuestFactory:
+def _hosted_factory(factory: Callable[..., Any], options: ExecutorOptions) -> HostedFactory:
     modules = modules_of(factory)
     brought_in = [name for module in modules for name in _BACKENDS.get(module, ())]
     backends = [name for name in brought_in if find_spec(name.partition(".")[0]) is not None]
     preload = (_LIGHT, *modules, *backends)
-    return GuestFactory(
+    return HostedFactory(
         pickle_factory(factory),
         describe(factory),
         preload,

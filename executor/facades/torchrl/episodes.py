@@ -81,10 +81,10 @@ class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
 
 
 class CountedLeaves(EpisodeLeaves):
-    """The statistics behind the row of a guest whose steps go through the slab.
+    """The statistics behind the row of a hosted env whose steps go through the slab.
 
     Args:
-        inner: the guest's `GuestAdapter`.
+        inner: the hosted env's `HostedAdapter`.
         sums: the statistics of its episode.
     """
 

@@ -26,7 +26,7 @@ from envherd.executor.facades.errors import as_raised
 from envherd.executor.facades.installing import replaced
 from envherd.executor.facades.torchrl.attributes import Attributes, Dispatcher, NotStarted
 from envherd.executor.facades.torchrl.batched import MakeEnv
-from envherd.executor.facades.torchrl.crew import Crew, WorkerHandle
+from envherd.executor.facades.torchrl.crew import HostedEnvs, WorkerHandle
 from envherd.executor.facades.torchrl.data import BatchedData
 from envherd.executor.machine.room import require_room
 from envherd.executor.options import ExecutorOptions
@@ -116,12 +116,12 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
 
     # ---- lifecycle ---------------------------------------------------------------------------
 
-    def _crew_at_work(self) -> Crew:
+    def _crew_at_work(self) -> HostedEnvs:
         """Return the crew, which exists before the env counts as started, because it provides the specs."""
-        crew: Crew | None = self.__dict__["_crew"]
+        crew: HostedEnvs | None = self.__dict__["_crew"]
         if crew is None:
             try:
-                crew = self.__dict__["_crew"] = Crew(
+                crew = self.__dict__["_crew"] = HostedEnvs(
                     self.create_env_fn,
                     self.create_env_kwargs,
                     self.__dict__["_num_processes"],
@@ -160,7 +160,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
             self.__dict__["_threads_before"] = torch.get_num_threads()
             torch.set_num_threads(self.num_threads)
 
-    def _open(self) -> Crew:
+    def _open(self) -> HostedEnvs:
         """Return the crew, started if need be.
 
         Raises:
@@ -176,7 +176,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
                 "the call failed: this is a view of an env, used after its parent environment has been closed. "
                 "Index the parent again."
             )
-        crew: Crew = self.__dict__["_crew"]
+        crew: HostedEnvs = self.__dict__["_crew"]
         return crew
 
     def start(self) -> None:

@@ -1,13 +1,13 @@
-"""A guest: a TorchRL env that a worker runs for the TorchRL facade, as TorchRL's own batched envs run theirs.
+"""A hosted env: a TorchRL env that a worker runs for the TorchRL facade, as TorchRL's own batched envs run theirs.
 
 `TorchRLAdapter` puts TorchRL envs behind the executor's protocol. The facade keeps TorchRL's instead:
 resets take tensordicts, masks at any nesting and keyword arguments, an env that has ended may be stepped,
-seeds are TorchRL's chain. Plain steps of envs whose leaves have fixed shapes go through the slab (`GuestAdapter`); all
-other requests name a method of the guest (`Guest.perform`).
+seeds are TorchRL's chain. Plain steps of envs whose leaves have fixed shapes go through the slab (`HostedAdapter`); all
+other requests name a method of the hosted env (`HostedEnv.perform`).
 
-Guarantees: the guest's root tensordict is always its env's current one, whichever call advanced the env. An exception
-affects only the answer of its env. Each guest keeps its own state of torch's CPU generator, as if it had its own
-process.
+Guarantees: the hosted env's root tensordict is always its env's current one, whichever call advanced the env. An
+exception affects only the answer of its env. Each hosted env keeps its own state of torch's CPU generator, as if it had
+its own process.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from envherd.workers.reply import Fault
 WAYS = ("TorchRL's own code, because {}", "direct")
 
 
-class GuestFactory:
-    """Builds guests in a worker, from the pickled factory of their envs.
+class HostedFactory:
+    """Builds hosted envs in a worker, from the pickled factory of their envs.
 
     Args:
         pickled: the user's factory.
         name: what messages call it.
         preload: modules for the helper process to import.
         num_threads: for torch in the worker, set before an env is built; None leaves them.
-        has_statistics: see `Guest`.
+        has_statistics: see `HostedEnv`.
     """
 
     def __init__(
@@ -72,21 +72,21 @@ class GuestFactory:
         self._make: Callable[..., Any] | None = None
 
     def __call__(self, **kwargs: Any) -> Adapter:
-        """Build an env and return it as a guest, behind its adapter."""
+        """Build an env and return it as a hosted env, behind its adapter."""
         if self._make is None:
             importlib.import_module("envherd.workers.adapters.light_tensorboard")
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
             self._make = pickle.loads(self._pickled)
         env = own_env(self._make(**kwargs), self.__qualname__)
-        return adapter_of(Guest(env, has_statistics=self._has_statistics))
+        return adapter_of(HostedEnv(env, has_statistics=self._has_statistics))
 
 
 _known: weakref.WeakSet[EnvBase] = weakref.WeakSet()
 
 
 def own_env(env: Any, origin: str) -> EnvBase:
-    """Return an env that no other guest has: a deep copy if a factory returned the same one twice.
+    """Return an env that no other hosted env has: a deep copy if a factory returned the same one twice.
 
     Raises:
         FactoryError: it is no TorchRL env, or one whose resets would be steps.
@@ -104,7 +104,7 @@ def own_env(env: Any, origin: str) -> EnvBase:
     return env
 
 
-class Guest:
+class HostedEnv:
     """One TorchRL env and its current root.
 
     Args:
@@ -301,17 +301,17 @@ def dense_leaves(specs: Composite) -> dict[str, list[tuple[Any, LeafSpec]]] | No
     return None if has_lazy_nodes or disagrees else groups
 
 
-class GuestAdapter(Adapter):
-    """The plain steps of a guest, through the slab; an env whose leaves do not fit there has an empty spec.
+class HostedAdapter(Adapter):
+    """The plain steps of a hosted env, through the slab; an env whose leaves do not fit there has an empty spec.
 
     They are without the statistics of the episode: see `adapter_of`.
     """
 
     family: ClassVar[str] = "torchrl"
 
-    def __init__(self, guest: Guest) -> None:
-        self.env = guest
-        self._torchrl_env = env = guest.built
+    def __init__(self, hosted: HostedEnv) -> None:
+        self.env = hosted
+        self._torchrl_env = env = hosted.built
         leaves = dense_leaves(env.specs)
         groups = leaves or {"input": [], "observation": [], "done": [], "reward": []}
         self._inputs = [(key, getattr(torch, leaf.dtype)) for key, leaf in groups["input"]]
@@ -320,50 +320,50 @@ class GuestAdapter(Adapter):
         way: DirectWay | str = "its leaves do not fit into the slab"
         if leaves is not None:
             way = direct_way(env, [key for key, _ in self._inputs], self._observed, self._rewards)
-        guest.direct = None if isinstance(way, str) else way
+        hosted.direct = None if isinstance(way, str) else way
         self.spec = EnvSpec(
             observation=tuple(leaf for _, leaf in (*groups["observation"], *groups["done"])),
             action=tuple(leaf for _, leaf in groups["input"]),
             reward=tuple(leaf for _, leaf in groups["reward"]),
             done=done_leaves(),
             family=self.family,
-            metadata={"is_dense": leaves is not None, "way": WAYS[guest.direct is not None].format(way)},
+            metadata={"is_dense": leaves is not None, "way": WAYS[hosted.direct is not None].format(way)},
         )
         self._is_on_cpu = env.device is None or env.device.type == "cpu"
 
     def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
-        """Reset the env; see `Guest.begin`. Seeds, options and masks reach it by name alone."""
-        guest = self.env
-        direct = guest.direct
+        """Reset the env; see `HostedEnv.begin`. Seeds, options and masks reach it by name alone."""
+        hosted = self.env
+        direct = hosted.direct
         if direct is not None:
             if not direct.is_ahead:
-                direct.follow(guest.root)
-            with guest.generator:
+                direct.follow(hosted.root)
+            with hosted.generator:
                 return direct.reset()
-        with guest.on_stage():
-            root = guest.begin()
+        with hosted.on_stage():
+            root = hosted.begin()
         return [to_numpy(root.get(key)) for key in self._observed]
 
     def step(self, action: list[Any]) -> StepValues:
         """Make one transition; see `Adapter.step`. It counts as terminated when TorchRL would reset the env."""
-        guest, env = self.env, self._torchrl_env
-        direct = guest.direct
+        hosted, env = self.env, self._torchrl_env
+        direct = hosted.direct
         if direct is not None:
             if not direct.is_ahead:
-                direct.follow(guest.root)
-            with guest.generator:
+                direct.follow(hosted.root)
+            with hosted.generator:
                 return direct.step(action)
-        with guest.on_stage():
-            root = TensorDict({}, env.batch_size, device=env.device) if guest.root is None else guest.root.copy()
+        with hosted.on_stage():
+            root = TensorDict({}, env.batch_size, device=env.device) if hosted.root is None else hosted.root.copy()
             for (key, dtype), value in zip(self._inputs, action, strict=True):
                 tensor = torch.from_numpy(np.asarray(value)).to(dtype)
                 root.set(key, tensor if self._is_on_cpu else tensor.to(env.device))
             stepped = env.step(root)
             following = stepped.get("next")
-            guest.root = env.step_mdp(stepped)
-            has_ended = bool(env.any_done(guest.root))
+            hosted.root = env.step_mdp(stepped)
+            has_ended = bool(env.any_done(hosted.root))
             if has_ended:
-                guest.root = guest.root.exclude(*env.reset_keys)
+                hosted.root = hosted.root.exclude(*env.reset_keys)
         observed = [to_numpy(following.get(key)) for key in self._observed]
         return observed, [to_numpy(following.get(key)) for key in self._rewards], has_ended, False
 
@@ -376,11 +376,11 @@ class GuestAdapter(Adapter):
         self.env.close()
 
 
-def adapter_of(guest: Guest) -> Adapter:
-    """Return a guest's adapter; with statistics, they are behind the rows that go through the slab."""
-    adapter = GuestAdapter(guest)
-    if guest.statistics is None or not adapter.spec.metadata["is_dense"]:
+def adapter_of(hosted: HostedEnv) -> Adapter:
+    """Return a hosted env's adapter; with statistics, they are behind the rows that go through the slab."""
+    adapter = HostedAdapter(hosted)
+    if hosted.statistics is None or not adapter.spec.metadata["is_dense"]:
         return adapter
     from envherd.executor.facades.torchrl.episodes import CountedLeaves
 
-    return CountedLeaves(adapter, guest.statistics.sums)
+    return CountedLeaves(adapter, hosted.statistics.sums)

@@ -50,7 +50,7 @@ _NO_EXTRAS: Mapping[int, Prepare] = {}
 Take = Callable[[Row, Leaves, bool], None]
 
 
-class Outcome(NamedTuple):
+class Answer(NamedTuple):
     """The outcome of a command.
 
     Attributes:
@@ -71,7 +71,7 @@ class Outcome(NamedTuple):
 class Sent(NamedTuple):
     """A step between `send` and `recv`: its outcome, root, inputs, and the leaves of its `next`."""
 
-    outcome: Outcome
+    outcome: Answer
     root: TensorDictBase
     inputs: Leaves
     following: Leaves
@@ -159,7 +159,7 @@ class SimulatorEngine(Calls):
             rows.next_of(row, rewards, is_copy=rows.is_copy or is_followed)
         )
 
-    def carry_out(self, op: Op, inputs: Leaves, take: Take) -> Outcome:
+    def carry_out(self, op: Op, inputs: Leaves, take: Take) -> Answer:
         """Step the simulator, and reset the rows that have ended if the op is STEP_RESET; `note_outcome` must follow.
 
         Args:
@@ -203,7 +203,7 @@ class SimulatorEngine(Calls):
         self._row, self._was_reset = Row(leaves, flags), True
         self._has_ended = has_true(flags[0])
 
-    def _run(self, op: Op, command: Callable[[], None]) -> Outcome:
+    def _run(self, op: Op, command: Callable[[], None]) -> Answer:
         """Carry out a command, and count its time; an exception of the simulator becomes a part of the outcome."""
         words, adapter = self._words, self._adapter
         self.states.start(self.all_ids, op, 0)
@@ -232,10 +232,10 @@ class SimulatorEngine(Calls):
         infos = {0: {"next": None, "root": None, **self._infos}} if self._infos else {}
         if fault is not None:
             failure: Any = env_error([fault], 0, os.getpid())
-            return Outcome(self._row, failure, infos, has_ended=True, was_reset=False)
-        return Outcome(self._row, None, infos, self._has_ended, self._was_reset)
+            return Answer(self._row, failure, infos, has_ended=True, was_reset=False)
+        return Answer(self._row, None, infos, self._has_ended, self._was_reset)
 
-    def note_outcome(self, outcome: Outcome, given: Sequence[torch.Tensor] = (), *, is_shared: bool = True) -> None:
+    def note_outcome(self, outcome: Answer, given: Sequence[torch.Tensor] = (), *, is_shared: bool = True) -> None:
         """Note the outcome of a command.
 
         Args:

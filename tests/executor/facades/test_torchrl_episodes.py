@@ -35,7 +35,7 @@ from envherd import EpisodeLogger
 from envherd import ParallelEnv as NativeParallelEnv
 from envherd import SerialEnv as NativeSerialEnv
 from envherd.executor.facades.torchrl import ParallelEnv
-from envherd.executor.facades.torchrl.worker import Guest, adapter_of
+from envherd.executor.facades.torchrl.worker import HostedEnv, adapter_of
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.errors import FactoryError
 from tests.envs import torchrl_own as own
@@ -310,21 +310,21 @@ MAKERS = {"direct": walk, "transformed": lambda: TransformedEnv(walk()), "throug
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_steps_with_and_without_tensordicts_share_an_episode(make: Callable[[], EnvBase]) -> None:
-    guest = Guest(make(), has_statistics=True)
-    adapter = adapter_of(guest)
-    assert (guest.direct is None) == isinstance(guest.built, Own)
+    hosted = HostedEnv(make(), has_statistics=True)
+    adapter = adapter_of(hosted)
+    assert (hosted.direct is None) == isinstance(hosted.built, Own)
     place = [leaf.key for leaf in adapter.spec.observation].index(("observation:episode/length",))
     adapter.reset(0)
     assert [adapter.step([1])[0][place].item() for _ in range(2)] == [1, 2]
-    with guest.on_stage():
-        assert plain(guest.step(TensorDict(action=torch.tensor(1)), is_whole=False), "episode", "length") == [3]
-        root = guest.reset(None, {})
+    with hosted.on_stage():
+        assert plain(hosted.step(TensorDict(action=torch.tensor(1)), is_whole=False), "episode", "length") == [3]
+        root = hosted.reset(None, {})
     assert plain(root, "episode", "length") == [0]
     assert adapter.step([1])[0][place].item() == 1
-    with guest.on_stage():
-        assert plain(guest.current(), "episode", "length") == [1]
+    with hosted.on_stage():
+        assert plain(hosted.current(), "episode", "length") == [1]
     assert adapter.reset(0)[place].item() == 0
-    guest.close()
+    hosted.close()
 
 
 def test_an_env_that_has_such_an_observation_is_refused() -> None:

@@ -19,7 +19,7 @@ from envherd.executor.processes.crew import Crew
 from envherd.executor.processes.worker_process import WorkerProcess, worker_config
 from envherd.executor.start import zygote as helper
 from envherd.executor.start.waiting import DeadlinePassed
-from envherd.executor.start.zygote import Zygote
+from envherd.executor.start.zygote import Helper
 from envherd.workers import messages
 from envherd.workers.process import zygote as worker_zygote
 from envherd.workers.testing import CountingEnv
@@ -86,7 +86,7 @@ def test_an_alarm_of_the_program_while_the_helper_imports_is_not_its_deadline(ha
 
 @pytest.mark.slow
 def test_an_alarm_while_a_helper_ends_is_raised(monkeypatch):
-    zygote = Zygote(ExecutorOptions(), [])
+    zygote = Helper(ExecutorOptions(), [])
     zygote.wait_ready()
     monkeypatch.setattr(helper, "_wait_exit", Mock(side_effect=TimeoutError("alarm")))
     with pytest.raises(TimeoutError, match=r"^alarm$"):
@@ -99,7 +99,7 @@ def test_an_alarm_while_a_helper_ends_is_raised(monkeypatch):
 @pytest.mark.slow
 def test_a_helper_that_hangs_up_and_ends_late_is_a_lost_worker(monkeypatch):
     monkeypatch.setattr(helper, "_HELPER_END_S", 0.1)
-    zygote = Zygote(ExecutorOptions(), [])
+    zygote = Helper(ExecutorOptions(), [])
     zygote.wait_ready()
     try:
         zygote._sock.shutdown(socket.SHUT_RD)  # as if it had closed its end
@@ -111,7 +111,7 @@ def test_a_helper_that_hangs_up_and_ends_late_is_a_lost_worker(monkeypatch):
 
 @pytest.mark.slow
 def test_an_answer_of_the_helper_is_taken_although_this_process_was_stopped_until_its_deadline():
-    zygote = Zygote(ExecutorOptions(), [])
+    zygote = Helper(ExecutorOptions(), [])
     zygote.wait_ready()
     try:
         number = zygote._post({"op": "resume"}, [])
@@ -154,7 +154,7 @@ def test_ctrl_c_while_modules_are_imported_leaves_nothing(hanging):
 @pytest.mark.parametrize("start_method", ["zygote", "spawn"])
 def test_a_worker_that_is_asked_for_its_stack_before_it_can_answer_lives(start_method):
     options = ExecutorOptions(start_method=start_method)
-    zygote = Zygote(options, [])
+    zygote = Helper(options, [])
     zygote.wait_ready()
     worker = WorkerProcess(0, 0, zygote)
     worker.start(lambda sock, log: zygote.fork(worker_config(options, 0), [sock, zygote.lifeline_read, log]))
@@ -190,7 +190,7 @@ def test_a_fork_in_another_thread_while_the_helper_starts_keeps_no_descriptor(mo
     monkeypatch.setattr(helper.subprocess, "Popen", fork)
     before = pipes()
     with pytest.raises(WorkerLost, match="its helper process cannot be started"):
-        Zygote(ExecutorOptions(), [])
+        Helper(ExecutorOptions(), [])
     (in_fork,) = kept
     assert len(set(in_fork) - set(before)) == 1  # the pipe to its parent
 

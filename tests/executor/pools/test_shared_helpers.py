@@ -257,7 +257,7 @@ def test_a_close_that_has_failed_counts_its_executor_once(monkeypatch):
         for name in ("_post", "_answer"):
             leaves = ParallelEnv(1, Seeing)
             with monkeypatch.context() as failing:
-                failing.setattr(zygote.Zygote, name, Mock(side_effect=MemoryError))
+                failing.setattr(zygote.Helper, name, Mock(side_effect=MemoryError))
                 with pytest.raises(MemoryError):
                     leaves._pool.crew.close(0.0)
             leaves.close()

@@ -121,7 +121,7 @@ def test_requests_between_send_and_receive_reach_an_env_after_its_step(make):
 def test_receives_of_every_size_use_their_memory_again(monkeypatch):
     made = []
     monkeypatch.setattr(
-        batch_memory, "Block", lambda *args, make=batch_memory.Block: made.append(make(*args)) or made[-1]
+        batch_memory, "BatchMemory", lambda *args, make=batch_memory.BatchMemory: made.append(make(*args)) or made[-1]
     )
     with ParallelEnv(8, ENDLESS, num_workers=2) as env:
         env.reset()
