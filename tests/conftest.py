@@ -3,8 +3,6 @@
 This process adopts orphans, so it sees and kills helpers and workers that outlive their owner.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import multiprocessing.resource_tracker

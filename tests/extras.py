@@ -3,8 +3,6 @@
 A test without its extra is skipped with the extra's name. A test that mentions none must pass with `[gymnasium,dev]`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

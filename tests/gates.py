@@ -1,7 +1,5 @@
 """A gate at which an env waits for the test, instead of sleeps that may be too short on a busy machine."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Differences of Gymnasium's versions for tests: 1.1 has neither `Discrete(dtype=)` nor the later ids."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The size of sweeps: `make test` runs a part, `make test-full` (ENVHERD_FULL=1) all of them."""
 
-from __future__ import annotations
-
 import os
 from typing import TypeVar
 

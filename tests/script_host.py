@@ -7,8 +7,6 @@ All test processes of a run share the host. It ends when the last of them does.
     python script_host.py DESCRIPTOR     listens there; each connection brings a job as JSON, or stays open
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

@@ -1,7 +1,5 @@
 """docs/architecture.md matches the code: its tables, its picture, the named functions, and its rule."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -4,8 +4,6 @@ All blocks of a page are one script, in the page's order. A block after `<!-- fr
 A line such as `data["action"]    # int64 [8, 200]` is checked against the comment: a shape, after a dtype or alone.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import dataclasses

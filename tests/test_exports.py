@@ -1,7 +1,5 @@
 """Public names exist, and are documented, packaged and pinned."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.metadata

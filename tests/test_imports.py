@@ -1,7 +1,5 @@
 """Imports point one way, and a worker stays light: shm <- workers <- executor <- benchmarks."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

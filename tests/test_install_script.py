@@ -1,7 +1,5 @@
 """The script that installs Melting Pot: its build tools, and its time limits."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

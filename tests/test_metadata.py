@@ -1,7 +1,5 @@
 """The metadata of a release has links that work on a package index; other builds need no repository address."""
 
-from __future__ import annotations
-
 import email
 import os
 import re

@@ -1,7 +1,5 @@
 """What a type checker finds in a user's script, with the package installed as a wheel installs it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The bounds in pyproject.toml are the versions of the rows in docs/reports/versions.md."""
 
-from __future__ import annotations
-
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version

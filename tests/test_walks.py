@@ -1,7 +1,5 @@
 """The walks of docs/architecture.md are those of real calls: functions are called in the order of the hops."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

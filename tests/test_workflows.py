@@ -1,7 +1,5 @@
 """Workflows call targets of the Makefile, have few rights, and publish only what was built."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Processor time is counted correctly for processes with a known load, and for no others."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

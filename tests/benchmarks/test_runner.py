@@ -1,7 +1,5 @@
 """One process for each pool: its measurements, and pools that fail, hang or do not end."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """The sweep's verdict on a choice."""
 
-from __future__ import annotations
-
 from tests.extras import skip_without
 
 skip_without("cli")

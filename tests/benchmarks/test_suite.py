@@ -1,7 +1,5 @@
 """The suite: summaries of known slots, targets, a tiny run from the shell with two peers, and the page of it."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

@@ -5,8 +5,6 @@ the executor. The driver's own sockets and maps of Ray's object store are not co
 on any node.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Writes `docs/reports/families.md` where `ENVHERD_MATRIX` names it: see `make matrix`."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

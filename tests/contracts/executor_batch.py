@@ -1,7 +1,5 @@
 """The batches through which this folder runs the contract."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

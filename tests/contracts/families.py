@@ -1,7 +1,5 @@
 """The families of envs, as the contract and the matrix (docs/reports/families.md) run them: one line for each."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The description of an env for the contract and the matrix."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

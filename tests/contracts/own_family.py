@@ -1,7 +1,5 @@
 """The example of a custom env, `examples/ctypes_env.py`, for the contract and the matrix."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The contract on real envs of every family, through the executors with all pools."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

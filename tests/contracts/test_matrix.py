@@ -3,8 +3,6 @@
 An ordinary run makes the same checks with fewer steps, in this process.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial

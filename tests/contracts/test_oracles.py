@@ -1,7 +1,5 @@
 """The contract on envs that are known to be correct, through the executors with all pools."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The contract as a plugin of pytest: each rule is a test, with its own message."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The contract detects violations: for every rule an env, or a runner, that breaks it."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Factories of envs that are batches themselves; importing this module does not import torch."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Envs for tests of branches: one that draws from every generator, and some that cannot be forked."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

@@ -1,7 +1,5 @@
 """Envs and policies for tests of the cluster."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Variants of `CountingEnv`: agents, a text, a batch of two, global generators, switches, children, output."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Envs that disturb their process. They need only numpy: a worker that imported a test would import torch."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

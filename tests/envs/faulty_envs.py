@@ -1,7 +1,5 @@
 """One env whose actions are faults, for every facade; workers import this module."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

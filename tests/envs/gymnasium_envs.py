@@ -1,7 +1,5 @@
 """Envs for the tests of the Gymnasium facade, in a separate module so that workers do not import the tests."""
 
-from __future__ import annotations
-
 import time
 import warnings
 

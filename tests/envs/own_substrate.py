@@ -1,7 +1,5 @@
 """A user's handwritten factory: a function in a light module that imports and builds a substrate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

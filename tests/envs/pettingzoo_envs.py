@@ -1,7 +1,5 @@
 """The tests' PettingZoo envs: agents that leave and return, different spaces, action masks, various ends."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

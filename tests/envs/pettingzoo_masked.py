@@ -1,7 +1,5 @@
 """A PettingZoo env whose agents have action masks; imported by workers."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import numpy as np

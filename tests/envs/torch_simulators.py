@@ -1,7 +1,5 @@
 """Small batched simulators in torch that treat ended rows in different ways."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar

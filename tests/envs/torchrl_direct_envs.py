@@ -1,7 +1,5 @@
 """Envs and transforms for the tests of direct ways that are unusual in what they return or keep."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import gymnasium

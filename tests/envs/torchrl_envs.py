@@ -1,7 +1,5 @@
 """TorchRL envs for the tests: TorchRL's own, and small ones for cases that those do not cover."""
 
-from __future__ import annotations
-
 import os
 import sys
 import types

@@ -4,8 +4,6 @@ TorchRL 0.10 does not ship them. For 0.10, this module has short versions of tho
 any other skips the test.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import random

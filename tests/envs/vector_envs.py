@@ -1,7 +1,5 @@
 """Vector envs with self-checking data: every transition shows whether it happened."""
 
-from __future__ import annotations
-
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv

@@ -1,7 +1,5 @@
 """Envs that wait for one another in a process, or look at their thread; workers import this module."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

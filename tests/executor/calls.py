@@ -1,7 +1,5 @@
 """What many tests of executors need: both kinds of them, envs without an end, masks, actions, and what rows say."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """All ways to drive an executor up to and beyond the ends of episodes; each returns batches for comparison."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from envherd.workers.protocol import Op

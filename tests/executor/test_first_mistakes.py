@@ -1,7 +1,5 @@
 """Mistakes of a first hour: each gets one error that names what to write instead, and none passes in silence."""
 
-from __future__ import annotations
-
 import functools
 import io
 import logging

@@ -1,7 +1,5 @@
 """Options are checked when they are created, and on the workers' machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

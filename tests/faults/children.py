@@ -1,7 +1,5 @@
 """Run test bodies in a forked child, because they change limits, mounts or users, or end the process."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -4,8 +4,6 @@ Every cell breaks one env of three in a state, and reports what the caller saw a
 envs continued, and what was left after `close`. `tools.faults_page` writes `docs/reports/faults.md` from that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

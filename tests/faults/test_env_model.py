@@ -1,7 +1,5 @@
 """Every life of an env that the table of states allows is legal; changes of the table are detected."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The real executor over simulated workers: whatever happens, its states, positions and rows are those of the envs."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The same for errors at lines of a start, a restart and a close: afterwards nothing is left, and the owner continues.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

@@ -3,8 +3,6 @@
 Other tests check that the parent and a worker do their steps in the model's order.
 """
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The claims of docs/security.md: other users can open or connect to nothing, and no file is unpickled."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

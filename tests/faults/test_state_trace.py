@@ -3,8 +3,6 @@
 `test_executor_model` has it for workers, and for C.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 from typing import Any

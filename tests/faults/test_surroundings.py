@@ -1,7 +1,5 @@
 """Faults caused by the machine, the caller and unusual envs are reported clearly, and nothing is left."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

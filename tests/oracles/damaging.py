@@ -1,7 +1,5 @@
 """Damage nested plain data at random, in ways that respect its structure."""
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """The checks of the matrix: an executor against plain loops over the same envs, transition by transition."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

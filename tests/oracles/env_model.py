@@ -11,8 +11,6 @@ Checked in every reachable state:
 - from every state the env can be RUNNING again, in a worker that lives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -18,8 +18,6 @@ Checked after every call:
 - at the end all envs run again.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools

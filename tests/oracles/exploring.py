@@ -1,7 +1,5 @@
 """The explorer of the models: it visits every state that can be reached."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar

@@ -4,8 +4,6 @@ Every transition of every batch is compared with its env's diary (see `tests.ora
 of order or duplicated, and none is missing without an error.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import numpy as np

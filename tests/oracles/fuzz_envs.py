@@ -3,8 +3,6 @@
 Workers import this module; it needs only numpy.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

@@ -5,8 +5,6 @@ SIGINT to the process (which has several threads), `_thread.interrupt_main`, a S
 whose handler exits. After an interrupt, data must be correct or calls refused; nothing may hang.
 """
 
-from __future__ import annotations
-
 import _thread
 import os
 import random

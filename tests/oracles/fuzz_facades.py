@@ -1,7 +1,5 @@
 """Sessions of the facades, for the fuzzers; and the Gymnasium env that they run."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple

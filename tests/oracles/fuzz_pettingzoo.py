@@ -1,7 +1,5 @@
 """The fuzzers' PettingZoo env, and its batch with the methods of the Gymnasium facade."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """A session of a fuzzer with one executor: random operations and faults; every row is checked against the oracle."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

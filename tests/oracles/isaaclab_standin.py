@@ -8,8 +8,6 @@ direct envs without and of manager-based ones with `env_ids`, observation groups
 context in a process. Written from IsaacLab's documentation and interface; none of its code is here.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -8,8 +8,6 @@ is replaced: `DirectRLEnv`, `DirectMARLEnv`, `ManagerBasedRLEnv`, its scene, man
 `make test-isaaclab` installs IsaacLab 2.3 and runs the tests.
 """
 
-from __future__ import annotations
-
 import builtins
 import importlib.abc
 import importlib.machinery

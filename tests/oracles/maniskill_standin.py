@@ -9,8 +9,6 @@ seeded once, from which resets draw their seeds, `elapsed_steps`, ends by `info[
 that interface; none of its code is here.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

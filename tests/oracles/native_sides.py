@@ -1,7 +1,5 @@
 """Programs of commands, run by the specification in Python and by C, and compared after every command."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence

@@ -4,8 +4,6 @@ A `Plain` knows nothing of adapters. It returns the results of its env's resets 
 missing keys are not compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 

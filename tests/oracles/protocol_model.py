@@ -11,8 +11,6 @@ Checked in every reachable state:
 - the end is reachable from every state (no deadlock).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -4,8 +4,6 @@ A test decides when each worker carries out its commands, and when it dies, so e
 The caller's side is the real one, with the C extension if that was built.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A record of what happens to the states of envs, in Python and in C."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ The steps are those of `shm.tally` and of the parent's wait; each word is read o
 that a read does not overtake an earlier write, which the lock in between ensures.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Shared by the adapter tests: store values like a worker, and draw actions from a spec."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

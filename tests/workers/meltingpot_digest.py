@@ -6,8 +6,6 @@ Each further argument is one job; `options` are those of `MeltingPotFactory`, an
 Melting Pot's own wrappers instead of directly. OUT gets, for each job, one digest per seed (the console is Lua's).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

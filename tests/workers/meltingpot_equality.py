@@ -9,8 +9,6 @@ all substrates. `--prove` checks each read of a cached state against the grid. `
 that envs run instead, and writes the memory and the time of steps.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -7,8 +7,6 @@ Prints pickling's error in place of the result there.
 
 # mypy: ignore-errors
 
-from __future__ import annotations
-
 import abc
 import collections
 import contextvars

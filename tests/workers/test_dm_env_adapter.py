@@ -1,7 +1,5 @@
 """The dm_env adapter on real dm_control and dmlab2d envs, compared with the same envs driven by hand."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The Gymnasium adapter on real Gymnasium envs, compared with the same envs driven by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium

@@ -1,7 +1,5 @@
 """Every Gymnasium space: its keys, shapes, dtypes and domains; values survive both conversions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium

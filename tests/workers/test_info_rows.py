@@ -1,7 +1,5 @@
 """An info that is written to a row is read as it was, in C and in Python; all others are refused alike."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

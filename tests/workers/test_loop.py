@@ -1,7 +1,5 @@
 """A worker's loop over a real slab and real doorbells, in this thread: the effects of a token and their order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

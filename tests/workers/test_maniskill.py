@@ -1,7 +1,5 @@
 """ManiSkill's interface: rows are reset by `options["env_idx"]`, and none is reset twice."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Melting Pot adapter against real substrates and scenarios."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 All 49 substrates take 20 minutes (some resets take 15 s); set ENVHERD_FULL=1 to run them all.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

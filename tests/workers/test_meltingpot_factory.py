@@ -1,7 +1,5 @@
 """The factory's options and refusals, and the copy of the Lua tree."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """Melting Pot's substrates import neither TensorFlow nor JAX, and all else works. Each test has a fresh process."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 `native_sides.run` compares them after every command of a program. The tables here are the programs.
 """
 
-from __future__ import annotations
-
 import gc
 
 # ruff: noqa: FBT003 - flags among the values of a step

@@ -1,7 +1,5 @@
 """The loop in C waits like a doorbell, and follows the protocol's order."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

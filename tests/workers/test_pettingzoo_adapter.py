@@ -1,7 +1,5 @@
 """The PettingZoo adapter on real PettingZoo envs, compared with the same envs driven by hand, and on scripted ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.extras import skip_without

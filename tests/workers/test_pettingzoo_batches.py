@@ -1,7 +1,5 @@
 """PettingZoo envs through the executor, compared with TorchRL's wrapper of the same envs."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

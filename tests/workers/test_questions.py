@@ -1,7 +1,5 @@
 """Attributes of envs: reading, setting and calling by dotted names, through Gymnasium's wrappers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium

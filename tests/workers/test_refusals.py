@@ -4,8 +4,6 @@ Every row is an env that a user's factory returns, in a `SerialEnv`: it is refus
 a step. Libraries are imported by the makers of the envs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import MethodType

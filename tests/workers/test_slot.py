@@ -1,7 +1,5 @@
 """A slot passes separate inputs to its env, and writes its outputs to every leaf; in process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

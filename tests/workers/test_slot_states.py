@@ -1,7 +1,5 @@
 """The states of an env in its worker: the table is complete, and steps in C and in Python move by it."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Batched torch simulators: one protocol for every way of handling ended rows, and no invented transitions."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The TorchRL adapter on real TorchRL envs, compared with the same envs driven by TorchRL alone."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Direct ways give bit for bit what TorchRL's own code gives, also between calls that go through TorchRL."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The TorchRL adapter: partial resets, seeds, refusals, options, pictures and state, on real TorchRL envs."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """TorchRL's specs as ours: encodings, dtypes, stacks, side leaves."""
 
-from __future__ import annotations
-
 from tests.extras import skip_without
 
 skip_without("torchrl")

@@ -1,7 +1,5 @@
 """Compare `DMControlEnv`s with pixels, direct and as TorchRL steps them: `python -m tests.workers.torchrl_pixels`."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows gathered by their addresses equal rows indexed by two arrays."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The caller's values are checked one by one before any is written; no process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Two checks of actions, numpy's and torch's, and the sampler agree on what is legal, over random leaves and values."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Frames on loan: a large batch is the frame that the workers wrote, without a copy; see `batches.memory`."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

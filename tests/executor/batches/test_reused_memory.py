@@ -1,7 +1,5 @@
 """Memory of batches is reused only when no reference of any kind is left."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

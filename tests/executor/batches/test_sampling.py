@@ -1,7 +1,5 @@
 """Random actions are legal, also if envs return a mask with each observation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium

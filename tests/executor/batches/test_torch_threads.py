@@ -1,7 +1,5 @@
 """The caller copies data on one thread, whatever torch may use: torch's threads spin, and workers need processors."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The command line: its output, files and exit codes in real runs."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """The report of a rollout: its returns, figures and table, and its JSON, which docs/reference/json.md documents."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Names of envs on the command line, and their factories."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 import textwrap

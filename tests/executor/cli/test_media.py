@@ -1,7 +1,5 @@
 """Pictures: which are kept, the layout of tiles, and that files decode to the drawn pictures."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

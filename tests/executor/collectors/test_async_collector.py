@@ -1,7 +1,5 @@
 """The asynchronous collector returns every step once and in order, whichever env is ready first."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

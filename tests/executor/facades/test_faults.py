@@ -3,8 +3,6 @@
 RLlib needs another Gymnasium than the other facades: its environment (see `test_rllib.py`) runs its rows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """SB3's video recorder over the facade writes the envs' pictures."""
 
-from __future__ import annotations
-
 import functools
 
 from tests.extras import skip_without

@@ -1,7 +1,5 @@
 """The calls of vector envs follow the printed table, in any order, also after calls that have raised."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`ExecutorOptions(episode_statistics=True)` in the TorchRL facade: return, length and time of each episode so far."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Plain steps of the TorchRL facade make TorchRL's batches directly from the slab; all others take the general way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Limits and side effects of TorchRL's `ParallelEnv`, and problems with it that users have reported: not here."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

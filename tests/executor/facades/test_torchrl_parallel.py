@@ -1,7 +1,5 @@
 """The TorchRL facade's `ParallelEnv` over real workers, compared with TorchRL's own classes."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Uses of TorchRL's private API are in one module, and in the table of docs/private_apis.md with their versions."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

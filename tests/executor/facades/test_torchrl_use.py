@@ -1,7 +1,5 @@
 """The TorchRL facade in real use: collectors, checkpoints, a replay buffer, Melting Pot."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """The resources of a process: control groups from file trees of real machines, and those of this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Crash capsules: what is in the journal and in the file, and what `envherd replay` makes of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import io

@@ -1,7 +1,5 @@
 """Envs that wait, many in one worker, each on its own thread; `test_property.py` compares their data."""
 
-from __future__ import annotations
-
 import functools
 import time
 

@@ -1,7 +1,5 @@
 """Commands to envs in C and in Python write the same words, ring the same bells, and read answers alike."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import sys

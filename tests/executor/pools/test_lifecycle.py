@@ -1,7 +1,5 @@
 """Worker processes and their helper: failures during their start, and cleanup."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

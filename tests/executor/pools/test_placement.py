@@ -1,7 +1,5 @@
 """Where workers run: on which processors, and in which session and terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Branches: envs that are replaced by copies of another one, in the middle of its episode."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

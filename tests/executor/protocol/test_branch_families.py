@@ -1,7 +1,5 @@
 """Branches of real envs: 50 steps, a branch, 100 steps with equal actions, and equal bytes."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from collections.abc import Callable

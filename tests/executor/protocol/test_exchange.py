@@ -1,7 +1,5 @@
 """Edge cases of send and receive: interleaved calls, failures, large messages."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import time

@@ -4,8 +4,6 @@
 other's, and in the setting "workers in Python" also calls its envs.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

@@ -4,8 +4,6 @@
 of losses, faults and calls over simulated workers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

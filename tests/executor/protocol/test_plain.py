@@ -1,7 +1,5 @@
 """Each executor reports which calls C makes, and why not the others; the report is true."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

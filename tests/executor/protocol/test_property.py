@@ -1,7 +1,5 @@
 """For any operations in any order on any number of workers, the data equal those of `SerialEnv`, bit for bit."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

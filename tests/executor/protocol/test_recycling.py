@@ -1,7 +1,5 @@
 """Workers of envs that leak are replaced between episodes: no row is interrupted, and the data are the same."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

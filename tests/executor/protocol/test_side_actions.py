@@ -1,7 +1,5 @@
 """Actions without a fixed shape (text, sequences, ...) reach the env by every method, and are kept in the data."""
 
-from __future__ import annotations
-
 import functools
 
 import gymnasium

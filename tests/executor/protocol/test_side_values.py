@@ -1,7 +1,5 @@
 """Values without a fixed shape (sequences, graphs, ...) are the caller's own, as tensors are."""
 
-from __future__ import annotations
-
 import copy
 
 import gymnasium

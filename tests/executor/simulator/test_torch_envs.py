@@ -1,7 +1,5 @@
 """Torch simulators under the executor: the env gets the caller's own tensor, or one over the slab."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
