@@ -209,17 +209,19 @@ class Possessions:
     def gained(self) -> list[str]:
         """Return the resources that were gained since."""
         now = Possessions()
-        found = [f"process {pid}: {command(pid)[:200]}" for pid in sorted(now.children - self.children)]
-        found += [
-            f"descriptor {fd}: {target}"
-            for fd, target in now.descriptors.items()
-            if self.descriptors.get(fd) != target and not target.startswith(_KEPT_OPEN)
+        return [
+            *(f"process {pid}: {command(pid)[:200]}" for pid in sorted(now.children - self.children)),
+            *(
+                f"descriptor {fd}: {target}"
+                for fd, target in now.descriptors.items()
+                if self.descriptors.get(fd) != target and not target.startswith(_KEPT_OPEN)
+            ),
+            *(f"thread {t.name}" for t in threading.enumerate() if id(t) not in self.threads and not _is_pool(t)),
+            *(f"/dev/shm/{name}" for name in sorted(_not_of_others(now.shm - self.shm))),
+            *(f"handler of signal {n}" for n, handler in now.handlers.items() if handler != self.handlers[n]),
+            *(["torch without gradients"] if now.has_grad != self.has_grad else []),
+            *([f"current folder {now.folder}"] if now.folder != self.folder else []),
         ]
-        found += [f"thread {t.name}" for t in threading.enumerate() if id(t) not in self.threads and not _is_pool(t)]
-        found += [f"/dev/shm/{name}" for name in sorted(_not_of_others(now.shm - self.shm))]
-        found += [f"handler of signal {n}" for n, handler in now.handlers.items() if handler != self.handlers[n]]
-        found += ["torch without gradients"] if now.has_grad != self.has_grad else []
-        return found + ([f"current folder {now.folder}"] if now.folder != self.folder else [])
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -22,6 +22,7 @@ import sys
 import tomllib
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -314,11 +315,10 @@ headings on the right there (`tools/compat.py` lists the files). *Oldest* has th
 `pyproject.toml`, *newest* what pip chose within the bounds; the other rows change a few versions of one of the two.
 Each minor version of TorchRL needs the TensorDict of the same number, which may not be the newest. RLlib has a separate
 environment, because it pins Gymnasium, and so has dm_control, which needs MuJoCo 3. EnvPool 1.2.6 and later have no
-wheel for Python 3.11. Rows without versions of envs are of 27 November 2026, before the page had these columns.
-IsaacLab's own classes run over stubs (`make test-isaaclab`). Continuous integration runs the versions of
-`constraints.txt` with `make test`, quick tests of the oldest with `make test-oldest`, and the newest releases, also
-beyond the bounds, with `make test-newest`. Cells are numbers of tests that passed; tests of other extras, or of things
-that a version lacks, are skipped. Tests with deadlines may fail on a busy machine.
+wheel for Python 3.11. IsaacLab's own classes run over stubs (`make test-isaaclab`). Continuous integration runs the
+versions of `constraints.txt` with `make test`, quick tests of the oldest with `make test-oldest`, and the newest
+releases, also beyond the bounds, with `make test-newest`. Cells are numbers of tests that passed; tests of other
+extras, or of things that a version lacks, are skipped. Tests with deadlines may fail on a busy machine.
 
 """
 
@@ -329,7 +329,7 @@ Outcomes = dict[str, tuple[str, list[str]]]
 
 def page(outcomes: Outcomes) -> str:
     """Return the text of docs/reports/versions.md."""
-    heads = ["Python", "", *SHOWN.values(), *(f"tests: {group}" for group in GROUPS)]
+    heads = ["Python", "", *SHOWN.values(), *(f"tests: {group}" for group in GROUPS), "run on"]
     lines = [_line(heads), _line(["---"] * len(heads))]
     names = [row.name for row in rows() if row.name in outcomes]
     failed = [f"- {name}: `{test}`" for name in names for test in outcomes[name][1]]
@@ -351,7 +351,7 @@ def read_page() -> Outcomes:
 def outcome(row: Row, ran: dict[str, Any]) -> tuple[str, list[str]]:
     """Return a row's line of the page and its failed tests."""
     cells = [ran["python"], row.which, *(ran["versions"][name] for name in SHOWN)]
-    line = _line([*cells, *(_cell(ran["groups"].get(group)) for group in GROUPS)])
+    line = _line([*cells, *(_cell(ran["groups"].get(group)) for group in GROUPS), date.today().isoformat()])
     return line, [test for group in ran["groups"].values() for test in group["failed"]]
 
 

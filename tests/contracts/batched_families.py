@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 _MODES = ("NEXT_STEP", "SAME_STEP", "DISABLED")
 
 
-def isaac_by_hand(kind: str) -> Any:
+def isaac_by_hand(kind: str, **cfg: Any) -> Any:
     """Make one that publishes its last observations, even if the process holds others."""
     from tests.oracles import isaaclab_standin
 
     isaaclab_standin.forget_simulator()
-    env = isaac(kind, compute_final_obs=True, reuses_buffers=False)
+    env = isaac(kind, compute_final_obs=True, reuses_buffers=False, **cfg)
     isaaclab_standin.forget_simulator()
     return env
 

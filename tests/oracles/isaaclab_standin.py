@@ -3,9 +3,10 @@
 It follows `isaaclab.envs.DirectRLEnv` and `ManagerBasedRLEnv` in all that an adapter can see: the order of things
 in `step` (physics, counters, ends, rewards, resets of the rows that ended through `_reset_idx`, then observations),
 tensors that are returned and written again in place, `extras` as one permanent dict, `reset_buf`, `reset_terminated`,
-`reset_time_outs`, `episode_length_buf`, `common_step_counter`, `cfg.compute_final_obs`, observation noise, `reset` of
-direct envs without and of manager-based ones with `env_ids`, observation groups with histories, and one simulation
-context in a process. Written from IsaacLab's documentation and interface; none of its code is here.
+`reset_time_outs`, `episode_length_buf`, `common_step_counter`, `cfg.compute_final_obs`, `cfg.autoreset_mode`,
+observation noise, `reset` of direct envs without and of manager-based ones with `env_ids`, observation groups with
+histories, and one simulation context in a process. Written from IsaacLab's documentation and interface; none of its
+code is here.
 """
 
 import math
@@ -27,6 +28,7 @@ class Cfg:
     device: str = "cpu"
     max_length: int = 7
     compute_final_obs: bool | None = None  # None: of IsaacLab 2, which has no such setting
+    autoreset_mode: str = "SAME_STEP"  # of IsaacLab 3, whose manager-based envs have DISABLED too
     resets_by_mask: bool = False  # as IsaacLab 3 does for some simulators, without a call of `_reset_idx`
     reuses_buffers: bool = True
     noise: float = 0.0
@@ -81,7 +83,10 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
         self.cfg = cfg = cfg or Cfg()
         self.render_mode = render_mode
         if cfg.compute_final_obs is not None:  # of IsaacLab 3
-            self.metadata = {**self.metadata, "autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
+            self.metadata = {
+                **self.metadata,
+                "autoreset_mode": gymnasium.vector.AutoresetMode[cfg.autoreset_mode],
+            }
         self._is_closed = True
         self.sim = SimulationContext(cfg.device)
         self._is_closed = False
@@ -139,7 +144,8 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
         return torch.stack((place, self.scene.speed, torch.zeros_like(place), self.episode_length_buf.float()), 1)
 
     def ids_to_reset(self) -> torch.Tensor:
-        ids = self.reset_buf.nonzero(as_tuple=False).squeeze(-1)
+        resets = self.reset_buf if self.cfg.autoreset_mode == "SAME_STEP" else torch.zeros_like(self.reset_buf)
+        ids = resets.nonzero(as_tuple=False).squeeze(-1)
         if self.cfg.resets_too_many and len(ids):
             return torch.arange(self.num_envs, device=self.device)
         return ids

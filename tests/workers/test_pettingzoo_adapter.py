@@ -8,6 +8,7 @@ skip_without("pettingzoo")
 
 import numpy as np
 import pettingzoo
+import pygame
 import pytest
 from gymnasium import spaces
 from mpe2 import simple_spread_v3
@@ -50,7 +51,11 @@ def flags(values: dict[Any, Any], group: str) -> list[tuple[bool, bool]]:
     return list(zip(terminated.tolist(), truncated.tolist(), strict=True))
 
 
-# ---- real envs, beside the same envs driven by hand -----------------------------------------
+@pytest.fixture(autouse=True)
+def _sdl_is_left():
+    """Close the descriptors of SDL, which each env of mpe2 1.0 opens as it is built."""
+    yield
+    pygame.quit()
 
 
 # ---- agents that leave and come back --------------------------------------------------------

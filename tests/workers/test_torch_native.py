@@ -53,6 +53,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "managed",
         {"compute_final_obs": False, "resets_by_mask": True, "reuses_buffers": False},
     ),
+    "managed that never resets": (
+        "managed",
+        {"compute_final_obs": False, "autoreset_mode": "DISABLED", "reuses_buffers": False},
+    ),
     "managed with histories": ("managed", {"history_length": 3}),
     "managed with histories that publishes": ("managed", {"history_length": 3, "compute_final_obs": True}),
 }
@@ -94,7 +98,12 @@ def test_every_row_is_a_step_that_happened(case):
     family = Family(
         title=case,
         make_env=partial(batched_envs.isaac, "wrapped" if case == "wrapped" else kind, **cfg),
-        plain=partial(ByHand, partial(isaac_by_hand, kind), RESET_ROWS[kind], resets_itself=True),
+        plain=partial(
+            ByHand,
+            partial(isaac_by_hand, kind, autoreset_mode=cfg.get("autoreset_mode", "SAME_STEP")),
+            RESET_ROWS[kind],
+            resets_itself="autoreset_mode" not in cfg,
+        ),
     )
     with SerialEnv(1, family.make_env, seed=3) as env, contextlib.closing(Driven(family, env, 3)) as driven:
         num_resets = driven.step_and_reset_at_random(scaled(60, full=640), np.random.default_rng(7))

@@ -329,7 +329,12 @@ def _set_definition(obj: Any, what: tuple[Callable[[Any, Any], Any], Any, str | 
         obj.__module__ = f"{place} (copy {id(used)})"
         copies = sys.modules.setdefault(obj.__module__, types.ModuleType(obj.__module__))
         setattr(copies, name, obj)
-    annotations = vars(obj).get("__annotations__", {}) if isinstance(obj, type) else obj.__annotations__
+    # From Python 3.14 on, those that are no texts are computed when they are read, which fails if a name is missing.
+    annotations = (
+        vars(obj).get("__annotations__", {})
+        if isinstance(obj, type) or getattr(obj, "__annotate__", None) is not None
+        else obj.__annotations__
+    )
     texts = " ".join(one for one in annotations.values() if isinstance(one, str))
     _script.promise(re.findall(r"[^\W\d]\w*", texts), used)
 

@@ -494,6 +494,15 @@ PROGRAMS = {
         ["main.py"],
         [[3.0, 3.0]] * 3,
     ),
+    "sources that change meanwhile": (
+        {
+            "main.py": "import envherd.workers.importing as own\n"
+            f"own._was_edited = lambda of, _: 'envherd.' in of.__name__\n{NAMED}",
+            "level.py": "LEVEL = 3",
+        },
+        ["main.py"],
+        None,
+    ),
     "arguments": (
         {"main.py": "import parsing\nfrom worlds import show\nshow(parsing.Env)", "parsing.py": PARSING},
         ["main.py", "--level", "2"],
