@@ -23,6 +23,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -200,6 +201,17 @@ def detach(log_fd: int, *, is_captured: bool, is_leader: bool = True) -> None:
     for name, text in (("oom_score_adj", _OOM_SCORE), ("comm", "envherd-worker")):
         with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
             file.write(text)
+
+
+def catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal. Platforms: Linux.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    return bool(caught >> (number - 1) & 1)
 
 
 def send_signal(pid: int, number: int, *, is_group: bool = False, pidfd: int | None = None) -> None:

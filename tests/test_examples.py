@@ -31,6 +31,7 @@ TESTED = {
     "meltingpot_torchrl",
     "ppo_cartpole",
     "ray_rollouts",
+    "rebuild_tasks",
     "rllib_meltingpot",  # run by tests/executor/facades/test_rllib.py
     "sb3_meltingpot",
     "torchrl_collectors",
@@ -68,6 +69,7 @@ def test_branches_do_better_than_the_same_steps_without(run_example, name, short
     ("name", "short", "expected"),
     [
         ("evaluate_suite", ("--episodes", "3"), r"all tasks .*\(\d/9\)"),
+        ("rebuild_tasks", ("--tasks", "8", "--megabytes", "4"), r"tasks 4-7: .*\n.* scenes 16 MB"),
         ("agents_text_world", (), r"32 episodes, mean score 1\.00"),
         ("agents_hanging_grader", (), "24 answers: 6 right, 12 wrong, 6 not graded"),
     ],

@@ -13,6 +13,8 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import psutil
+
 from envherd.executor.machine.cgroups import count_oom_kills
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.start.process_log import read_log, request_stacks, without_own_frames
@@ -23,6 +25,8 @@ from envherd.workers.errors import WorkerLost
 from envherd.workers.messages import Channel
 
 _LAST_LINES = 60
+#: A shell, and programs such as bwrap, end with this and the number of the signal that has ended what they ran.
+_AFTER_A_SIGNAL = 128
 
 
 class WorkerProcess:
@@ -125,7 +129,14 @@ class WorkerProcess:
         return "(the worker has gone)"
 
     def _request_stacks(self) -> None:
-        platforms.send_signal(self.pid, signal.SIGUSR2, pidfd=self.pidfd)
+        if platforms.catches(self.pid, signal.SIGUSR2):
+            platforms.send_signal(self.pid, signal.SIGUSR2, pidfd=self.pidfd)
+            return
+        # A command in front of the interpreter has started it as another process.
+        for child in psutil.Process(self.pid).children(recursive=True):
+            if platforms.catches(child.pid, signal.SIGUSR2):
+                platforms.send_signal(child.pid, signal.SIGUSR2)
+                return
 
     def kill(self) -> None:
         """Kill the worker and its envs' processes; safe if it is dead."""
@@ -162,6 +173,8 @@ def describe_exit(code: int | None) -> str:
     """Return `SIGKILL(-9)`, `exit code 3`, ... for messages."""
     if code is None:
         return "an unknown cause"
+    if code - _AFTER_A_SIGNAL in signal.valid_signals():
+        return f"exit code {code} ({describe_exit(_AFTER_A_SIGNAL - code)} of a program that it ran)"
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -51,7 +51,7 @@ def test_every_change_is_in_the_table(monkeypatch):
         mask[some()] = True
         env.reset(TensorDict({"_reset": mask}, [NUM_ENVS]))
 
-    with SerialEnv(NUM_ENVS, Restorable, seed=0) as env:
+    with SerialEnv(NUM_ENVS, lambda: Restorable(0), seed=0) as env:
         calls = [
             lambda: env.step(act(TensorDict({}, [NUM_ENVS]))),
             lambda: env.step_and_maybe_reset(act(TensorDict({}, [NUM_ENVS]))),
@@ -72,7 +72,7 @@ def test_every_change_is_in_the_table(monkeypatch):
 
 def test_a_change_that_nobody_reports_is_noticed(monkeypatch):
     StateTrace(monkeypatch)
-    with SerialEnv(2, Scripted) as env:
+    with SerialEnv(2, lambda: Scripted(0)) as env:
         env.reset()
         env._engine.states.values[1] = State.ENDED
         with pytest.raises(AssertionError, match="states were changed"):

@@ -289,7 +289,7 @@ def _group_of(pid):
 @pytest.mark.broken_pool
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.usefixtures("module")
-def test_a_command_in_front_of_an_interpreter(python, name):
+def test_a_command_in_front_of_an_interpreter(python, name, caplog):
     command = [*COMMANDS[name], python]
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed")
@@ -308,8 +308,10 @@ def test_a_command_in_front_of_an_interpreter(python, name):
     assert not any(map(_group, pids))
     with ParallelEnv(1, InPython(command, "drift_module:make", {"limit": -3}), options=options) as env:
         pid = env.engine.pool.pid_of(0)
-        td = env.rollout(4, break_when_any_done=False)
+        with caplog.at_level("WARNING", "envherd"):
+            td = env.rollout(4, break_when_any_done=False)
         assert td["next", "interrupted"].flatten().tolist() == [False, False, True, False]
+        assert re.search(r"drift_module\.py\", line \d+ in step", caplog.text), "the stack of the env that hangs"
         assert not _group(pid)
 
 

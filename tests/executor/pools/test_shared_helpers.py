@@ -300,9 +300,9 @@ def test_the_helper_of_torchrls_envs_is_kept_and_has_no_tensorflow(monkeypatch):
 def test_the_modules_of_the_torchrl_facade_exist():
     from torchrl.envs import GymEnv
 
-    from envherd.executor.facades.torchrl.crew import _guest_factory
+    from envherd.executor.facades.torchrl.crew import _hosted_factory
 
-    factory = _guest_factory(functools.partial(GymEnv, "CartPole-v1"), ExecutorOptions())
+    factory = _hosted_factory(functools.partial(GymEnv, "CartPole-v1"), ExecutorOptions())
     for name in factory.preload:
         with contextlib.suppress(ModuleNotFoundError):
             assert importlib.util.find_spec(name) is not None, name

@@ -496,7 +496,7 @@ PROGRAMS = {
     ),
     "sources that change meanwhile": (
         {
-            "main.py": "import envherd.workers.importing as own\n"
+            "main.py": "import envherd.workers.sending.importing as own\n"
             f"own._was_edited = lambda of, _: 'envherd.' in of.__name__\n{NAMED}",
             "level.py": "LEVEL = 3",
         },
