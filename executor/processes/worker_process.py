@@ -174,7 +174,7 @@ def describe_exit(code: int | None) -> str:
     if code is None:
         return "an unknown cause"
     if code - _AFTER_A_SIGNAL in signal.valid_signals():
-        return f"exit code {code} ({describe_exit(_AFTER_A_SIGNAL - code)} of a program that it ran)"
+        return f"exit code {code}, which stands for {describe_exit(_AFTER_A_SIGNAL - code)}"
     if code >= 0:
         return f"exit code {code}"
     try:
