@@ -16,6 +16,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from envherd import moved
+
 if TYPE_CHECKING:
     from envherd.executor.batched import BatchedEnv
     from envherd.executor.cluster.rollouts import RayRollouts
@@ -252,6 +254,9 @@ if not TYPE_CHECKING:  # to a type checker, unknown names remain unknown
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}", obj=sys.modules[__name__])
         globals()[name] = value
         return value
+
+
+moved.install()
 
 
 def __dir__() -> list[str]:

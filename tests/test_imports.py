@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import importlib
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from envherd import moved
 from envherd.executor import ExecutorOptions, MeltingPotFactory, ParallelEnv
 from envherd.workers.adapters.named import NamedFactory, PettingZooFactory
 from envherd.workers.testing import CountingEnv
@@ -219,6 +221,13 @@ def test_the_kernel_works_without_any_guest(tmp_path):
         [*command, *OF_THE_KERNEL], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_old_name_of_a_module_is_the_new_module():
+    for old, new in moved.MOVED.items():
+        module = importlib.import_module(f"envherd.{old}")
+        assert module is importlib.import_module(f"envherd.{new}")
+        assert module.__spec__.name == module.__name__ == f"envherd.{new}"
 
 
 def test_no_modules_import_each_other_in_a_circle():
