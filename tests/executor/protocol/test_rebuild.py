@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from envherd.executor import (
 )
 from envherd.gymnasium import AsyncVectorEnv
 from envherd.sb3 import SubprocVecEnv
+from envherd.shm.platforms import open_descriptors
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.executor.calls import TWO_WORKERS, both
 from tests.executor.drives import DRIVES, rolled
@@ -104,6 +106,17 @@ def test_what_cannot_be_pickled_is_refused_before_anything_changes(call: Any) ->
         with pytest.raises(FactoryError, match=r"lock.* cannot be pickled|can be pickled, got a _thread.lock"):
             env.rebuild([1, 2], **call)
         assert not env.step(ACTIONS.clone())["next", "done"].any()
+
+
+def test_a_rebuild_needs_no_room_for_other_workers() -> None:
+    with ParallelEnv(16, CountingEnv, seed=0, options=ExecutorOptions(alone=True)) as env:
+        old = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_descriptors() + 20, old[1]))
+        try:
+            env.rebuild(env_kwargs={"length": 2})
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, old)
+        assert env.rollout(9, break_when_any_done=False)["observation"][..., 1].max() == 1
 
 
 @pytest.mark.parametrize("kind", [Collector, AsyncCollector])
