@@ -12,7 +12,7 @@ import inspect
 import pickle
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from envherd.workers import seeding
@@ -234,6 +234,10 @@ class Builder:
         self._built = [pair for pair in self._built if pair[0] is not own]
         if own.is_alone:
             self._alone = None
+
+    def keep(self, pickled: Collection[bytes]) -> None:
+        """Forget all factories but these."""
+        self._factories = {one: factory for one, factory in self._factories.items() if one in pickled}
 
     def _found_fields(self, factory: Factory, kwargs: Mapping[str, Any], keys: Any) -> list[InfoEntry]:
         """Return the fields that a separate env shows, once for each factory and its arguments."""

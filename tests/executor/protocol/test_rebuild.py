@@ -139,7 +139,7 @@ def test_facades_build_the_new_env_as_their_own(mode: str | None) -> None:
             assert envs.step(np.zeros(2, int))[3 if mode else 2].tolist()[1] is is_over
 
 
-def _heavy(length: int) -> CountingEnv:
+def _heavy(length: int, level: Any = None) -> CountingEnv:  # its size counts
     env: Any = CountingEnv(length)
     env.ballast = np.ones(60 << 17)
     return env
@@ -152,5 +152,6 @@ def test_forty_tasks_need_the_memory_of_four() -> None:
             env.step(env.reset().update(ACTIONS))
             files = [Path(f"/proc/{pid}/status").read_text() for pid in env.call("pid")]
             peaks.append([int(re.findall(r"VmHWM:\s+(\d+)", text)[0]) for text in files])  # in kB
-            env.rebuild(env_kwargs=[{"length": 5 + task + i} for i in range(4)])
+            levels = [functools.partial(_heavy, level=np.full(3 << 17, task + i)) for i in range(4)]
+            env.rebuild(factories=levels, env_kwargs=[{"length": 5 + task + i} for i in range(4)])
         assert (np.array(peaks[-1]) < np.array(peaks[0]) + 20_000).all()
