@@ -6,6 +6,7 @@ import functools
 import re
 import resource
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from envherd.executor import (
     ExecutorOptions,
     FactoryError,
     ParallelEnv,
+    SerialEnv,
     SpecError,
 )
 from envherd.gymnasium import AsyncVectorEnv
@@ -137,6 +139,27 @@ def test_facades_build_the_new_env_as_their_own(mode: str | None) -> None:
         envs.executor.rebuild([1], factories=limited[1])
         for is_over in (True, False, False, mode != "NextStep", mode == "NextStep", False):
             assert envs.step(np.zeros(2, int))[3 if mode else 2].tolist()[1] is is_over
+
+
+class Level:
+    """What a task is built from."""
+
+
+class LevelEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
+    def __init__(self, level: Level) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+
+    def step(self, action: Any) -> Any:
+        return *super().step(action)[:4], {"score": 1.0}
+
+
+def test_arguments_of_former_tasks_are_freed() -> None:
+    levels: Any = weakref.WeakSet()
+    with SerialEnv(1, LevelEnv, env_kwargs={"level": Level()}, options=ExecutorOptions(infos=["score"])) as env:
+        for _ in range(9):
+            levels.add(level := Level())
+            env.rebuild(env_kwargs={"level": level})
+        assert len(levels) < 4
 
 
 def _heavy(length: int, level: Any = None) -> CountingEnv:  # its size counts
