@@ -98,6 +98,15 @@ def test_a_refused_rebuild_keeps_the_tasks(make: Any, call: Any, error: Any, mes
         assert all((one == other).all() for one, other in zip(rolled(env, 18), rolled(made, 18), strict=True))
 
 
+@both
+@pytest.mark.parametrize("fault", ["value_error", "system_exit"])
+def test_an_env_that_cannot_close_is_replaced(make: Any, fault: str) -> None:
+    with make(4, FaultyEnv, env_kwargs={"fault": fault, "at": "close"}, seed=5) as env:
+        env.reset()
+        env.rebuild([1, 3], factories=CountingEnv, env_kwargs=TASKS[1::2])
+        assert env.rollout(4, break_when_any_done=False)["next", "done"].any(1).flatten().tolist() == [False, True] * 2
+
+
 @pytest.mark.parametrize(
     "call",
     [{"factories": functools.partial(print, threading.Lock())}, {"env_kwargs": {"size": threading.Lock()}}],
