@@ -255,8 +255,8 @@ class Builder:
         finally:
             probe.close()
             seeding.restore_caller(state)
-        former = self._found[-len(self._built) - 1 :]  # as many as there may be: tasks come and go (`rebuild`)
-        self._found = [*former, (factory, kwargs, fields)]
+        # As many as there are envs: tasks come and go (`rebuild`).
+        self._found = [*self._found[-len(self._built) - 1 :], (factory, kwargs, fields)]
         return fields
 
     def _adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
