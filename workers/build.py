@@ -12,7 +12,7 @@ import inspect
 import pickle
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from envherd.workers import seeding
@@ -235,6 +235,10 @@ class Builder:
         if own.is_alone:
             self._alone = None
 
+    def keep(self, pickled: Collection[bytes]) -> None:
+        """Forget all factories but these."""
+        self._factories = {one: factory for one, factory in self._factories.items() if one in pickled}
+
     def _found_fields(self, factory: Factory, kwargs: Mapping[str, Any], keys: Any) -> list[InfoEntry]:
         """Return the fields that a separate env shows, once for each factory and its arguments."""
         for known, its_kwargs, fields in self._found:
@@ -251,7 +255,8 @@ class Builder:
         finally:
             probe.close()
             seeding.restore_caller(state)
-        self._found.append((factory, kwargs, fields))
+        # As many as there are envs: tasks come and go (`rebuild`).
+        self._found = [*self._found[-len(self._built) - 1 :], (factory, kwargs, fields)]
         return fields
 
     def _adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:

@@ -254,5 +254,5 @@ class SerialPool(Pool):
         for env_id, adapter in adapters.items():
             try:
                 adapter.close()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 log_close_fault(Fault.from_exception(env_id, "close", error).to_plain())

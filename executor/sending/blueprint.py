@@ -213,13 +213,13 @@ def choose_apart(num_envs: int, num_workers: int | str | None) -> int:
 def draw(
     factories: list[Factory], env_kwargs: EnvKwargs, num_workers: int, seed: int | None, options: ExecutorOptions
 ) -> Blueprint:
-    """Return the blueprint of a pool of worker processes.
+    """Return the blueprint of a pool of worker processes; of `num_workers` 0, if those of another pool take its calls.
 
     Raises:
         FactoryError: a factory or its keyword arguments cannot be pickled.
         ValueError, OSError: the machine has no room for the workers; see `require_room`.
     """
-    num_workers = len(factories) if options.alone else num_workers
+    num_workers = len(factories) if options.alone and num_workers else num_workers
     require_room(num_workers=num_workers)
     kwargs = as_kwargs(len(factories), env_kwargs)
     _check_kwargs(kwargs)
@@ -235,13 +235,13 @@ def draw(
     return Blueprint(
         factories=tuple(pickled[id(factory)] for factory in factories),
         env_kwargs=kwargs,
-        blocks=spread(len(factories), num_workers),
+        blocks=spread(len(factories), num_workers or 1),
         root_seed=as_root_seed(seed),
         preload=preload,
         interpreters=tuple(map(interpreter_of, factories)),
         references=() if options.capsules is None else tuple(map(reference_of, factories)),
         callables=tuple(factories),
-        draw=lambda others, kwargs: draw(others, kwargs, len(others), 0, options),
+        draw=lambda others, kwargs: draw(others, kwargs, 0, 0, options),
     )
 
 

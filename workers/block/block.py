@@ -388,7 +388,7 @@ class Block:
             for sink in slot.sinks.values():
                 sink.native = sink.step = None  # first: C would reset the instance that is closed
             slot.is_built = False
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception, SystemExit):  # some envs end their program
                 slot.adapter.close()
             self.forget(slot.adapter)
             slot.adapter = None

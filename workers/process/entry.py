@@ -227,6 +227,8 @@ class Worker:
         assert message is not None
         env_ids = message.worker.env_ids
         index = env_ids.index(env_id) if env_id in env_ids else 0  # a copy of another env remains what that one is
+        if call and self._block is not None:  # first: the factories of former tasks may hold much memory
+            self._builder.keep({*message.factories, *(s.call[0] for s in self._block.slots.values() if s.call)})
         with current.building(current.worker(), message.block.first_env_id + env_id):
             return self._builder.build(*(call or (message.factories[index], message.env_kwargs[index])))
 
