@@ -61,7 +61,9 @@ def _copy_journals(engine: Engine, source: int, targets: np.ndarray, *, is_chang
         return
     facts = journal.pop(("facts",))
     facts[rows] = facts[row]
-    if is_changed:
-        facts[rows, FLAGS] |= JournalFlag.CHANGED
+    # A copy whose own factory call builds another task cannot be run again by that call.
+    calls = engine.pool.blueprint
+    cannot = [is_changed or not calls.is_equal_call(source, target) for target in targets.tolist()]
+    facts[rows[cannot], FLAGS] |= JournalFlag.CHANGED
     for inputs in journal.values():
         inputs[rows, : facts[row, STEPS]] = inputs[row, : facts[row, STEPS]]  # the rest takes no memory yet

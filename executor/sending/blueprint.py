@@ -86,14 +86,15 @@ class Blueprint:
             new = dict(zip(env_ids, getattr(other, name), strict=False))
             setattr(self, name, tuple(new.get(i, one) for i, one in enumerate(getattr(self, name))))
 
+    def is_equal_call(self, env_id: int, other: int) -> bool:
+        """Return whether equal calls build two envs."""
+        kwargs = self.env_kwargs
+        return self.factories[other] is self.factories[env_id] and are_equal(kwargs[other], kwargs[env_id])
+
     def equal_call_before(self, env_id: int, worker_id: int) -> int | None:
         """Return an env of a worker that an equal call built before this one, or None."""
-
-        def is_equal(other: int) -> bool:
-            kwargs = self.env_kwargs
-            return self.factories[other] is self.factories[env_id] and are_equal(kwargs[other], kwargs[env_id])
-
-        return next((other for other in self.blocks[worker_id] if other < env_id and is_equal(other)), None)
+        earlier = (other for other in self.blocks[worker_id] if other < env_id)
+        return next((other for other in earlier if self.is_equal_call(env_id, other)), None)
 
 
 def counted(num_envs: Any, make_env: MakeEnv | None) -> tuple[Any, MakeEnv]:

@@ -758,3 +758,15 @@ def test_facades_pass_the_option(tmp_path, host):
     again = replay(path, "--trust")
     assert again.exit_code == 0, again.output
     assert "But" not in again.stdout
+
+
+def test_a_copy_of_an_env_of_another_task_is_not_run_again(tmp_path):
+    tasks = [{"fault": "value_error", "step": 3}, {"fault": "value_error", "step": 9}]
+    options = ExecutorOptions(capsules=tmp_path)
+    with ParallelEnv(2, FaultyEnv, num_workers=2, env_kwargs=tasks, seed=0, options=options) as env:
+        env.reset()
+        env.branch(0, [1])
+        with pytest.raises(EnvError):
+            env.rollout(4, auto_reset=False)
+    missing = {capsule.facts["env_id"]: capsule.facts["missing"] for capsule in map(load_capsule, tmp_path.iterdir())}
+    assert (missing[0], len(missing[1])) == ([], 1)
