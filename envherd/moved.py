@@ -72,12 +72,13 @@ class _Finder:
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         """Return the module that has the new name."""
         module = importlib.import_module("envherd." + MOVED[spec.name.removeprefix("envherd.")])
-        self._spec = module.__spec__
+        spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Give it back its spec, which importing the old name has replaced."""
-        module.__spec__ = self._spec
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
 
 
 def install() -> None:

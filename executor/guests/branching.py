@@ -62,8 +62,7 @@ def _copy_journals(engine: Engine, source: int, targets: np.ndarray, *, is_chang
     facts = journal.pop(("facts",))
     facts[rows] = facts[row]
     # A copy whose own factory call builds another task cannot be run again by that call.
-    calls = engine.pool.blueprint
-    cannot = [is_changed or not calls.is_equal_call(source, target) for target in targets.tolist()]
+    cannot = [is_changed or not engine.pool.blueprint.is_equal_call(source, i) for i in targets.tolist()]
     facts[rows[cannot], FLAGS] |= JournalFlag.CHANGED
     for inputs in journal.values():
         inputs[rows, : facts[row, STEPS]] = inputs[row, : facts[row, STEPS]]  # the rest takes no memory yet

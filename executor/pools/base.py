@@ -237,10 +237,6 @@ class Pool:
         """
         return self.words.by_order(env_ids)
 
-    def outstanding(self) -> np.ndarray:
-        """Return the envs that owe an answer."""
-        return np.flatnonzero(~self.words.has_answered())
-
     # ---- questions ---------------------------------------------------------------------------
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:

@@ -6,6 +6,7 @@ Assumes: Linux (pidfd, memfd, /proc).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -133,10 +134,11 @@ class WorkerProcess:
             platforms.send_signal(self.pid, signal.SIGUSR2, pidfd=self.pidfd)
             return
         # A command in front of the interpreter has started it as another process.
-        for child in psutil.Process(self.pid).children(recursive=True):
-            if platforms.catches(child.pid, signal.SIGUSR2):
-                platforms.send_signal(child.pid, signal.SIGUSR2)
-                return
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            for child in psutil.Process(self.pid).children(recursive=True):
+                if platforms.catches(child.pid, signal.SIGUSR2):
+                    platforms.send_signal(child.pid, signal.SIGUSR2)
+                    return
 
     def kill(self) -> None:
         """Kill the worker and its envs' processes; safe if it is dead."""

@@ -160,10 +160,8 @@ def read_workers(
         ids = list(env_ids)
         bins = words["step_bins"][worker_id * NUM_BINS : (worker_id + 1) * NUM_BINS].copy()
         phase, env_id = describe_phase(int(words["phase"][worker_id]))
-        # Of a lease pool: who has the env now.
-        phase = (
-            words["lessees"].view("S64")[worker_id].decode(errors="ignore") or phase if "lessees" in words else phase
-        )
+        if "lessees" in words:  # of a lease pool: who has the env now
+            phase = words["lessees"].view("S64")[worker_id].decode(errors="ignore") or phase
         since_ns = int(words["since_ns"][worker_id])
         workers.append(
             WorkerStatistics(

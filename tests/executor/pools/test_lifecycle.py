@@ -261,7 +261,7 @@ def use():
         has_ended.set()
 
 threading.Thread(target=use, daemon=True).start()
-while not (env.statistics().env_steps or len(env.engine.pool.outstanding())):
+while env.engine.pool.words.has_answered().all() and not env.statistics().env_steps:
     time.sleep(0.01)
 """
 
@@ -286,3 +286,8 @@ def test_a_helper_forgets_the_logs_of_workers_that_have_ended():
         os.close(helper._wake_read)
         os.close(helper._wake_write)
     assert helper._worker_of_log == {12: 2}
+
+
+def test_the_stacks_of_a_worker_that_ends_meanwhile_are_none(monkeypatch):
+    monkeypatch.setattr("envherd.shm.platforms.catches", lambda _pid, _signal: False)
+    WorkerProcess._request_stacks(Mock(pid=2**30))  # no such process

@@ -319,7 +319,7 @@ class TestAtMost:
         with ParallelEnv(4, CountingEnv, num_workers=2, seed=0) as env:
             env.reset()
             env.send(env.rand_action())
-            wait_for(lambda: not len(env.engine.pool.outstanding()))
+            wait_for(lambda: env.engine.pool.words.has_answered().all())
             assert len(env.recv(1, max_envs=3)) == 3
             assert len(env.recv(1, max_envs=3)) == 1
 
@@ -329,7 +329,7 @@ class TestAtMost:
         with ParallelEnv(3, make, num_workers=3, seed=0) as env:
             env.reset()
             env.send(env.rand_action())
-            wait_for(lambda: env.engine.pool.outstanding().tolist() == [2])
+            wait_for(lambda: env.engine.pool.words.has_answered().tolist() == [True, True, False])
             assert sorted(env.recv(1, 0.01, max_envs=3)["env_ids"].tolist()) == [0, 1]
             with pytest.raises(TimeoutError, match=r"expected 1 envs within 0\.01 s, got 0"):
                 env.recv(1, 0.01, max_envs=1)
