@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from tensordict import TensorDict
@@ -46,51 +46,34 @@ Tasks = Mapping[str, Any] | list[Any] | tuple[Any, ...]
 _TIMEOUT_S = 300.0
 
 
+class _Settings(TypedDict, total=False):
+    """The keyword arguments of `evaluate`, for type checkers."""
+
+    background: Policies
+    focal: Sequence[int | str] | None
+    num_workers: int | None
+    seed: int
+    max_steps: int | None
+    primer: Mapping[str, torch.Tensor] | None
+    options: ExecutorOptions | None
+    policy_for: Callable[[str, BatchedEnv], Policies] | None
+    success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None
+    out: str | os.PathLike[str] | None
+    label: str | None
+    videos: str | os.PathLike[str] | None
+    filmed: int | Iterable[int]
+    fps: float
+    max_batch: int | None
+    deadline_s: float
+
+
 @overload
 def evaluate(
-    policies: Policies | Mapping[str, Policies],
-    env: Tasks,
-    episodes: int = ...,
-    *,
-    background: Policies = ...,
-    focal: Sequence[int | str] | None = ...,
-    num_workers: int | None = ...,
-    seed: int = ...,
-    max_steps: int | None = ...,
-    primer: Mapping[str, torch.Tensor] | None = ...,
-    options: ExecutorOptions | None = ...,
-    policy_for: Callable[[str, BatchedEnv], Policies] | None = ...,
-    success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None = ...,
-    out: str | os.PathLike[str] | None = ...,
-    label: str | None = ...,
-    videos: str | os.PathLike[str] | None = ...,
-    filmed: int | Iterable[int] = ...,
-    fps: float = ...,
-    max_batch: int | None = ...,
-    deadline_s: float = ...,
+    policies: Policies | Mapping[str, Policies], env: Tasks, episodes: int = ..., **settings: Unpack[_Settings]
 ) -> Evaluations: ...
 @overload
 def evaluate(
-    policies: Policies | Mapping[str, Policies],
-    env: Env,
-    episodes: int = ...,
-    *,
-    background: Policies = ...,
-    focal: Sequence[int | str] | None = ...,
-    num_workers: int | None = ...,
-    seed: int = ...,
-    max_steps: int | None = ...,
-    primer: Mapping[str, torch.Tensor] | None = ...,
-    options: ExecutorOptions | None = ...,
-    policy_for: Callable[[str, BatchedEnv], Policies] | None = ...,
-    success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None = ...,
-    out: str | os.PathLike[str] | None = ...,
-    label: str | None = ...,
-    videos: str | os.PathLike[str] | None = ...,
-    filmed: int | Iterable[int] = ...,
-    fps: float = ...,
-    max_batch: int | None = ...,
-    deadline_s: float = ...,
+    policies: Policies | Mapping[str, Policies], env: Env, episodes: int = ..., **settings: Unpack[_Settings]
 ) -> Evaluation: ...
 @names_right_keyword
 @without_grad
