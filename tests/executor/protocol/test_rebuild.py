@@ -186,4 +186,7 @@ def test_forty_tasks_need_the_memory_of_four() -> None:
             peaks.append([int(re.findall(r"VmHWM:\s+(\d+)", text)[0]) for text in files])  # in kB
             levels = [functools.partial(_heavy, level=np.full(3 << 17, task + i)) for i in range(4)]
             env.rebuild(factories=levels, env_kwargs=[{"length": 5 + task + i} for i in range(4)])
-        assert (np.array(peaks[-1]) < np.array(peaks[0]) + 20_000).all()
+        # A second env in memory would take 60 MB. Pages that the allocator keeps grow for three tasks, by 20 MB in all.
+        assert (np.array(peaks[-1]) < np.array(peaks[0]) + 45_000).all()
+        # A level (3 MB) that is kept at each later rebuild would take 18 MB.
+        assert (np.array(peaks[-1]) < np.array(peaks[3]) + 9_000).all()
